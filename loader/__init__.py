@@ -1,0 +1,1 @@
+"""Samples and batches: manifest, plan, reading, decoding, the loader itself."""

@@ -1,0 +1,54 @@
+"""What can go wrong with data sets, order and batches."""
+
+from __future__ import annotations
+
+from ..storage.errors import PenstockError
+
+
+class DatasetError(PenstockError):
+    """The data set cannot be read as one: nothing there, mixed formats, no samples."""
+
+
+class FormatError(DatasetError):
+    """The shard's bytes are not what its format says.
+
+    The message names the shard, the byte offset where it is known, what was found and what to do.
+    """
+
+    def __init__(self, shard: str, problem: str, *, offset: int | None = None) -> None:
+        where = shard if offset is None else f"{shard} at byte {offset}"
+        super().__init__(f"{where}: {problem}")
+        self.shard = shard
+        self.offset = offset
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_format_error, (type(self), self.shard, self.problem, self.offset)
+
+
+def _rebuild_format_error(kind: type[FormatError], shard: str, problem: str, offset: int | None) -> FormatError:
+    return kind(shard, problem, offset=offset)
+
+
+class ChecksumError(FormatError):
+    """The bytes of a chunk do not have the checksum that the manifest holds for them."""
+
+
+class DecodeError(PenstockError):
+    """A sample's field could not be decoded; the message names sample, shard, field and cause."""
+
+
+class PartitionError(PenstockError, ValueError):
+    """Samples, lanes, ranks and batches cannot be cut as asked."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """An argument is outside what it may be; the message names it, its value and what would do."""
+
+
+class StateMismatchError(PenstockError, ValueError):
+    """The state was taken from another data set, seed or order, and cannot be continued from here."""
+
+
+class LoaderClosedError(PenstockError, RuntimeError):
+    """The loader was closed."""

@@ -1,0 +1,1 @@
+"""Shard formats: what turns a chunk's bytes into columns."""

@@ -1,0 +1,54 @@
+"""What can go wrong with bytes. Every error of the package descends from PenstockError."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of every error that penstock raises on purpose."""
+
+
+class StorageError(PenstockError):
+    """A store could not do what it was asked.
+
+    ``transient`` says whether the same request may succeed later; only such errors are retried.
+    """
+
+    transient = False
+
+
+class UnsupportedURLError(StorageError):
+    """The URL names no store that can be opened here."""
+
+
+class NotFoundError(StorageError):
+    """There is no such object, bucket or folder."""
+
+
+class AccessDeniedError(StorageError):
+    """The store knows the caller and refuses, or does not know the caller."""
+
+
+class ObjectChangedError(StorageError):
+    """The object is not the one that was listed or indexed: its ETag or size differs."""
+
+
+class ShortReadError(StorageError):
+    """The store sent fewer bytes than the range that was asked for."""
+
+    transient = True
+
+
+class ThrottledError(StorageError):
+    """The store asks for fewer requests (429, 503, SlowDown)."""
+
+    transient = True
+
+
+class StoreUnavailableError(StorageError):
+    """The store did not answer in time, closed the connection or failed (5xx)."""
+
+    transient = True
+
+
+class CacheFullError(StorageError):
+    """The disk under the cache is full or may not be written, and there is no room to make."""

@@ -1,0 +1,79 @@
+"""What every store does: five verbs on keys below one root. The only state is the client behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``start`` (inclusive) to ``stop`` (exclusive) of an object."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"ByteRange({self.start}, {self.stop}): needs 0 <= start <= stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object of a store: its key below the store's root, its size in bytes and its ETag, if the store has one."""
+
+    key: str
+    size: int
+    etag: str | None = None
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects below one root URL; every method may be called from any thread.
+
+    Keys are relative to the root, with '/' between parts and none at the start. Reads return read-only, contiguous
+    memoryviews of bytes (format 'B') that own or keep alive what they show.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials; for messages."""
+        ...
+
+    def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+        """Read an object or a range of it.
+
+        With ``etag`` the object must still have that ETag.
+
+        Raises:
+            NotFoundError, AccessDeniedError, ObjectChangedError, ShortReadError (also for a range past the end),
+            ThrottledError, StoreUnavailableError.
+        """
+        ...
+
+    def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
+        """Read several ranges of one object, near ones in one request; the result is in the order of ``ranges``."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and ETag of one object. Raises NotFoundError where there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key starts with ``prefix``, at any depth, sorted by key (code points).
+
+        Raises NotFoundError where the bucket or root folder itself is missing; an empty prefix gives nothing.
+        """
+        ...
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        """Write a whole object: afterwards readers see all of it or, on an error, what was there before."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections, threads and files. A closed store is not used again; closing twice is allowed."""
+        ...

@@ -1,0 +1,1 @@
+"""Training steps: consumes any iterable of batches, checkpoints it and resumes it."""
