@@ -1,0 +1,38 @@
+"""Randomness as arithmetic: a generator for each (seed, epoch, sample id), the same on any rank and after a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.random.bit_generator import ISeedSequence
+
+_UINT64 = (1 << 64) - 1
+
+
+class _Key(ISeedSequence):
+    """Hands Philox its key as it is. A SeedSequence would hash it, and reads the system's entropy when it is built."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+        self.words = words
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray[Any, np.dtype[Any]]:
+        return self.words
+
+
+def sample_rng(seed: int, epoch: int, sample_id: int) -> np.random.Generator:
+    """The generator of one sample in one epoch; about 3 us, no state shared with any other.
+
+    Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key (seed, sample id)
+    and the epoch in the highest word of its 256-bit counter. So distinct triples (modulo 2**64 each) have streams that
+    never meet: each owns 2**192 blocks of its own. The values depend on nothing else; numpy keeps Philox's stream
+    and the methods of ``Generator`` stable but for announced changes, and the tests pin both.
+
+    ``spawn`` is not available on the generator: draw what is needed from it instead.
+    """
+    key = np.array((seed & _UINT64, sample_id & _UINT64), np.uint64)
+    counter = np.array((0, 0, 0, epoch & _UINT64), np.uint64)
+    # numpy's stubs name SeedSequence where any ISeedSequence will do.
+    return np.random.Generator(np.random.Philox(_Key(key), counter=counter))  # type: ignore[arg-type]
