@@ -166,15 +166,13 @@ class LaneWindow:
     bounds: IntArray
     permutation: np.ndarray[tuple[int, ...], np.dtype[np.uint32]] | None
 
-    def locate(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Piece and row in its chunk of the lane's offsets start to stop: two (stop - start,) int64 arrays."""
-        where: IntArray
-        if self.permutation is None:
-            where = np.arange(start - self.start, stop - self.start, dtype=np.int64)
-        else:
-            where = self.permutation[start - self.start : stop - self.start].astype(np.int64)
+    def locate(self, offsets: IntArray) -> tuple[IntArray, IntArray]:
+        """Piece, and row in the piece's chunk, of some of the lane's offsets: (n,) int64 each."""
+        where: IntArray = offsets - self.start
+        if self.permutation is not None:
+            where = self.permutation[where].astype(np.int64)
         pieces = np.searchsorted(self.bounds, where, side="right") - 1
-        return pieces, where - (self.bounds - np.append(self.first_rows, 0))[pieces]
+        return pieces, where + (self.first_rows - self.bounds[:-1])[pieces]
 
 
 @dataclass(frozen=True)
@@ -279,11 +277,13 @@ def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | No
     """
     if weights is None:
         ranks = np.arange(world_size + 1, dtype=np.int64)
-        return sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
+        cuts: IntArray = sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
+        return cuts
     if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
         raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
     cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
-    return np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
+    cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
+    return cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +298,16 @@ class Segments:
     start: IntArray
     stop: IntArray
     slot: IntArray
+
+    def join(self, others: Segments, step: int) -> Segments:
+        """These, and after them ``others`` of one step, moved to be step ``step``."""
+        return Segments(
+            step=np.append(self.step, np.full(len(others.step), step, np.int64)),
+            lane=np.append(self.lane, others.lane),
+            start=np.append(self.start, others.start),
+            stop=np.append(self.stop, others.stop),
+            slot=np.append(self.slot, others.slot),
+        )
 
 
 def rank_segments(

@@ -1,0 +1,289 @@
+"""From chunks to batches: rows are gathered by whole columns, decoded by threads into their slots, and collated.
+
+A batch is a dict of field name to tensor, or to a list where values have no common shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .collate import collate_samples, collate_values
+from .decode import DecodeChoice, FieldDecoder, field_decoder
+from .errors import ConfigError, DecodeError
+from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray
+from .manifest import Manifest
+from .metrics import Counters
+from .randomness import sample_rng
+from .spans import ChunkRows
+
+IDS, VALID, KEY = "__id__", "__valid__", "__key__"
+
+Sample = dict[str, Any]
+Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
+
+# Below this many bytes a row, rows are scattered by one indexed assignment; above, copied one by one without a detour.
+_ROW_COPY_BYTES = 1024
+_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n."""
+
+    ids: IntArray
+    fields: Mapping[str, AnyArray | list[Any]]
+
+    def cut(self, start: int, stop: int) -> Rows:
+        return Rows(self.ids[start:stop], {name: values[start:stop] for name, values in self.fields.items()})
+
+    def pick(self, indices: Sequence[int]) -> Rows:
+        fields: dict[str, AnyArray | list[Any]] = {
+            name: values[list(indices)] if isinstance(values, np.ndarray) else [values[i] for i in indices]
+            for name, values in self.fields.items()
+        }
+        return Rows(self.ids[list(indices)], fields)
+
+
+class FieldDecoders:
+    """The decoder of each field, settled when the field is first seen, the same from then on."""
+
+    def __init__(self, choice: DecodeChoice) -> None:
+        self.choice = choice
+        self.settled: dict[str, FieldDecoder | None] = {}
+
+    def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+        if name not in self.settled:
+            self.settled[name] = self._settle(name, column)
+        return self.settled[name]
+
+    def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+        named = isinstance(self.choice, Mapping) and name in self.choice
+        if column.text and not named:
+            return None
+        decoder = field_decoder(name, self.choice)
+        if decoder is None and not named and self.choice is not None and _looks_like_image(column):
+            return field_decoder("jpg", "auto")
+        return decoder
+
+    def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
+        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened."""
+        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize > 1
+        return np.dtype(np.int64) if wide else values.dtype
+
+
+def _looks_like_image(column: BytesColumn) -> bool:
+    """Whether a field without a telling name holds images: by the first value that is there."""
+    present = np.flatnonzero(column.starts >= 0)
+    if not len(present):
+        return False
+    start = int(column.starts[present[0]])
+    head = bytes(column.buffer[start : start + 12])
+    return head.startswith(_IMAGE_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
+def gather(
+    groups: Iterable[tuple[ChunkRows, Block]], num_rows: int, first_ids: IntArray, decoders: FieldDecoders
+) -> Rows:
+    """Put rows of opened chunks together in their order of delivery; each column of each chunk is touched once."""
+    ids = np.empty(num_rows, np.int64)
+    fields: dict[str, AnyArray | list[Any]] = {}
+    for group, block in groups:
+        ids[group.targets] = group.rows + first_ids[group.chunk]
+        for name, column in block.columns.items():
+            if isinstance(column, ArrayColumn):
+                _scatter(fields, name, column.values, group, num_rows, decoders)
+                continue
+            views = isinstance(column, BytesColumn) and decoders.of(name, column) is not None and not column.text
+            values = column.views(group.rows) if views else column.take(group.rows)  # type: ignore[union-attr]
+            out = fields.setdefault(name, [None] * num_rows)
+            for target, value in zip(group.targets.tolist(), values, strict=True):
+                out[target] = value
+    return Rows(ids, fields)
+
+
+def _scatter(
+    fields: dict[str, AnyArray | list[Any]],
+    name: str,
+    values: AnyArray,
+    group: ChunkRows,
+    num_rows: int,
+    decoders: FieldDecoders,
+) -> None:
+    out = fields.get(name)
+    if out is None:
+        out = fields[name] = np.empty((num_rows, *values.shape[1:]), decoders.dtype_of(values))
+    assert isinstance(out, np.ndarray)
+    if out.nbytes > _ROW_COPY_BYTES * num_rows:
+        for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
+            out[target] = values[row]
+    else:
+        out[group.targets] = values[group.rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What happens to gathered rows. ``transform`` maps a sample to a sample; ``collate`` a list of samples to a batch.
+
+    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; to each sample where there is a ``collate``.
+
+    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill the last batch up.
+    """
+
+    decode: DecodeChoice = "auto"
+    transform: Callable[..., Sample] | None = None
+    collate: Callable[[list[Sample]], Batch] | None = None
+    with_ids: bool = False
+    pad: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("transform", "collate"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name}={value!r} cannot be called; pass a function, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMaker:
+    """Makes batches of gathered rows: decodes and transforms on a pool of ``threads`` threads, then collates."""
+
+    options: BatchOptions
+    decoders: FieldDecoders
+    manifest: Manifest
+    pool: ThreadPoolExecutor
+    threads: int
+    counters: Counters
+
+    def start(self, rows: Rows, epoch: int, num_valid: int) -> PendingBatch:
+        """Begin to make a batch of ``rows``, of which the first ``num_valid`` count."""
+        return PendingBatch(self, rows, epoch, num_valid)
+
+
+class PendingBatch:
+    """A batch in the making. ``result`` waits for it; called once, by one thread."""
+
+    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_valid: int) -> None:
+        self._maker = maker
+        self._rows = rows
+        self._epoch = epoch
+        self._num_valid = num_valid
+        self._values: dict[str, Any] = {}
+        self._samples: list[Sample] = []
+        self._decoding: list[tuple[str, FieldDecoder, list[Any]]] = []
+        self._futures: list[Future[None]] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        maker, count = self._maker, len(self._rows.ids)
+        settled = maker.decoders.settled
+        for name, values in self._rows.fields.items():
+            decoder = settled.get(name) if isinstance(values, list) else None
+            if decoder is None:
+                self._values[name] = values
+            else:
+                self._decoding.append((name, decoder, values))
+                self._values[name] = (
+                    [None] * count if decoder.slot is None else np.empty((count, *decoder.slot[0]), decoder.slot[1])
+                )
+        if maker.options.transform is not None:
+            self._samples = [{} for _ in range(count)]
+        if self._decoding or maker.options.transform is not None:
+            size = max(1, -(-count // (2 * maker.threads)))
+            self._futures = [
+                maker.pool.submit(self._work, start, min(start + size, count)) for start in range(0, count, size)
+            ]
+
+    def _work(self, start: int, stop: int) -> None:
+        """Decode and transform some of the rows; on a thread of the pool."""
+        started = time.perf_counter()
+        for i in range(start, stop):
+            for name, decoder, values in self._decoding:
+                self._decode(i, name, decoder, values[i])
+            if self._maker.options.transform is not None:
+                self._samples[i] = self._transform(i, self._maker.options.transform)
+        self._maker.counters.add(decode_s=time.perf_counter() - started)
+
+    def _decode(self, i: int, name: str, decoder: FieldDecoder, data: Any) -> None:
+        out = self._values[name]
+        if data is None:
+            if decoder.slot is not None:
+                raise DecodeError(f"{self._describe(i)}: has no field {name!r}, which is decoded into a tensor")
+            return
+        rng = self._rng(i) if decoder.takes_rng else None
+        try:
+            if decoder.slot is not None:
+                decoder.decode_into(data, out[i], rng)
+            else:
+                out[i] = decoder(data, rng)
+        except DecodeError as exc:
+            raise DecodeError(f"{self._describe(i)}: {exc}") from exc
+
+    def _transform(self, i: int, transform: Callable[..., Sample]) -> Sample:
+        try:
+            sample = self._sample(i)
+            changed = transform(sample, rng=self._rng(i)) if _takes_rng(transform) else transform(sample)
+        except Exception as exc:
+            exc.add_note(f"in transform= of {self._describe(i)}")
+            raise
+        if not isinstance(changed, dict):
+            raise ConfigError(
+                f"transform= returned {type(changed).__name__} for {self._describe(i)}; it must return a dict"
+            )
+        return changed
+
+    def _rng(self, i: int) -> np.random.Generator:
+        return sample_rng(self._maker.options.seed, self._epoch, int(self._rows.ids[i]))
+
+    def _sample(self, i: int) -> Sample:
+        return {name: values[i] for name, values in self._values.items()}
+
+    def _describe(self, i: int) -> str:
+        sample_id = int(self._rows.ids[i])
+        shard, row = self._maker.manifest.shard_of(sample_id)
+        key = self._rows.fields.get(KEY)
+        named = f", key {key[i]!r}" if key is not None else ""
+        return f"sample {sample_id} (number {row} of {shard}{named})"
+
+    def result(self) -> Batch:
+        """The batch. Raises what decoding, the transform or the collation raised."""
+        for future in self._futures:
+            future.result()
+        options = self._maker.options
+        if options.transform is None and options.collate is None:
+            images = {name for name, decoder, _ in self._decoding if decoder.is_image}
+            batch = {name: collate_values(values, image=name in images) for name, values in self._values.items()}
+            return {**batch, **self._extras()}
+        samples = self._samples or [self._sample(i) for i in range(len(self._rows.ids))]
+        if options.collate is None:
+            return {**collate_samples(samples), **self._extras()}
+        for name, values in self._extras().items():
+            for sample, value in zip(samples, values.tolist(), strict=True):
+                sample[name] = value
+        return options.collate(samples)
+
+    def _extras(self) -> dict[str, torch.Tensor]:
+        extras = {}
+        if self._maker.options.with_ids:
+            extras[IDS] = torch.from_numpy(self._rows.ids.copy())
+        if self._maker.options.pad:
+            extras[VALID] = torch.arange(len(self._rows.ids)) < self._num_valid
+        return extras
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+
+def _takes_rng(function: Callable[..., Any]) -> bool:
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # builtins without a signature
+        return False

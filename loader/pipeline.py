@@ -1,0 +1,344 @@
+"""The pipeline of one rank: plan ahead, fetch ahead, gather, decode ahead, hand over in order.
+
+One assembler thread plans and gathers; the reader's threads fetch; the pool's decode; with a device, one more thread
+copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .batch import BatchMaker, BatchOptions, FieldDecoders, PendingBatch, Rows, gather
+from .device import DeviceFeeder
+from .errors import LoaderClosedError
+from .formats.shard import IntArray
+from .metrics import Counters
+from .plan import EpochPlan, Order, count_steps
+from .read import ChunkReader, ChunkSource
+from .spans import EpochSpans, Share, Span, chunks_by_first_use
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How much runs at once. Bytes are of this process; ``span_bytes`` is what is gathered in one go."""
+
+    fetch_threads: int
+    decode_threads: int
+    chunk_budget_bytes: int
+    batch_budget_bytes: int
+    span_bytes: int
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A batch and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
+
+    ``ids`` are the sample ids of the rows that count; positions ``start`` to ``stop`` are the global batch's.
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    ids: IntArray
+    nbytes: int
+    batch: Any
+
+
+class Handover:
+    """A bounded queue from one producing thread to one consuming thread, that errors and the end pass through.
+
+    Bounded by ``max_bytes``, but always takes two deliveries, so that one is being made while one is waiting.
+    """
+
+    def __init__(self, max_bytes: int, max_items: int = 256) -> None:
+        self._items: deque[Delivery] = deque()
+        self._max_bytes = max_bytes
+        self._max_items = max_items
+        self._bytes = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, item: Delivery) -> bool:
+        """Wait for room and add; False if the consumer is gone."""
+        with self._changed:
+            while not self._closed and self._is_full(item):
+                self._changed.wait()
+            if self._closed:
+                return False
+            self._items.append(item)
+            self._bytes += item.nbytes
+            self._changed.notify_all()
+            return True
+
+    def _is_full(self, item: Delivery) -> bool:
+        waiting = len(self._items)
+        return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
+
+    def fail(self, error: BaseException) -> None:
+        """End the queue: the consumer gets what is in it, and then the error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def get(self) -> Delivery:
+        with self._changed:
+            while not self._items:
+                if self._error is not None:
+                    raise self._error
+                if self._closed:
+                    raise LoaderClosedError("the loader was closed while a batch was waited for")
+                self._changed.wait()
+            item = self._items.popleft()
+            self._bytes -= item.nbytes
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            for item in self._items:
+                if isinstance(item.batch, PendingBatch):
+                    item.batch.cancel()
+            self._items.clear()
+            self._changed.notify_all()
+
+
+class Pipeline:
+    """Runs from (epoch, position) on, epoch after epoch, until closed or failed. Owns all of the rank's threads."""
+
+    def __init__(
+        self,
+        *,
+        source: ChunkSource,
+        order: Order,
+        share: Share,
+        last_batch: str,
+        batch_options: BatchOptions,
+        decoders: FieldDecoders,
+        options: PipelineOptions,
+        epoch: int,
+        position: int,
+        counters: Counters,
+    ) -> None:
+        self._source = source
+        self._order = order
+        self._share = share
+        self._last_batch = last_batch
+        self._options = options
+        self._epoch = epoch
+        self._position = position
+        self._counters = counters
+        self._closed = False
+        self._out = Handover(options.batch_budget_bytes)
+        self._pool = ThreadPoolExecutor(options.decode_threads, thread_name_prefix="penstock-decode")
+        self._maker = BatchMaker(batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters)
+        self._next_uses: dict[int, int] | None = None
+        self._next_uses_from = 0
+        self._assembling: EpochSpans | None = None
+        self._reader = ChunkReader(
+            source,
+            budget_bytes=options.chunk_budget_bytes,
+            threads=options.fetch_threads,
+            next_use=self._next_use,
+            counters=counters,
+        )
+        self._feeder = None if options.device is None else DeviceFeeder(options.device)
+        self._host_out = self._out if self._feeder is None else Handover(options.batch_budget_bytes)
+        self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
+        if self._feeder is not None:
+            self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # -- the training loop's thread -------------------------------------------------------------------------------
+
+    def get(self) -> Delivery:
+        """The next batch, ready for use, or an epoch's end. Raises what went wrong at this place of the order."""
+        item = self._out.get()
+        if item.batch is None:
+            return item
+        if isinstance(item.batch, PendingBatch):
+            return _with_batch(item, item.batch.result())
+        return _with_batch(item, item.batch.take())
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._reader.resident_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._reader.peak_bytes
+
+    def close(self) -> None:
+        """Stop every thread and let go of every buffer; safe at any moment, and more than once."""
+        self._closed = True
+        self._out.close()
+        self._host_out.close()
+        self._reader.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._feeder is not None:
+            self._feeder.close()
+
+    # -- the assembler thread -------------------------------------------------------------------------------------
+
+    def _assemble(self) -> None:
+        try:
+            ahead = _LookAhead(self._spans(), self._reader)
+            for spans, span in ahead:
+                if self._closed or not self._assemble_span(spans, span):
+                    return
+        except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
+            self._host_out.fail(exc)
+
+    def _spans(self) -> Iterator[tuple[EpochSpans, Span | None, list[int]]]:
+        """Every span from here on, with the chunks that it is the first to need; None marks an epoch's end."""
+        manifest = self._source.manifest
+        global_batch = self._share.global_batch_size
+        steps_at_once = 1
+        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
+        step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
+        most = int(min(64, max(1, self._options.span_bytes // step_bytes)))
+        while True:
+            plan = EpochPlan(manifest.samples, self._order, self._epoch)
+            spans = EpochSpans(plan, self._share)
+            left = count_steps(manifest.num_samples, self._position, global_batch, self._last_batch)
+            while left:
+                steps = min(steps_at_once, left)
+                span, entered = spans.plan_span(self._position, steps)
+                yield spans, span, chunks_by_first_use(entered)
+                self._position = int(span.bounds[-1])
+                left -= steps
+                steps_at_once = min(most, 2 * steps_at_once)  # the first batch is not kept waiting for others
+            yield spans, None, []
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
+        if span is None:
+            self._release(spans, spans.plan.num_samples)
+            end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
+            return self._host_out.put(end)
+        groups = spans.expand(span)
+        self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
+        by_chunk = {group.chunk: group for group in groups}
+        blocks = self._reader.take([group.chunk for group in groups])
+        waited = self._counters.chunk_wait_s
+        started = time.perf_counter()
+        rows = gather(
+            ((by_chunk[chunk], block) for chunk, block in blocks),
+            span.num_rows,
+            self._source.manifest.first_ids,
+            self._maker.decoders,
+        )
+        busy = time.perf_counter() - started - (self._counters.chunk_wait_s - waited)
+        self._counters.add(assemble_s=busy)
+        self._release(spans, int(span.bounds[-1]))
+        return all(self._emit(span, step, rows) for step in range(span.steps))
+
+    def _release(self, spans: EpochSpans, position: int) -> None:
+        done: list[int] = []
+        for entered in spans.close_windows(position):
+            done += entered.chunks.tolist()
+        if done:
+            self._reader.release(done)
+
+    def _emit(self, span: Span, step: int, rows: Rows) -> bool:
+        started = time.perf_counter()
+        low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
+        num_valid = int(span.num_valid[step])
+        batch_rows = rows.cut(low, high)
+        if self._share.pad and high - low < self._share.batch_size:
+            batch_rows = batch_rows.pick([i % (high - low) for i in range(self._share.batch_size)])
+        pending = self._maker.start(batch_rows, span.epoch, num_valid)
+        item = Delivery(
+            epoch=span.epoch,
+            start=int(span.bounds[step]),
+            stop=int(span.bounds[step + 1]),
+            ids=batch_rows.ids[:num_valid],
+            nbytes=_size(batch_rows),
+            batch=pending,
+        )
+        delivered = self._host_out.put(item)
+        self._counters.add(backpressure_s=time.perf_counter() - started)
+        return delivered
+
+    def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
+        """Positions at which resident chunks are next used, after the span at hand. Called by the reader to evict."""
+        if self._next_uses is None:
+            assert self._assembling is not None
+            self._next_uses = self._assembling.next_uses(self._next_uses_from)
+        never = self._source.manifest.num_samples
+        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
+
+    # -- the copying thread ---------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        assert self._feeder is not None
+        try:
+            while True:
+                item = self._host_out.get()
+                if item.batch is not None:
+                    batch = item.batch.result()
+                    started = time.perf_counter()
+                    item = _with_batch(item, self._feeder.stage(batch))
+                    self._counters.add(copy_s=time.perf_counter() - started)
+                if not self._out.put(item):
+                    return
+        except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
+            self._out.fail(exc)
+
+
+class _LookAhead:
+    """Plans spans ahead, and asks for their chunks, as long as the reader has room; gives the spans one by one.
+
+    A few spans are planned for each one given, so that the first is not kept waiting for the planning of others.
+    """
+
+    _PER_SPAN = 8
+    _MOST = 1024
+
+    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ChunkReader) -> None:
+        self._source = planned
+        self._reader = reader
+        self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
+        while True:
+            for _ in range(self._PER_SPAN):
+                if self._planned and (len(self._planned) >= self._MOST or not self._reader.has_room):
+                    break
+                spans, span, chunks = next(self._source)
+                self._reader.request(chunks)
+                self._planned.append((spans, span))
+            yield self._planned.popleft()
+
+
+def _with_batch(item: Delivery, batch: Any) -> Delivery:
+    return replace(item, batch=batch)
+
+
+def _size(rows: Rows) -> int:
+    """Bytes of gathered rows; lists of Python values are counted by the values that have a length in bytes."""
+    total = 0
+    for values in rows.fields.values():
+        if isinstance(values, np.ndarray):
+            total += values.nbytes
+        else:
+            total += sum(len(value) for value in values if isinstance(value, (bytes, memoryview, str)))
+    return total
+
+
+_NO_IDS: IntArray = np.empty(0, np.int64)

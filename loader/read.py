@@ -1,0 +1,348 @@
+"""Chunks in memory: fetched in the order of first use, opened as columns, dropped after last use, within a budget.
+
+Mutable state: the slots, the queues and the byte counts, all under one lock. Fetch threads fill slots, the assembler
+thread asks for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ..storage import ObjectInfo, Store
+from .errors import ChecksumError, FormatError, LoaderClosedError
+from .formats.shard import Block, ChunkRef, ShardFormat
+from .manifest import Manifest
+from .metrics import Counters
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A chunk that somebody needs. ``reserved`` bytes of the budget are its own while it is in flight or resident."""
+
+    uses: int = 0
+    queued: bool = False
+    in_flight: bool = False
+    reserved: int = 0
+    block: Block | None = None
+    error: BaseException | None = None
+
+
+class ChunkSource:
+    """Reads and opens one chunk at a time; stateless but for the shards' headers. Called by the fetch threads."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shard_format: ShardFormat,
+        store: Store,
+        columns: Sequence[str] | None,
+        counters: Counters,
+    ) -> None:
+        self.manifest = manifest
+        self.columns = columns
+        self._format = shard_format
+        self._store = store
+        self._counters = counters
+        self._headers: dict[str, Any] = {}
+        self._header_locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def load(self, index: int) -> Block:
+        """Fetch and open a chunk; bytes that prove wrong are fetched once more, past any cache, before it is an error.
+
+        Raises:
+            StorageError, FormatError, ChecksumError, ConfigError.
+        """
+        chunk = self.manifest.chunk(index)
+        try:
+            return self._load(index, chunk)
+        except FormatError:
+            self._counters.add(refetched_chunks=1)
+            evict = getattr(self._store, "evict", None)
+            if evict is not None:
+                evict(chunk.shard.key)
+            with self._lock:
+                self._headers.pop(chunk.shard.key, None)
+            return self._load(index, chunk)
+
+    def _load(self, index: int, chunk: ChunkRef) -> Block:
+        started = time.perf_counter()
+        header = self._header(chunk.shard)
+        ranges = self._format.chunk_ranges(chunk, header, self.columns)
+        if len(ranges) == 1:
+            parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
+        else:
+            parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
+        fetched = time.perf_counter()
+        if self.manifest.checksums is not None and len(parts) == 1 and ranges[0] == chunk.byte_range:
+            self._check(parts[0], int(self.manifest.checksums[index]), chunk)
+        block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+        if block.samples != chunk.samples:
+            raise FormatError(
+                chunk.shard.key,
+                f"holds {block.samples} samples where the manifest says {chunk.samples}; "
+                "rebuild the manifest with `penstock index`",
+                offset=chunk.offset,
+            )
+        opened = time.perf_counter()
+        self._counters.add(
+            fetched_chunks=1,
+            fetched_bytes=sum(map(len, parts)),
+            fetch_s=fetched - started,
+            open_s=opened - fetched,
+        )
+        return block
+
+    def _check(self, data: memoryview, expected: int, chunk: ChunkRef) -> None:
+        found = xxhash.xxh3_64_intdigest(data)
+        if found != expected:
+            raise ChecksumError(
+                chunk.shard.key,
+                f"{chunk.length} bytes with checksum {found:016x} where the manifest holds {expected:016x}; "
+                "the object is damaged or was rewritten: restore it, or rebuild the manifest with `penstock index`",
+                offset=chunk.offset,
+            )
+
+    def _header(self, shard: ObjectInfo) -> Any:
+        with self._lock:
+            if shard.key in self._headers:
+                return self._headers[shard.key]
+            lock = self._header_locks.setdefault(shard.key, threading.Lock())
+        with lock:
+            with self._lock:
+                if shard.key in self._headers:
+                    return self._headers[shard.key]
+            header = self._format.open_shard(self._store, shard)
+            with self._lock:
+                self._headers[shard.key] = header
+                self._header_locks.pop(shard.key, None)
+            return header
+
+    def reserve(self, index: int) -> int:
+        """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
+        length, memory = int(self.manifest.lengths[index]), int(self.manifest.memory[index])
+        return length if memory == length else length + memory
+
+
+class ChunkReader:
+    """Keeps the chunks that are asked for in memory, as far as ``budget_bytes`` reach.
+
+    Chunks are fetched in the order of ``request``, ahead of need, until the budget is full. When a needed chunk does
+    not fit, resident chunks are evicted, the one whose next use is furthest off first (Belady 1966), and fetched again
+    when their turn comes: so a budget smaller than the open windows costs reads, never correctness. At most one chunk
+    a time is held beyond the budget, and only when nothing else can be let go.
+    """
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        *,
+        budget_bytes: int,
+        threads: int,
+        next_use: Callable[[Sequence[int]], dict[int, int]],
+        counters: Counters,
+    ) -> None:
+        self._source = source
+        self._budget = budget_bytes
+        self._next_use = next_use
+        self._counters = counters
+        self._slots: dict[int, _Slot] = {}
+        self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
+        self._urgent: deque[int] = deque()  # needed now, and not in memory
+        self._current: dict[int, None] = {}  # needed by the span at hand and not yet handed to it
+        self._reserved = 0
+        self._peak = 0
+        self._requested_bytes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._fetch_loop, name=f"penstock-fetch-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- called by the assembler ----------------------------------------------------------------------------------
+
+    def request(self, chunks: Sequence[int]) -> None:
+        """Say that these chunks will be needed, in order of first use; once for each window that they lie in."""
+        with self._changed:
+            for chunk in chunks:
+                slot = self._slots.setdefault(chunk, _Slot())
+                slot.uses += 1
+                if slot.uses == 1:
+                    self._requested_bytes += self._source.reserve(chunk)
+                    if slot.block is None and not slot.in_flight:
+                        slot.queued = True
+                        self._ahead.append(chunk)
+            self._changed.notify_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more than is requested by now would fit."""
+        return self._requested_bytes < self._budget
+
+    def release(self, chunks: Sequence[int]) -> None:
+        """Take back one request for each of these chunks; a chunk that nobody needs is dropped."""
+        with self._changed:
+            for chunk in chunks:
+                slot = self._slots[chunk]
+                slot.uses -= 1
+                if slot.uses == 0:
+                    self._requested_bytes -= self._source.reserve(chunk)
+                    if not slot.in_flight:
+                        self._drop(chunk)
+            self._changed.notify_all()
+
+    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block]]:
+        """Give each of these chunks, once, as soon as it is in memory; raises what its fetch raised."""
+        with self._changed:
+            self._current = dict.fromkeys(chunks)
+            for chunk in chunks:
+                slot = self._slots[chunk]
+                if slot.block is None and slot.error is None and not slot.in_flight:
+                    slot.queued = False  # it leaves the queue ahead, where its entry is passed over
+                    self._urgent.append(chunk)
+            if self._urgent:
+                self._changed.notify_all()
+        while self._current:
+            with self._changed:
+                chunk, block = self._wait_for_any()
+                del self._current[chunk]
+            yield chunk, block
+            with self._changed:
+                if self._urgent:
+                    self._changed.notify_all()  # the chunk just used may now be evicted
+
+    def _wait_for_any(self) -> tuple[int, Block]:
+        started = time.perf_counter()
+        while True:
+            if self._closed:
+                raise LoaderClosedError("the loader was closed while a batch was being read")
+            for chunk in self._current:
+                slot = self._slots[chunk]
+                if slot.error is not None:
+                    raise slot.error
+                if slot.block is not None:
+                    self._counters.add(chunk_wait_s=time.perf_counter() - started)
+                    return chunk, slot.block
+            self._changed.wait()
+
+    def close(self) -> None:
+        """Stop the threads and drop everything. A fetch in flight ends on its own; its result is dropped."""
+        with self._changed:
+            self._closed = True
+            self._ahead.clear()
+            self._urgent.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        self._slots.clear()
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._reserved
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    # -- the fetch threads ----------------------------------------------------------------------------------------
+
+    def _fetch_loop(self) -> None:
+        while True:
+            with self._changed:
+                while (chunk := self._next_admitted()) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+            self._fetch(chunk)
+
+    def _next_admitted(self) -> int | None:
+        """The chunk to fetch next, its bytes reserved; None while there is none or it has no room. Holds the lock."""
+        if self._closed:
+            return None
+        while self._urgent:
+            chunk = self._urgent[0]
+            slot = self._slots.get(chunk)
+            if slot is None or slot.in_flight or slot.block is not None or slot.error is not None:
+                self._urgent.popleft()
+                continue
+            size = self._source.reserve(chunk)
+            if self._reserved + size > self._budget:
+                self._evict(self._reserved + size - self._budget)
+            if self._reserved + size > self._budget and self._urgent_must_wait():
+                return None
+            self._urgent.popleft()
+            self._admit(slot, size)
+            return chunk
+        while self._ahead:
+            chunk = self._ahead[0]
+            slot = self._slots.get(chunk)
+            if slot is None or not slot.queued:
+                self._ahead.popleft()
+                continue
+            size = self._source.reserve(chunk)
+            if self._reserved and self._reserved + size > self._budget:
+                return None
+            self._ahead.popleft()
+            self._admit(slot, size)
+            return chunk
+        return None
+
+    def _urgent_must_wait(self) -> bool:
+        """Whether something will come in, or be used, that makes room without going past the budget."""
+        return any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
+
+    def _admit(self, slot: _Slot, size: int) -> None:
+        slot.queued = False
+        slot.in_flight = True
+        slot.reserved = size
+        self._reserve(size)
+
+    def _reserve(self, size: int) -> None:
+        self._reserved += size
+        self._peak = max(self._peak, self._reserved)
+
+    def _evict(self, wanted: int) -> None:
+        """Drop resident chunks that the span at hand does not wait for, furthest next use first. Holds the lock."""
+        candidates = [c for c, slot in self._slots.items() if slot.block is not None and c not in self._current]
+        if not candidates:
+            return
+        uses = self._next_use(candidates)
+        for chunk in sorted(candidates, key=lambda c: uses[c], reverse=True):
+            if wanted <= 0:
+                break
+            slot = self._slots[chunk]
+            wanted -= slot.reserved
+            self._reserve(-slot.reserved)
+            slot.block, slot.reserved = None, 0
+            self._counters.add(evicted_chunks=1)
+
+    def _drop(self, chunk: int) -> None:
+        self._reserve(-self._slots.pop(chunk).reserved)
+
+    def _fetch(self, chunk: int) -> None:
+        block: Block | None = None
+        error: BaseException | None = None
+        try:
+            block = self._source.load(chunk)
+        except BaseException as exc:  # noqa: BLE001 - handed to the assembler, which raises it
+            error = exc
+        with self._changed:
+            slot = self._slots.get(chunk)
+            if slot is not None:
+                slot.in_flight = False
+                size = block.nbytes if block is not None else 0
+                self._reserve(size - slot.reserved)
+                slot.reserved = size
+                slot.block, slot.error = block, error
+                if slot.uses == 0:
+                    self._drop(chunk)
+            self._changed.notify_all()
