@@ -1,4 +1,4 @@
-"""From a source to its manifest: kept beside the data, kept on the node, or built now by reading the shards' indexes."""
+"""From a source to its manifest: kept beside the data, kept on the node, or built now from the shards themselves."""
 
 from __future__ import annotations
 
@@ -350,16 +350,18 @@ def index_shards(
         advance(1)
         return index
 
-    with ThreadPoolExecutor(min(threads, max(1, len(tasks))), "penstock-index") as pool:
+    pool = ThreadPoolExecutor(min(threads, max(1, len(tasks))), "penstock-index")
+    patient = True
+    try:
         futures = [pool.submit(index_one, task) for task in tasks]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((future for future in futures if future.done() and future.exception()), None)
-            if failed is not None:
-                failed.result()
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        wait(futures, return_when=FIRST_EXCEPTION)
+        failed = next((future for future in futures if future.done() and future.exception()), None)
+        return [failed.result()] if failed is not None else [future.result() for future in futures]
+    except KeyboardInterrupt:
+        patient = False  # a request may still be retried for a while
+        raise
+    finally:
+        pool.shutdown(wait=patient, cancel_futures=True)
 
 
 def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex], *, rebuilt: bool = False) -> Manifest:

@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where penstock keeps files on a node: ``cache_dir``, $PENSTOCK_CACHE, $XDG_CACHE_HOME/penstock, ~/.cache/penstock."""
+    """``cache_dir``, else $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     if os.environ.get("PENSTOCK_CACHE"):
@@ -49,7 +49,7 @@ class IndexCache:
         return self._folder
 
     def key(self, url: str, shards: Sequence[ObjectInfo], shard_format: ShardFormat) -> str | None:
-        """What identifies a listing read as a format; None where a shard has no ETag, for then it could have changed."""
+        """What identifies a listing, read as a format; None where a shard has no ETag: it could have changed."""
         if any(info.etag is None for info in shards):
             return None
         digest = xxhash.xxh3_128()
@@ -89,7 +89,7 @@ class IndexCache:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Let one process of this node build what ``key`` names; the kernel lets go of it whatever becomes of the process."""
+        """Let one process of this node build what ``key`` names; the kernel lets go of it, however a process ends."""
         descriptor = self._open_lock(key)
         try:
             while descriptor is not None:

@@ -56,7 +56,7 @@ def join_exchange(identity: str) -> Exchange | None:
 
 
 class Exchange:
-    """One rank's end. Owns a heartbeat thread from entry to exit; that thread shares only ``_doing`` with the caller."""
+    """One rank's end. Owns a heartbeat thread from entry to exit, which shares only ``_doing`` with the caller."""
 
     def __init__(
         self, store: Any, namespace: str, rank: int, world_size: int, *, dead_after_s: float = DEAD_AFTER_S
@@ -242,7 +242,7 @@ class _ToldError(Exception):
 
 def _process_place() -> str:
     try:
-        space = os.readlink("/proc/self/ns/pid")
+        space = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         space = ""
     return f"{socket.gethostname()} {space} process {os.getpid()}"

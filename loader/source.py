@@ -78,7 +78,7 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
         StorageError: the store refused or did not answer.
     """
     one = isinstance(source, (str, os.PathLike))
-    urls = [absolute for given in ([source] if one else source) for absolute in _absolute(given)]  # type: ignore[union-attr,list-item]
+    urls = [absolute for given in ([source] if one else source) for absolute in _absolute(given)]  # type: ignore[union-attr]
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
     if len(urls) == 1:
@@ -158,7 +158,7 @@ def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
     (base,) = bases
     paths = [_split(url)[1] for url in urls]
     folders = [path.rpartition("/")[0].split("/") for path in paths]
-    shared = os.path.commonprefix(folders)  # of lists: part by part
+    shared = os.path.commonprefix(folders)  # noqa: RUF071 - of lists, so part by part
     folder = "/".join(shared)
     start = len(folder) + 1 if folder else 0
     return (f"{base}{folder}/" if folder else base), [path[start:] for path in paths]
@@ -225,7 +225,8 @@ def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
             continue
         wanted = set(together)
         try:
-            found.update((info.key, info) for info in store.list(os.path.commonprefix(together)) if info.key in wanted)
+            prefix = os.path.commonprefix(together)  # noqa: RUF071 - character by character is meant
+            found.update((info.key, info) for info in store.list(prefix) if info.key in wanted)
         except NotFoundError:
             continue
         except StorageError:
