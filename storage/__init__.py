@@ -12,12 +12,19 @@ from .errors import (
     ThrottledError,
     UnsupportedURLError,
 )
+from .local import LocalStore
+from .memory import Call, Fault, MemoryStore
+from .resolve import open_client, open_store, split_url
 from .store import ByteRange, ObjectInfo, Store
 
 __all__ = [
     "AccessDeniedError",
     "ByteRange",
     "CacheFullError",
+    "Call",
+    "Fault",
+    "LocalStore",
+    "MemoryStore",
     "NotFoundError",
     "ObjectChangedError",
     "ObjectInfo",
@@ -28,4 +35,7 @@ __all__ = [
     "StoreUnavailableError",
     "ThrottledError",
     "UnsupportedURLError",
+    "open_client",
+    "open_store",
+    "split_url",
 ]

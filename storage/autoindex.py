@@ -1,0 +1,95 @@
+"""Listing a web server by its own index pages: nginx (HTML or JSON), Apache, Python's http.server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlsplit
+
+from .errors import NotFoundError, UnsupportedURLError
+from .store import ObjectInfo
+
+HEAD_THREADS = 16
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.title = ""
+        self.links: list[str] = []
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_title = tag == "title"
+        self.links.extend(value for name, value in attrs if tag == "a" and name == "href" and value)
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self.title += data
+            self._in_title = False
+
+
+def parse_index(page: bytes) -> list[str] | None:
+    """The names on an index page, folders with a '/' at their end; None where this is no index page.
+
+    Known by the JSON of nginx's ``autoindex_format json``, or by a title like "Index of" or "Directory listing for /".
+    """
+    try:
+        text = page.decode()
+    except UnicodeDecodeError:
+        return None
+    if text.lstrip().startswith("["):
+        try:
+            return [entry["name"] + ("/" if entry["type"] == "directory" else "") for entry in json.loads(text)]
+        except (ValueError, KeyError, TypeError):
+            return None
+    if "<" not in text[:1000]:
+        return None
+    parser = _Links()
+    parser.feed(text)
+    if not parser.title.strip().lower().startswith(("index of", "directory listing")):
+        return None
+    names: list[str] = []
+    for link in parser.links:
+        parts = urlsplit(link)
+        name = unquote(parts.path).removeprefix("./")
+        own = not (parts.scheme or parts.netloc or parts.query) and name not in {"", "/", ".", "..", "../"}
+        if own and "/" not in name.rstrip("/"):
+            names.append(name)
+    return names
+
+
+def list_index(
+    url: str, prefix: str, read_page: Callable[[str], bytes], head: Callable[[str], ObjectInfo]
+) -> list[ObjectInfo]:
+    """Every file whose key starts with ``prefix``; ``read_page`` gets a folder's page ('' or 'a/b/').
+
+    Raises:
+        UnsupportedURLError: the server shows no index.
+    """
+    start = prefix.rpartition("/")[0]
+    folders = [start + "/" if start else ""]
+    files: list[str] = []
+    while folders:
+        folder = folders.pop()
+        try:
+            names = parse_index(read_page(folder))
+        except NotFoundError:
+            if not folder:
+                raise
+            continue
+        if names is None:
+            raise UnsupportedURLError(
+                f"{url} can't be listed: web servers do not list their files, and this one shows no index page; "
+                "name the shards with a brace pattern like shard-{000..099}.tar, or give a list of URLs"
+            )
+        for name in names:
+            key = folder + name
+            if name.endswith("/") and (key.startswith(prefix) or prefix.startswith(key)):
+                folders.append(key)
+            elif not name.endswith("/") and key.startswith(prefix):
+                files.append(key)
+    with ThreadPoolExecutor(HEAD_THREADS) as pool:
+        return list(pool.map(head, files))

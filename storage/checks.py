@@ -1,0 +1,62 @@
+"""What every store checks in the same way: keys, ETags, lengths; pure functions."""
+
+from __future__ import annotations
+
+from .errors import ObjectChangedError, ShortReadError, StorageError
+from .store import ByteRange
+
+
+def check_key(url: str, key: str) -> None:
+    """Refuse a key that is empty, absolute, or that could leave the root.
+
+    Raises:
+        StorageError: the key has an empty, '.' or '..' part, or a NUL.
+    """
+    # The cheap test first: this runs on every read.
+    if key and "\0" not in key and key[0] != "/":
+        if "." not in key and "//" not in key and key[-1] != "/":
+            return
+        if all(part not in {"", ".", ".."} for part in key.split("/")):
+            return
+    raise StorageError(
+        f"{key!r} is no key below {url}: keys are like 'train/shard-000.tar', with no '/' at either end, "
+        "no empty part, and no part that is '.' or '..'"
+    )
+
+
+def where(url: str, key: str, byte_range: ByteRange | None = None) -> str:
+    """Name an object, and a range of it, in a message: ``s3://bucket/train/a.tar[0:512]``."""
+    full = f"{url.rstrip('/')}/{key}" if key else url
+    return full if byte_range is None else f"{full}[{byte_range.start}:{byte_range.stop}]"
+
+
+def check_etag(url: str, key: str, wanted: str | None, found: str | None) -> None:
+    """Raise ObjectChangedError where ``wanted`` was asked for and the object has another ETag."""
+    if wanted is not None and wanted != found:
+        raise ObjectChangedError(
+            f"{where(url, key)} has changed: expected ETag {wanted}, found {found}; "
+            "list or index the data again, and do not write to it while it is read"
+        )
+
+
+def check_inside(url: str, key: str, byte_range: ByteRange, size: int) -> None:
+    """Raise a lasting ShortReadError where the range goes past an object of ``size`` bytes."""
+    if byte_range.stop > size:
+        raise past_the_end(url, key, byte_range, size)
+
+
+def past_the_end(url: str, key: str, byte_range: ByteRange, size: int | None) -> ShortReadError:
+    """Build the ShortReadError for a range past the end; it is not transient, since another try reads the same."""
+    has = "" if size is None else f" of {size} bytes"
+    error = ShortReadError(
+        f"{where(url, key, byte_range)} goes past the end of the object{has}; "
+        "it was cut off, or the index belongs to another version: index the data again"
+    )
+    error.transient = False
+    return error
+
+
+def check_length(url: str, key: str, byte_range: ByteRange | None, wanted: int, got: int) -> None:
+    """Raise ShortReadError where a read returned another number of bytes than it had to."""
+    if wanted != got:
+        raise ShortReadError(f"{where(url, key, byte_range)}: wanted {wanted} bytes, got {got}; the transfer broke off")

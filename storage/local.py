@@ -1,0 +1,239 @@
+"""Files of a folder, read with pread: no lock of Python is held while the kernel copies.
+
+Chosen over obstore's LocalStore by measurement (page cache, one thread): 4 MiB ranges 16 GB/s against 11 GB/s,
+64 KiB ranges 43,000/s against 11,000/s.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from .checks import check_etag, check_inside, check_key, check_length, where
+from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
+from .ranges import read_ranges
+from .store import ByteRange, ObjectInfo
+
+OPEN_FILES = 64
+# One pread returns at most 2 GiB less a page, whatever was asked for.
+PREAD_BYTES = 1 << 30
+# Gaps on local disks are not worth reading; a system call costs about 4 KiB of copying.
+LOCAL_GAP_BYTES = 4096
+TEMPORARY_PREFIX = ".penstock-put-"
+
+_Identity = tuple[int, int, int, int]
+_Infos = list[ObjectInfo]  # inside the class, list is a verb
+
+
+class _OpenFile:
+    """A descriptor that is closed when the cache and every reader have let go of it."""
+
+    __slots__ = ("fd", "identity")
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.identity = _identify(os.fstat(self.fd))
+        except OSError:
+            os.close(self.fd)
+            self.fd = -1
+            raise
+
+    def __del__(self) -> None:
+        fd = getattr(self, "fd", -1)  # open() may have failed
+        if fd >= 0:
+            os.close(fd)
+
+
+class LocalStore:
+    """Files below a folder. Mutable state: the most recently used open files, under a lock."""
+
+    def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES) -> None:
+        self._root = os.path.abspath(root)  # noqa: PTH100 - keeps links as they are; resolve() would not
+        self._base = self._root.rstrip("/") + "/"
+        self._open_files = open_files
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
+        return (LocalStore, (self._root,))
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    @property
+    def url(self) -> str:
+        return "file://" + self._root
+
+    def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+        check_key(self.url, key)
+        try:
+            file = self._open(key)
+            size = file.identity[1]
+            if etag is not None:
+                check_etag(self.url, key, etag, _etag(file.identity))
+            if byte_range is None:
+                byte_range = ByteRange(0, size)
+            else:
+                check_inside(self.url, key, byte_range, size)
+            data = _pread(file.fd, byte_range)
+            check_length(self.url, key, byte_range, len(byte_range), len(data))
+            if etag is not None:  # the file may have been written to in place since it was opened
+                check_etag(self.url, key, etag, _etag(_identify(os.fstat(file.fd))))
+        except OSError as exc:
+            raise _translate(exc, self.url, key) from exc
+        return memoryview(data)
+
+    def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
+        return read_ranges(lambda r: self.get(key, r, etag=etag), ranges, gap_bytes=LOCAL_GAP_BYTES)
+
+    def head(self, key: str) -> ObjectInfo:
+        check_key(self.url, key)
+        try:
+            identity = _identify(os.stat(self._base + key))  # noqa: PTH116 - on the path of every small read
+        except OSError as exc:
+            raise _translate(exc, self.url, key) from exc
+        return ObjectInfo(key, identity[1], _etag(identity))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_key(self.url, folder)
+        if not Path(self._root).is_dir():
+            raise NotFoundError(f"there is no folder {self._root}; check the path")
+        found: _Infos = []
+        try:
+            self._walk(folder + "/" if folder else "", prefix, found, set())
+        except OSError as exc:
+            raise _translate(exc, self.url, folder) from exc
+        found.sort(key=lambda info: info.key)
+        return iter(found)
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        check_key(self.url, key)
+        path = Path(self._base + key)
+        temporary: str | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
+            with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, 0o666 & ~_UMASK)
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+                identity = _identify(os.fstat(fd))
+            os.replace(temporary, path)  # noqa: PTH105 - both names are strings here
+            temporary = None
+            _sync_folder(path.parent)
+        except OSError as exc:
+            raise _translate(exc, self.url, key) from exc
+        finally:
+            if temporary is not None:
+                with suppress(OSError):
+                    Path(temporary).unlink()
+        return ObjectInfo(key, identity[1], _etag(identity))
+
+    def close(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def _open(self, key: str) -> _OpenFile:
+        """Return an open file that is what the key names now, not what it named when it was opened."""
+        path = self._base + key
+        identity = _identify(os.stat(path))  # noqa: PTH116 - 1 microsecond; a Path would double it
+        with self._lock:
+            file = self._files.get(key)
+            if file is not None and file.identity == identity:
+                self._files.move_to_end(key)
+                return file
+        file = _OpenFile(path)
+        dropped = []  # closed outside the lock
+        with self._lock:
+            stale = self._files.pop(key, None)
+            if stale is not None:
+                dropped.append(stale)
+            self._files[key] = file
+            while len(self._files) > self._open_files:
+                dropped.append(self._files.popitem(last=False)[1])
+        return file
+
+    def _walk(self, folder: str, prefix: str, found: _Infos, seen: set[tuple[int, int]]) -> None:
+        """Add the files below ``folder`` ('' or 'a/b/') whose keys start with ``prefix``; follow links to folders."""
+        try:
+            status = os.stat(self._base + folder)  # noqa: PTH116
+            entries = sorted(os.scandir(self._base + folder), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # an empty prefix, or a folder deleted meanwhile
+        if (status.st_dev, status.st_ino) in seen:
+            return  # a link back up
+        seen = seen | {(status.st_dev, status.st_ino)}
+        for entry in entries:
+            key = folder + entry.name
+            try:
+                if entry.is_dir():
+                    if (key + "/").startswith(prefix) or prefix.startswith(key + "/"):
+                        self._walk(key + "/", prefix, found, seen)
+                elif key.startswith(prefix) and not entry.name.startswith(TEMPORARY_PREFIX):
+                    identity = _identify(entry.stat())
+                    found.append(ObjectInfo(key, identity[1], _etag(identity)))
+            except (FileNotFoundError, IsADirectoryError):
+                continue  # deleted meanwhile, a dangling link, or no regular file
+
+
+def _identify(status: os.stat_result) -> _Identity:
+    """(mtime_ns, size, inode, device) of a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "not a regular file")
+    return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev)
+
+
+def _etag(identity: _Identity) -> str:
+    return f"{identity[0]:x}-{identity[1]:x}-{identity[2]:x}"
+
+
+def _pread(fd: int, byte_range: ByteRange) -> bytes:
+    size = len(byte_range)
+    data = os.pread(fd, min(size, PREAD_BYTES), byte_range.start)
+    if len(data) == size or not data:
+        return data
+    parts, got = [data], len(data)
+    while got < size and (data := os.pread(fd, min(size - got, PREAD_BYTES), byte_range.start + got)):
+        parts.append(data)
+        got += len(data)
+    return b"".join(parts)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_umask() -> int:
+    """The process's umask, read at import: reading it later would race with other threads."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+_UMASK = _read_umask()
+
+
+def _translate(exc: OSError, url: str, key: str) -> StorageError:
+    name = where(url, key)
+    if isinstance(exc, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+        return NotFoundError(f"there is no file {name} ({exc.strerror}); check the path")
+    if isinstance(exc, PermissionError) or exc.errno == errno.EROFS:
+        return AccessDeniedError(f"{name} may not be read or written by uid {os.geteuid()} ({exc.strerror})")
+    if exc.errno in {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}:
+        return StoreUnavailableError(f"{name}: the disk or network file system failed ({exc.strerror})")
+    return StorageError(f"{name}: {exc.strerror or exc}")

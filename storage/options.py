@@ -1,0 +1,163 @@
+"""``storage_options``: one set of names for every cloud, handed to obstore in its own words.
+
+Friendly names: ``endpoint`` (or ``endpoint_url``), ``access_key`` (or ``key``), ``secret_key`` (or ``secret``),
+``token``, ``region``, ``anonymous`` (or ``anon``), ``timeout_s``, ``connect_timeout_s``. Any other name is one of
+obstore's for that cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP
+client (``allow_http``, ``proxy_url``, ``root_certificate``, ...). What is not given comes from the environment
+(``AWS_*``, ``GOOGLE_*``, ``AZURE_*``), for s3 then from the shared credentials file, and last from the machine's role.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import UnsupportedURLError
+
+_FRIENDLY = {
+    "endpoint_url": "endpoint",
+    "access_key": "access_key_id",
+    "key": "access_key_id",
+    "secret_key": "secret_access_key",
+    "secret": "secret_access_key",
+    "token": "session_token",
+    "anonymous": "skip_signature",
+    "anon": "skip_signature",
+}
+_CLIENT = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_headers",
+        "http1_only",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_url",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+_SECRET_WORDS = (
+    "secret",
+    "token",
+    "password",
+    "account_key",
+    "access_key",
+    "sas",
+    "credential",
+    "service_account",
+    "header",
+)
+_S3_IDENTITY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI")  # fmt: skip
+
+# Each thread has at most one request under way, and idle connections cost a socket each; hosts run some 100 threads.
+_CLIENT_DEFAULTS = {
+    "pool_max_idle_per_host": "256",
+    "pool_idle_timeout": "60s",
+    "connect_timeout": "5s",
+    "read_timeout": "30s",
+    "timeout": "300s",
+    "user_agent": "penstock",
+}
+
+
+def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Turn ``storage_options`` into obstore's (store config, client options).
+
+    Raises:
+        UnsupportedURLError: a value is None, or two names mean one thing.
+    """
+    config: dict[str, Any] = {}
+    client: dict[str, Any] = dict(_CLIENT_DEFAULTS)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in {"timeout_s", "connect_timeout_s"}:
+            client[name.removesuffix("_s")] = f"{int(float(value) * 1000)}ms"
+        elif name in _CLIENT:
+            client[name] = value
+        else:
+            known = _FRIENDLY.get(name, name).removeprefix("aws_") if _is_s3(scheme) else _FRIENDLY.get(name, name)
+            if known in config:
+                raise UnsupportedURLError(f"storage_options give {known} twice, once as {name!r}; give it once")
+            config[known] = value
+    if scheme in {"http", "https"}:
+        if config:
+            raise UnsupportedURLError(f"storage_options {sorted(config)} mean nothing to a web server; leave them out")
+        client.setdefault("allow_http", scheme == "http")
+        return {}, client
+    if _is_s3(scheme):
+        _complete_s3(config)
+    if str(config.get("endpoint", "")).startswith("http://"):
+        client.setdefault("allow_http", True)
+    return config, client
+
+
+def find_secrets(*mappings: Mapping[str, Any]) -> frozenset[str]:
+    """Collect the values that no message may show."""
+    return frozenset(
+        text
+        for mapping in mappings
+        for name, value in mapping.items()
+        if any(word in name.lower() for word in _SECRET_WORDS) or name == "key"
+        for text in _texts(value)
+        if len(text) >= 4
+    )
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, (str, bytes)):
+        yield value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _is_s3(scheme: str) -> bool:
+    return scheme in {"s3", "s3a"}
+
+
+def _complete_s3(config: dict[str, Any]) -> None:
+    """Add what the environment says, where the options are silent."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        config.setdefault("endpoint", endpoint)
+    profile = _read_profile()
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or profile.get("region")
+    config.setdefault("region", region or "us-east-1")
+    has_identity = "access_key_id" in config or any(os.environ.get(name) for name in _S3_IDENTITY)
+    if not has_identity and not config.get("skip_signature") and "aws_access_key_id" in profile:
+        config["access_key_id"] = profile["aws_access_key_id"]
+        config["secret_access_key"] = profile.get("aws_secret_access_key", "")
+        if "aws_session_token" in profile:
+            config["session_token"] = profile["aws_session_token"]
+
+
+def _read_profile() -> dict[str, str]:
+    """Read the profile's section of the shared credentials and config files; nothing where there are none."""
+    name = os.environ.get("AWS_PROFILE", "default")
+    home = Path.home() / ".aws"
+    files = (
+        (os.environ.get("AWS_CONFIG_FILE", home / "config"), name if name == "default" else f"profile {name}"),
+        (os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"), name),
+    )
+    found: dict[str, str] = {}
+    for path, section in files:
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, OSError, UnicodeDecodeError):
+            continue
+        if parser.has_section(section):
+            found.update(parser.items(section))
+    return found

@@ -1,0 +1,185 @@
+"""Object stores and web servers through obstore (Rust): s3, gs, az and their kin, http and https.
+
+obstore's own retry is off: RetryStore decides what is tried again, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+import obstore.exceptions
+from obstore.store import HTTPStore, from_url
+
+from .autoindex import list_index
+from .checks import check_etag, check_inside, check_key, check_length, past_the_end, where
+from .errors import UnsupportedURLError
+from .options import configure, find_secrets
+from .ranges import read_ranges
+from .remote_errors import Translator
+from .store import ByteRange, ObjectInfo
+
+CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
+HTTP_SCHEMES = frozenset({"http", "https"})
+
+_Infos = list[ObjectInfo]  # inside the class, list is a verb
+
+# What obstore raises: its own errors, and for bad arguments and missing objects those of Python.
+_FOREIGN = (obstore.exceptions.BaseError, OSError, ValueError, TypeError)
+
+
+class RemoteStore:
+    """Objects below ``scheme://bucket/prefix`` or ``https://host/folder``. The only state is obstore's client."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Open the root; sends no request yet.
+
+        ``storage_options``: see `penstock.storage.options`.
+
+        Raises:
+            UnsupportedURLError: the URL or an option is not understood.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in CLOUD_SCHEMES | HTTP_SCHEMES or not parts.netloc:
+            raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
+        if parts.username or parts.password or parts.query:
+            raise UnsupportedURLError(
+                f"the URL of {parts.hostname} carries credentials or a query; use storage_options= for credentials"
+            )
+        self._options = dict(storage_options or {})
+        self._is_http = parts.scheme in HTTP_SCHEMES
+        self._url = url.rstrip("/")
+        prefix = unquote(parts.path).strip("/")
+        self._prefix = prefix + "/" if prefix else ""
+        origin = f"{parts.scheme}://{parts.netloc}"
+        config: Any
+        client: Any
+        config, client = configure(parts.scheme, self._options)
+        self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
+        self._errors = Translator(self._url, find_secrets(self._options, config))
+        retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
+        try:
+            self._client: Any = (
+                HTTPStore.from_url(origin, client_options=client, retry_config=retry)
+                if self._is_http
+                else from_url(origin, config=config, client_options=client, retry_config=retry)
+            )
+        except _FOREIGN as exc:
+            raise self._errors.translate_opening(exc) from None
+
+    def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, dict[str, Any]]]:
+        return (RemoteStore, (self._url, self._options))
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+        check_key(self._url, key)
+        if byte_range is not None and not len(byte_range):
+            info = self.head(key)
+            check_etag(self._url, key, etag, info.etag)
+            check_inside(self._url, key, byte_range, info.size)
+            return memoryview(b"")
+        options: Any = {}
+        if byte_range is not None:
+            options["range"] = (byte_range.start, byte_range.stop)
+        if etag is not None and _is_strong(etag):
+            options["if_match"] = f'"{etag}"'
+        try:
+            answer = obstore.get(self._client, self._prefix + key, options=options)
+            meta: Any = answer.meta
+            # Servers that ignore If-Match, and ETags that If-Match has no word for, are caught here.
+            check_etag(self._url, key, etag, _etag_of(meta))
+            start, stop = answer.range
+            if byte_range is not None and (start, stop) != (byte_range.start, byte_range.stop):
+                raise past_the_end(self._url, key, byte_range, meta["size"])
+            data = memoryview(answer.bytes())
+        except _FOREIGN as exc:
+            raise self._errors.translate(exc, key, byte_range) from self._errors.cause(exc)
+        check_length(self._url, key, byte_range, stop - start, len(data))
+        return data
+
+    def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
+        return read_ranges(lambda r: self.get(key, r, etag=etag), ranges)
+
+    def head(self, key: str) -> ObjectInfo:
+        check_key(self._url, key)
+        try:
+            meta: Any = obstore.head(self._client, self._prefix + key)
+        except _FOREIGN as exc:
+            raise self._errors.translate(exc, key) from self._errors.cause(exc)
+        return ObjectInfo(key, meta["size"], _etag_of(meta))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if prefix.rpartition("/")[0]:
+            check_key(self._url, prefix.rpartition("/")[0])
+        found = self._list_index(prefix) if self._is_http else self._list_bucket(prefix)
+        found.sort(key=lambda info: info.key)
+        return iter(found)
+
+    def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
+        check_key(self._url, key)
+        try:
+            result: Any = obstore.put(self._client, self._prefix + key, data)
+        except _FOREIGN as exc:
+            raise self._errors.translate(exc, key) from self._errors.cause(exc)
+        etag = _bare(result["e_tag"])
+        return ObjectInfo(key, len(data), etag) if etag is not None else self.head(key)
+
+    def close(self) -> None:
+        """Let go of the client; its connections close when the last read that uses them ends."""
+        self._client = None
+
+    def _list_bucket(self, prefix: str) -> _Infos:
+        """List the folder around ``prefix``: obstore knows prefixes of whole path parts only."""
+        start, cut = self._prefix + prefix, len(self._prefix)
+        folder = start.rpartition("/")[0]
+        found: _Infos = []
+        try:
+            for batch in obstore.list(self._client, prefix=folder or None, chunk_size=1000):
+                for meta in batch:
+                    path = meta["path"]
+                    if path.startswith(start):
+                        found.append(ObjectInfo(path[cut:], meta["size"], _etag_of(meta)))
+        except _FOREIGN as exc:
+            error = self._errors.translate(exc, prefix, listing=True)
+            raise error from self._errors.cause(exc)
+        return found
+
+    def _list_index(self, prefix: str) -> _Infos:
+        """List through the server's own index pages, each file's size and ETag by a HEAD."""
+
+        def read_page(folder: str) -> bytes:
+            try:
+                return bytes(obstore.get(self._client, (self._prefix + folder).rstrip("/")).bytes())
+            except _FOREIGN as exc:
+                raise self._errors.translate(exc, folder or ".", listing=True) from self._errors.cause(exc)
+
+        return list_index(where(self._url, ""), prefix, read_page, self.head)
+
+
+def _bare(etag: str | None) -> str | None:
+    """The ETag without its quotes: some services quote it in headers only, not in listings."""
+    if etag is not None and len(etag) >= 2 and etag[0] == etag[-1] == '"':
+        return etag[1:-1]
+    return etag or None
+
+
+def _etag_of(meta: Mapping[str, Any]) -> str | None:
+    """The ETag; of a server that sends none, its Last-Modified and the size."""
+    etag = _bare(meta["e_tag"])
+    modified: datetime | None = meta["last_modified"]
+    if etag is None and modified is not None and modified.timestamp() > 0:
+        return f"modified-{modified.timestamp():.0f}-{meta['size']}"
+    return etag
+
+
+def _is_strong(etag: str) -> bool:
+    return not etag.startswith(("W/", "modified-"))

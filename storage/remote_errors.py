@@ -1,0 +1,109 @@
+"""obstore's exceptions become ours, without credentials: what happened, where, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+from obstore import exceptions as foreign
+
+from .checks import past_the_end, where
+from .errors import (
+    AccessDeniedError,
+    NotFoundError,
+    ObjectChangedError,
+    StorageError,
+    StoreUnavailableError,
+    ThrottledError,
+    UnsupportedURLError,
+)
+from .store import ByteRange
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>,)]*")
+_USERINFO = re.compile(r"(https?://)[^/\s@]+@")
+_THROTTLE_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
+_LONGEST = 300
+
+
+class Translator:
+    """Translates for one root; holds the root's URL and the texts that may not be shown."""
+
+    def __init__(self, url: str, secrets: frozenset[str]) -> None:
+        self._url = url
+        self._secrets = sorted(secrets, key=len, reverse=True)
+
+    def cause(self, exc: BaseException) -> BaseException | None:
+        """What to raise from: the exception itself, unless its text holds something secret."""
+        return exc if self._scrub(str(exc)) == str(exc) else None
+
+    def translate_opening(self, exc: BaseException) -> StorageError:
+        """For an error of obstore's constructors: an option that is unknown, or has a wrong value."""
+        return UnsupportedURLError(
+            f"{self._url} can't be opened: {self._line(exc)}; check the URL and storage_options="
+        )
+
+    def translate(
+        self, exc: BaseException, key: str, byte_range: ByteRange | None = None, *, listing: bool = False
+    ) -> StorageError:
+        """The error of ours that says the same."""
+        text, line = str(exc), self._line(exc)
+        found = _STATUS.search(text)
+        status = int(found.group(1)) if found else None
+        found = _CODE.search(text)
+        code = found.group(1) if found else ""
+        name = where(self._url, key, byte_range)
+        said = f" ({' '.join(str(part) for part in (status, code) if part)})" if status else f": {line}"
+        if status in {429, 503} or code in _THROTTLE_CODES:
+            return ThrottledError(f"{name}: the store asks for fewer requests{said}")
+        if code == "NoSuchBucket" or (status == 404 and listing):
+            return NotFoundError(f"{name}: there is no such bucket or folder{said}; check the URL's first part")
+        if status == 404 or isinstance(exc, (foreign.NotFoundError, FileNotFoundError)):
+            return NotFoundError(f"there is no object {name}{said}; check bucket and key")
+        if status == 412 or isinstance(exc, foreign.PreconditionError):
+            return ObjectChangedError(
+                f"{name} has changed since it was listed or indexed{said}; "
+                "list or index the data again, and do not write to it while it is read"
+            )
+        if status == 416 and byte_range is not None:
+            return past_the_end(self._url, key, byte_range, None)
+        if status in {401, 403, 407} or isinstance(exc, (foreign.PermissionDeniedError, foreign.UnauthenticatedError)):
+            return AccessDeniedError(f"{name}: access denied{said}; {_cure_access(code)}")
+        if "169.254.169.254" in text or "169.254.170.2" in text or "metadata.google" in text:
+            return AccessDeniedError(
+                f"{name}: no credentials found; set them in the environment or in storage_options=, "
+                "or give storage_options={'anonymous': True} for public data"
+            )
+        if status in {301, 307, 308} or "PermanentRedirect" in text:
+            return StorageError(
+                f"{name}: the bucket is in another region{said}; give storage_options={{'region': ...}}"
+            )
+        if isinstance(exc, foreign.NotSupportedError) or "does not support" in text.lower():
+            return StorageError(
+                f"{name}: the server can't do this: {line}; copy the data to a server that answers ranges"
+            )
+        if status in {400, 405, 409, 411, 413, 414, 501}:
+            return StorageError(f"{name}: the server refuses the request{said}: {line}")
+        if status is not None and status >= 500:
+            return StoreUnavailableError(f"{name}: the store failed{said}")
+        if isinstance(exc, (foreign.GenericError, OSError, foreign.JoinError)) and status is None:
+            return StoreUnavailableError(f"{name}: the store can't be reached, or the connection broke: {line}")
+        return StorageError(f"{name}: {line}")
+
+    def _line(self, exc: BaseException) -> str:
+        """The first line of the message, scrubbed and short; obstore adds a dump of its internals below it."""
+        line = self._scrub(str(exc)).strip().partition("\n")[0]
+        return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+    def _scrub(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text))
+
+
+def _cure_access(code: str) -> str:
+    if code in {"SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken"}:
+        return "the access key or secret is wrong: check storage_options= and the environment"
+    if code in {"ExpiredToken", "RequestTimeTooSkewed"}:
+        return "the token has expired or this machine's clock is wrong"
+    return "check that these credentials may read this bucket"

@@ -1,0 +1,64 @@
+"""From a URL to a store: cache over retry over the client that the URL's scheme names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from .bridge import BridgeStore
+from .errors import UnsupportedURLError
+from .local import LocalStore
+from .memory import MemoryStore
+from .remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
+from .store import Store
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Cut the URL of one object into its folder and its key: ``s3://b/x/a.tar`` -> (``s3://b/x``, ``a.tar``).
+
+    The key of a URL that ends in '/', or that is only a bucket or host, is ''. Paths of this machine stay paths.
+    """
+    text = os.fspath(url)
+    found = _SCHEME.match(text)
+    start = found.end() if found else 0
+    if found and found.group(1).lower() != "file" and "/" not in text[start:]:
+        return text, ""
+    folder, slash, key = text[start:].rpartition("/")
+    if not slash:
+        return (text[:start] + "" if found else "."), key
+    return text[:start] + (folder or ("/" if not found or found.group(1).lower() == "file" else "")), key
+
+
+def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
+    """Open the bare client of a URL or path, without retry and cache.
+
+    Raises:
+        UnsupportedURLError: nothing here reads such a URL, or ``storage_options`` do not fit it.
+    """
+    text = os.fspath(url)
+    found = _SCHEME.match(text)
+    scheme = found.group(1).lower() if found else "file"
+    if scheme in CLOUD_SCHEMES | HTTP_SCHEMES:
+        return RemoteStore(text, storage_options)
+    if scheme in {"file", "mem"} and storage_options:
+        raise UnsupportedURLError(f"{text}: {scheme} takes no storage_options, got {sorted(storage_options)}")
+    if scheme == "mem":
+        return MemoryStore(text)
+    if scheme != "file":
+        return BridgeStore(text, storage_options)
+    if not found:
+        return LocalStore(text)
+    parts = urlsplit(text)
+    if parts.netloc not in {"", "localhost"}:
+        raise UnsupportedURLError(f"{text!r} names a file of another host; write file:///absolute/path")
+    return LocalStore(unquote(parts.path) or "/")
+
+
+def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """Open the root that a URL or a local path names; no request is sent yet."""
+    return open_client(url, storage_options)
