@@ -289,7 +289,7 @@ def _same_object(one: ObjectInfo, other: ObjectInfo) -> bool:
 
 def _warn_stale(url: str, *, new: int, gone: int) -> None:
     changes = " and ".join(
-        text for count, text in ((new, f"{new} shards are new or changed"), (gone, f"{gone} are gone")) if count
+        text for count, text in ((new, f"{new} new or changed shards"), (gone, f"{gone} gone")) if count
     )
     warnings.warn(
         f"the manifest beside {url} is out of date: {changes}; it was mended for this run, "
