@@ -1,0 +1,132 @@
+"""Shards that are one gzip or zstd stream: read whole for a chunk, or piece by piece for an index.
+
+Both go through Arrow's codecs, which release the GIL, read on over frames that were joined, and notice truncation.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+
+from ...storage import ObjectInfo, Store
+from ..errors import FormatError
+from .windows import ShardWindows
+
+PIECE_BYTES = 4 << 20
+# Deflate cannot shrink by more; a hint beyond it is damage. Zstandard can, but then starts small and grows.
+_MAX_RATIO = 1032
+
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_MAGICS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+
+
+def codec_of(key: str) -> str | None:
+    """'gzip' or 'zstd' by the key's ending, None for a shard that is not compressed."""
+    return next((codec for ending, codec in _CODECS.items() if key.lower().endswith(ending)), None)
+
+
+def decompress(data: memoryview, codec: str, shard: str) -> memoryview:
+    """The decompressed bytes of a whole shard, in one buffer that is grown where the stream's own hint is too low.
+
+    Raises:
+        FormatError: the stream is damaged or cut off.
+    """
+    _check_magic(data, codec, shard)
+    buffer = np.empty(_size_hint(data, codec), np.uint8)
+    filled = 0
+    with _translated(shard, codec), pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(data)), codec) as stream:
+        while True:
+            if filled == len(buffer):
+                more = stream.read(PIECE_BYTES)
+                if not more:
+                    break
+                grown = np.empty(max(len(buffer) * 3 // 2, filled + 4 * len(more)), np.uint8)
+                grown[:filled] = buffer[:filled]
+                grown[filled : filled + len(more)] = np.frombuffer(more, np.uint8)
+                buffer, filled = grown, filled + len(more)
+                continue
+            got = stream.readinto(memoryview(buffer.data)[filled:])
+            if got == 0:
+                break
+            filled += got
+    if filled < len(buffer) * 3 // 4:
+        buffer = buffer[:filled].copy()
+    return memoryview(buffer.data)[:filled].toreadonly()
+
+
+def decompressed_pieces(store: Store, shard: ObjectInfo, codec: str) -> Iterator[memoryview]:
+    """The decompressed bytes of a shard in pieces of at most PIECE_BYTES, read ahead in ranged GETs.
+
+    Raises:
+        FormatError: the stream is damaged or cut off.
+    """
+    with ShardWindows(store, shard) as windows:
+        _check_magic(windows.read(0), codec, shard.key)
+    with ShardWindows(store, shard) as windows, _translated(shard.key, codec):
+        source = pa.PythonFile(_WindowsFile(windows), mode="r")
+        with pa.CompressedInputStream(source, codec) as stream:
+            while piece := stream.read_buffer(PIECE_BYTES):
+                yield memoryview(piece)
+
+
+class _WindowsFile(io.RawIOBase):
+    """What Arrow reads from: a shard's windows as a file."""
+
+    def __init__(self, windows: ShardWindows) -> None:
+        super().__init__()
+        self._windows = windows
+        self._offset = 0
+        self._window = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        if not len(self._window):
+            self._window = self._windows.read(self._offset)
+            self._offset += len(self._window)
+        size = len(self._window) if size < 0 else size
+        taken, self._window = self._window[:size], self._window[size:]
+        return bytes(taken)
+
+
+def _check_magic(data: memoryview, codec: str, shard: str) -> None:
+    found = bytes(data[:4])
+    if not found:
+        raise FormatError(shard, "the shard has no bytes; fetch or write it anew", offset=0)
+    if not found.startswith(_MAGICS[codec]) and not (codec == "zstd" and found[1:] == b"\x2a\x4d\x18"):
+        raise FormatError(
+            shard, f"starts with {found!r}, no {codec} stream; name it by what it is, or write it anew", offset=0
+        )
+
+
+def _size_hint(data: memoryview, codec: str) -> int:
+    """How many bytes the stream says it holds, made plausible; a guess where it does not say."""
+    if codec == "gzip":
+        hint = int.from_bytes(data[-4:], "little")
+    else:
+        hint = _zstd_content_size(data)
+    return max(min(hint, _MAX_RATIO * len(data)), 2 * len(data), 1 << 16)
+
+
+def _zstd_content_size(data: memoryview) -> int:
+    """The first frame's content size (RFC 8878, 3.1.1.1), 0 where it is not stated."""
+    if len(data) < 18 or bytes(data[:4]) != _MAGICS["zstd"]:
+        return 0
+    flags = data[4]
+    single_segment = flags >> 5 & 1
+    at = 5 + (0 if single_segment else 1) + (0, 1, 2, 4)[flags & 3]
+    width = (single_segment, 2, 4, 8)[flags >> 6]
+    return int.from_bytes(data[at : at + width], "little") + (256 if width == 2 else 0)
+
+
+@contextmanager
+def _translated(shard: str, codec: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as exc:
+        raise FormatError(shard, f"the {codec} stream is damaged or cut off ({exc}); fetch or write it anew") from exc
