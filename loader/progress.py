@@ -1,0 +1,92 @@
+"""A progress bar that appears only where somebody watches, and only on work that takes longer than two seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PATIENCE_S = 2.0
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def show_progress(label: str, total: int | None, *, unit: str, enabled: bool = True) -> Iterator[Advance]:
+    """Give a function that is told of each ``n`` units done, from any thread; the bar goes to stderr.
+
+    Nothing is drawn when stderr is no terminal or this process is not the first of its node. ``unit="B"`` shows bytes.
+    """
+    watched = enabled and sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
+    if not watched:
+        yield lambda count: None
+        return
+    bar = _Bar(label, total, unit)
+    try:
+        yield bar.advance
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """Owns one timer and one live display; the lock guards ``_display`` and ``_done``."""
+
+    def __init__(self, label: str, total: int | None, unit: str) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._lock = threading.Lock()
+        self._done = 0
+        self._display: Any = None
+        self._task: Any = None
+        self._timer = threading.Timer(PATIENCE_S, self._appear)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._display is not None:
+                self._display.advance(self._task, count)
+
+    def _appear(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        in_bytes = self._unit == "B"
+        amount = (
+            (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(), TextColumn(self._unit))
+        )
+        left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        display = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *amount,
+            *left,
+            console=Console(stderr=True),
+            transient=True,
+        )
+        with self._lock:
+            self._task = display.add_task(self._label, total=self._total, completed=self._done)
+            self._display = display
+            display.start()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        with self._lock:
+            if self._display is not None:
+                self._display.stop()
+                self._display = None
