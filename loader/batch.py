@@ -6,6 +6,7 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +19,11 @@ import torch
 from .collate import collate_samples, collate_values
 from .decode import DecodeChoice, FieldDecoder, field_decoder
 from .errors import ConfigError, DecodeError
-from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray
+from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Records
 from .manifest import Manifest
 from .metrics import Counters
 from .randomness import sample_rng
+from .records import unpack_records
 from .spans import ChunkRows
 
 IDS, VALID, KEY = "__id__", "__valid__", "__key__"
@@ -29,8 +31,7 @@ IDS, VALID, KEY = "__id__", "__valid__", "__key__"
 Sample = dict[str, Any]
 Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
 
-# Below this many bytes a row, rows are scattered by one indexed assignment; above, copied one by one without a detour.
-_ROW_COPY_BYTES = 1024
+_WIDE_ROW_BYTES = 1024
 _IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
 
@@ -92,40 +93,58 @@ def _looks_like_image(column: BytesColumn) -> bool:
 def gather(
     groups: Iterable[tuple[ChunkRows, Block]], num_rows: int, first_ids: IntArray, decoders: FieldDecoders
 ) -> Rows:
-    """Put rows of opened chunks together in their order of delivery; each column of each chunk is touched once."""
+    """Put rows of opened chunks together in their order of delivery; each column of each chunk is touched once.
+
+    Values are laid down in the order in which chunks come, and put in order of delivery at the end, all at once; but
+    wide rows are copied straight to their place.
+    """
     ids = np.empty(num_rows, np.int64)
-    fields: dict[str, AnyArray | list[Any]] = {}
+    arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive is to go
+    wide: dict[str, AnyArray] = {}
+    narrow: dict[str, AnyArray] = {}
+    lists: dict[str, list[Any]] = {}
+    records: list[tuple[Records, AnyArray]] = []
+    done = 0
     for group, block in groups:
+        stop = done + len(group.rows)
+        arrived[done:stop] = group.targets
         ids[group.targets] = group.rows + first_ids[group.chunk]
         for name, column in block.columns.items():
-            if isinstance(column, ArrayColumn):
-                _scatter(fields, name, column.values, group, num_rows, decoders)
+            if not isinstance(column, ArrayColumn):
+                values = lists.setdefault(name, [])
+                values.extend([None] * (done - len(values)))  # earlier chunks had no such field
+                as_views = isinstance(column, BytesColumn) and not column.text and decoders.of(name, column) is not None
+                values.extend(column.views(group.rows) if as_views else column.take(group.rows))
                 continue
-            views = isinstance(column, BytesColumn) and decoders.of(name, column) is not None and not column.text
-            values = column.views(group.rows) if views else column.take(group.rows)  # type: ignore[union-attr]
-            out = fields.setdefault(name, [None] * num_rows)
-            for target, value in zip(group.targets.tolist(), values, strict=True):
-                out[target] = value
+            source = column.values
+            if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
+                out = _array(wide, name, source, num_rows, decoders)
+                for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
+                    out[target] = source[row]
+            else:
+                _array(narrow, name, source, num_rows, decoders)[done:stop] = source.take(group.rows, axis=0)
+        for i, packed in enumerate(block.records):
+            if i == len(records):
+                records.append((packed, np.empty(num_rows, packed.rows.dtype)))
+            packed.rows.take(group.rows, out=records[i][1][done:stop], mode="clip")  # "raise" would copy twice
+        done = stop
+    order = np.empty(num_rows, np.int64)
+    order[arrived] = np.arange(num_rows)
+    fields: dict[str, AnyArray | list[Any]] = dict(wide)
+    for packed, rows in records:
+        for name, values in unpack_records(packed, rows.take(order)).items():
+            fields[name] = values.astype(decoders.dtype_of(values), copy=False)
+    fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
+    for name, values in lists.items():
+        values.extend([None] * (num_rows - len(values)))
+        fields[name] = [values[i] for i in order.tolist()]
     return Rows(ids, fields)
 
 
-def _scatter(
-    fields: dict[str, AnyArray | list[Any]],
-    name: str,
-    values: AnyArray,
-    group: ChunkRows,
-    num_rows: int,
-    decoders: FieldDecoders,
-) -> None:
-    out = fields.get(name)
-    if out is None:
-        out = fields[name] = np.empty((num_rows, *values.shape[1:]), decoders.dtype_of(values))
-    assert isinstance(out, np.ndarray)
-    if out.nbytes > _ROW_COPY_BYTES * num_rows:
-        for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
-            out[target] = values[row]
-    else:
-        out[group.targets] = values[group.rows]
+def _array(arrays: dict[str, AnyArray], name: str, like: AnyArray, num_rows: int, decoders: FieldDecoders) -> AnyArray:
+    if name not in arrays:
+        arrays[name] = np.empty((num_rows, *like.shape[1:]), decoders.dtype_of(like))
+    return arrays[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +278,7 @@ class PendingBatch:
         options = self._maker.options
         if options.transform is None and options.collate is None:
             images = {name for name, decoder, _ in self._decoding if decoder.is_image}
-            batch = {name: collate_values(values, image=name in images) for name, values in self._values.items()}
+            batch = {name: _collate(values, is_image=name in images) for name, values in self._values.items()}
             return {**batch, **self._extras()}
         samples = self._samples or [self._sample(i) for i in range(len(self._rows.ids))]
         if options.collate is None:
@@ -280,6 +299,13 @@ class PendingBatch:
     def cancel(self) -> None:
         for future in self._futures:
             future.cancel()
+
+
+def _collate(values: AnyArray | list[Any], *, is_image: bool) -> Any:
+    if isinstance(values, list):
+        return collate_values(values, is_image=is_image)
+    tensor = torch.from_numpy(values)
+    return tensor.permute(0, 3, 1, 2) if is_image else tensor
 
 
 def _takes_rng(function: Callable[..., Any]) -> bool:

@@ -143,12 +143,15 @@ class DistributedDataLoader:
             )
         self._decoders = FieldDecoders(decode)
         self._counters = Counters()
-        store = open_store(
-            self._manifest.url,
-            storage_options=storage_options,
-            cache_dir=cache_dir,
-            cache_limit=None if cache_limit is None else parse_bytes(cache_limit, "cache_limit"),
+        cache = (
+            {}
+            if cache_dir is None
+            else {
+                "cache_dir": cache_dir,
+                "cache_limit": None if cache_limit is None else parse_bytes(cache_limit, "cache_limit"),
+            }
         )
+        store = open_store(self._manifest.url, storage_options=storage_options, **cache)
         self._running.store = store
         self._is_local = isinstance(store, LocalStore)
         shard_format = make_format(self._manifest.format, self._manifest.config)

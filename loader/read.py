@@ -20,6 +20,7 @@ from .errors import ChecksumError, FormatError, LoaderClosedError
 from .formats.shard import Block, ChunkRef, ShardFormat
 from .manifest import Manifest
 from .metrics import Counters
+from .records import pack_records
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
+        block = pack_records(block)
         opened = time.perf_counter()
         self._counters.add(
             fetched_chunks=1,

@@ -125,12 +125,25 @@ Column = ArrayColumn | BytesColumn | ObjectColumn
 
 
 @dataclass(frozen=True, slots=True)
+class Records:
+    """Scalar columns laid row by row: ``rows`` is (samples,) of opaque bytes, each made of ``names`` and ``dtypes``.
+
+    All dtypes have one item size. Formats give columns; the loader makes records of them.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[np.dtype[Any], ...]
+    rows: AnyArray
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """An opened chunk: columns of ``samples`` values each, taking ``nbytes`` of memory in all."""
 
     samples: int
     nbytes: int
     columns: Mapping[str, Column] = field(default_factory=dict)
+    records: tuple[Records, ...] = ()
 
 
 class ShardFormat(Protocol):
