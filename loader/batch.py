@@ -113,8 +113,10 @@ def gather(
             if not isinstance(column, ArrayColumn):
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
-                as_views = isinstance(column, BytesColumn) and not column.text and decoders.of(name, column) is not None
-                values.extend(column.views(group.rows) if as_views else column.take(group.rows))
+                if isinstance(column, BytesColumn) and decoders.of(name, column) is not None and not column.text:
+                    values.extend(column.views(group.rows))
+                else:
+                    values.extend(column.take(group.rows))
                 continue
             source = column.values
             if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
@@ -132,8 +134,8 @@ def gather(
     order[arrived] = np.arange(num_rows)
     fields: dict[str, AnyArray | list[Any]] = dict(wide)
     for packed, rows in records:
-        for name, values in unpack_records(packed, rows.take(order)).items():
-            fields[name] = values.astype(decoders.dtype_of(values), copy=False)
+        for name, scalars in unpack_records(packed, rows.take(order)).items():
+            fields[name] = scalars.astype(decoders.dtype_of(scalars), copy=False)
     fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
     for name, values in lists.items():
         values.extend([None] * (num_rows - len(values)))
@@ -204,8 +206,8 @@ class PendingBatch:
         maker, count = self._maker, len(self._rows.ids)
         settled = maker.decoders.settled
         for name, values in self._rows.fields.items():
-            decoder = settled.get(name) if isinstance(values, list) else None
-            if decoder is None:
+            decoder = settled.get(name)
+            if decoder is None or not isinstance(values, list):
                 self._values[name] = values
             else:
                 self._decoding.append((name, decoder, values))

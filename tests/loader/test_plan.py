@@ -118,7 +118,7 @@ def test_lane_offsets_count_the_positions_before(position, lanes):
     assert (lane_offsets(np.array(position), turns) == before[turns]).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(chunk_sizes, orders, st.integers(0, 3), st.data())
 def test_the_fast_path_agrees_with_the_definition(sizes, order, epoch, data):
     total = int(sizes.sum())
@@ -234,16 +234,18 @@ def test_chunks_are_asked_for_in_the_order_in_which_they_are_used():
     sizes = np.full(40, 25, np.int64)
     spans = EpochSpans(EpochPlan(sizes, Order(lanes=4, window=3), 0), Share(0, 1, 8))
     span, entered = spans.plan_span(0, 20)
-    asked = chunks_by_first_use(entered)
-    used = [group.chunk for group in spans.expand(span)]
-    seen = list(dict.fromkeys(chunk for chunk in asked if chunk in set(used)))
-    assert seen[:8] == used[:8]
+    first_step: dict[int, int] = {}
+    for group in spans.expand(span):
+        first_step[group.chunk] = int(np.searchsorted(span.row_starts, group.targets.min(), side="right"))
+    steps = [first_step[chunk] for chunk in chunks_by_first_use(entered) if chunk in first_step]
+    assert len(set(steps)) > 5
+    assert steps == sorted(steps)
 
 
 GOLDEN = {
-    (0, 0): "PIN",
-    (0, 1): "PIN",
-    (12345, 0): "PIN",
+    (0, 0): "8de09362a8514c9c",
+    (0, 1): "fb7283121923e538",
+    (12345, 0): "036a3ba6a32c5b98",
 }
 
 
@@ -257,7 +259,7 @@ def test_the_order_of_a_seed_never_changes(seed, epoch):
 
 def test_the_first_positions_of_a_small_epoch_are_as_they_always_were():
     batches = rank_batches(np.array([5, 3, 4, 6], np.int64), Order(lanes=4, window=2), 0, Share(0, 1, 6))
-    assert [ids.tolist() for ids in batches] == []
+    assert [ids.tolist() for ids in batches] == [[6, 5, 14, 8, 10, 4], [13, 15, 16, 9, 3, 2], [7, 12, 17, 0, 11, 1]]
 
 
 def test_a_billion_samples_in_a_million_chunks_plan_within_a_second_of_arithmetic():
