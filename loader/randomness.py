@@ -32,7 +32,7 @@ def sample_rng(seed: int, epoch: int, sample_id: int) -> np.random.Generator:
 
     ``spawn`` is not available on the generator: draw what is needed from it instead.
     """
-    key = np.array((seed & _UINT64, sample_id & _UINT64), np.uint64)
-    counter = np.array((0, 0, 0, epoch & _UINT64), np.uint64)
+    key = np.array((int(seed) & _UINT64, int(sample_id) & _UINT64), np.uint64)
+    counter = np.array((0, 0, 0, int(epoch) & _UINT64), np.uint64)
     # numpy's stubs name SeedSequence where any ISeedSequence will do.
     return np.random.Generator(np.random.Philox(_Key(key), counter=counter))  # type: ignore[arg-type]
