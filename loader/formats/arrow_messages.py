@@ -1,0 +1,128 @@
+"""The few facts of Arrow's IPC metadata that pyarrow does not show: where the messages lie, their rows and null counts.
+
+Layouts from Arrow's Message.fbs, File.fbs and Schema.fbs, and from FlatBuffers' binary format. Pure functions of bytes;
+what they are given may be damaged, so every read is checked and fails with ValueError.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+FILE_MAGIC = b"ARROW1"
+CONTINUATION = b"\xff\xff\xff\xff"
+PREFIX_BYTES = 8
+
+SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, ``null_counts`` of the nodes in
+    depth-first order, whether the body is ``compressed``, and of a dictionary its id and whether it is a delta."""
+
+    kind: int
+    body_bytes: int
+    rows: int = 0
+    null_counts: tuple[int, ...] = ()
+    compressed: bool = False
+    dictionary: int = -1
+    delta: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MessageBlock:
+    """Where a message lies: ``metadata_bytes`` (with the prefix) from ``offset``, then ``body_bytes``."""
+
+    offset: int
+    metadata_bytes: int
+    body_bytes: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.metadata_bytes + self.body_bytes
+
+
+def metadata_length(prefix: bytes | memoryview) -> int:
+    """Bytes of metadata after the 8 bytes of a message's prefix; 0 at the end of a stream."""
+    if bytes(prefix[:4]) != CONTINUATION or len(prefix) < PREFIX_BYTES:
+        raise ValueError(f"a message starts with {CONTINUATION!r}, this with {bytes(prefix[:4])!r}")
+    (length,) = struct.unpack_from("<i", prefix, 4)
+    if length < 0:
+        raise ValueError(f"a message with {length} bytes of metadata")
+    return int(length)
+
+
+def parse_message(metadata: memoryview) -> Message:
+    """A message's metadata, without its prefix."""
+    table = _root(metadata)
+    kind, body_bytes = table.number(1, "<B"), table.number(3, "<q")
+    if body_bytes < 0:
+        raise ValueError(f"a message with a body of {body_bytes} bytes")
+    header = table.table(2)
+    if kind == DICTIONARY and header is not None:
+        delta = bool(header.number(2, "<B"))
+        return Message(kind, body_bytes, dictionary=header.number(0, "<q"), delta=delta)
+    if kind != RECORDS or header is None:
+        return Message(kind, body_bytes)
+    rows = header.number(0, "<q")
+    if rows < 0:
+        raise ValueError(f"a record batch of {rows} rows")
+    nulls = tuple(count for _, count in header.structs(1, "<qq"))
+    return Message(kind, body_bytes, rows, nulls, compressed=header.table(3) is not None)
+
+
+def parse_footer(footer: memoryview) -> tuple[list[MessageBlock], list[MessageBlock]]:
+    """The dictionaries and the record batches of a file, in order."""
+    table = _root(footer)
+    dictionaries, records = (
+        [MessageBlock(offset, metadata, body) for offset, metadata, body in table.structs(field, "<qi4xq")]
+        for field in (2, 3)
+    )
+    return dictionaries, records
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A FlatBuffers table at ``at`` of ``data``; fields are numbered as in the schema, a union takes two numbers."""
+
+    data: memoryview
+    at: int
+
+    def number(self, field: int, form: str) -> int:
+        at = self._find(field)
+        return 0 if at is None else _unpack(form, self.data, at)[0]
+
+    def table(self, field: int) -> _Table | None:
+        at = self._find(field)
+        return None if at is None else _Table(self.data, at + _unpack("<I", self.data, at)[0])
+
+    def structs(self, field: int, form: str) -> list[tuple[int, ...]]:
+        at = self._find(field)
+        if at is None:
+            return []
+        at += _unpack("<I", self.data, at)[0]
+        (count,) = _unpack("<I", self.data, at)
+        stop = at + 4 + count * struct.calcsize(form)
+        if stop > len(self.data):
+            raise ValueError(f"a vector up to byte {stop} of {len(self.data)}")
+        return list(struct.iter_unpack(form, self.data[at + 4 : stop]))
+
+    def _find(self, field: int) -> int | None:
+        vtable = self.at - _unpack("<i", self.data, self.at)[0]
+        slot = 4 + 2 * field
+        if slot >= _unpack("<H", self.data, vtable)[0]:
+            return None
+        (offset,) = _unpack("<H", self.data, vtable + slot)
+        return self.at + offset if offset else None
+
+
+def _root(data: memoryview) -> _Table:
+    return _Table(data, _unpack("<I", data, 0)[0])
+
+
+def _unpack(form: str, data: memoryview, at: int) -> tuple[int, ...]:
+    # A negative offset would count from the end.
+    if at < 0 or at + struct.calcsize(form) > len(data):
+        raise ValueError(f"metadata points at byte {at} of {len(data)}")
+    return struct.unpack_from(form, data, at)
