@@ -19,7 +19,7 @@ from .index_cache import IndexCache
 from .index_exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
 from .progress import Advance, show_progress
-from .source import Selection, Source, select
+from .source import UNFINISHED, Selection, Source, select
 
 # Indexing waits for the store most of the time.
 INDEX_THREADS = 16
@@ -27,6 +27,10 @@ INDEX_THREADS = 16
 
 class StaleManifestWarning(UserWarning):
     """The manifest beside the data does not fit the data any more; what changed was indexed anew."""
+
+
+class UnfinishedDatasetError(DatasetError):
+    """The data set is being written, or its writer was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +278,13 @@ def _load_saved(store: Store, selection: Selection, given: ShardFormat | None) -
         return None
     try:
         data = store.get(MANIFEST_NAME)
+        if data == UNFINISHED and selection.chosen is None:
+            raise UnfinishedDatasetError(
+                f"{store.url}: its packing is under way or was interrupted; wait for it, or run `penstock pack` again"
+            )
         saved = Manifest.from_bytes(data, selection.url, f"{store.url}/{MANIFEST_NAME}")
+    except UnfinishedDatasetError:
+        raise
     except (DatasetError, StorageError) as exc:
         warnings.warn(f"the manifest beside the data is not used: {exc}", StaleManifestWarning, stacklevel=2)
         return None

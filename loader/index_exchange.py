@@ -81,7 +81,7 @@ class Exchange:
     def __enter__(self) -> Exchange:
         self._place = _process_place()
         self._ordinal = int(self._call("add", "arrived", 1))
-        self._beat(0)
+        self._beat()
         self._thread = threading.Thread(target=self._keep_beating, name="penstock-index-beat", daemon=True)
         self._thread.start()
         return self
@@ -153,7 +153,9 @@ class Exchange:
             yield number
 
     def doing(self, what: str) -> None:
+        """Say what this rank does now; the others name it should the rank end here."""
         self._doing = what
+        self._beat()
 
     def wait_for(self, name: str) -> None:
         """Wait until a value is there.
@@ -210,16 +212,14 @@ class Exchange:
             )
 
     def _keep_beating(self) -> None:
-        count = 0
         while not self._stop.wait(BEAT_S):
-            count += 1
             try:
-                self._beat(count)
+                self._beat()
             except DatasetError:
                 return  # the caller's next call meets the same
 
-    def _beat(self, count: int) -> None:
-        self._call("set", f"beat/{self._ordinal}", json.dumps([count, self._rank, self._place, self._doing]))
+    def _beat(self) -> None:
+        self._call("set", f"beat/{self._ordinal}", json.dumps([time.monotonic(), self._rank, self._place, self._doing]))
 
     def _call(self, verb: str, name: str, *values: Any) -> Any:
         key = f"{self._namespace}/{name}"

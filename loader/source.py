@@ -16,6 +16,9 @@ from .manifest import MANIFEST_NAME
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+# What stands in the manifest's place while a data set is being written.
+UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
+
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 10_000_000

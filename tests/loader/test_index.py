@@ -51,11 +51,12 @@ def test_a_changed_shard_is_seen_though_its_name_and_size_are_the_same(
 ) -> None:
     put_shards(memory_store, 2)
     open_manifest(memory_store.url)
+    data = bytearray(memory_store.get("part-000.parquet"))
+    data[40] ^= 1
+    memory_store.put("part-000.parquet", data)
     before = gets(memory_store)
-    data = bytes(memory_store.get("part-000.parquet"))
-    memory_store.put("part-000.parquet", data.replace(b"w3", b"W3"))
     open_manifest(memory_store.url)
-    assert gets(memory_store) > before + 1
+    assert gets(memory_store) > before
 
 
 def test_a_damaged_cached_index_is_built_anew(
