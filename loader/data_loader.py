@@ -127,14 +127,7 @@ class DistributedDataLoader:
         self._memory_limit = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
 
         self._manifest = open_manifest(source, storage_options=storage_options, format=format, cache_dir=cache_dir)
-        chosen_lanes = self._fixed_lanes or auto_lanes(shuffle=shuffle, world_size=self._share.world_size)
-        mean_chunk_bytes = float(self._manifest.memory.mean())
-        self._order = Order(
-            seed=seed,
-            shuffle=shuffle,
-            lanes=chosen_lanes,
-            window=self._fixed_window or auto_window(lanes=chosen_lanes, mean_chunk_bytes=mean_chunk_bytes),
-        )
+        self._order = self._choose_order(seed=seed, shuffle=shuffle)
         if not len(self):
             raise PartitionError(
                 f"a global batch of {self._share.global_batch_size} samples ({self._share.world_size} ranks) is above "
@@ -163,6 +156,14 @@ class DistributedDataLoader:
                 audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
             )
 
+    def _choose_order(self, *, seed: int, shuffle: bool) -> Order:
+        lanes, window = self._fixed_lanes, self._fixed_window
+        if lanes is None:
+            lanes = auto_lanes(shuffle=shuffle, world_size=self._share.world_size)
+        if window is None:
+            window = auto_window(lanes=lanes, mean_chunk_bytes=float(self._manifest.memory.mean()))
+        return Order(seed=seed, shuffle=shuffle, lanes=lanes, window=window)
+
     # -- iteration ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
@@ -179,10 +180,11 @@ class DistributedDataLoader:
                 if is_first:  # the last pass was left after the epoch's last batch: this pass is the next epoch's
                     continue
                 return
-            busy_s = 0.0 if is_first else asked_s - left_s
-            self._counters.add(
-                batches=1, samples=len(item.ids), consumer_wait_s=got_s - asked_s, consumer_busy_s=busy_s
-            )
+            self._counters.add(batches=1, samples=len(item.ids))
+            if is_first:
+                self._counters.add(first_batch_s=got_s - asked_s)
+            else:
+                self._counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - left_s)
             is_first = False
             self._epoch, self._consumed = item.epoch, item.stop
             if self._running.log is not None:

@@ -139,10 +139,12 @@ class Pipeline:
         self._epoch = epoch
         self._position = position
         self._counters = counters
-        self._closed = False
+        self._stopping = threading.Event()
         self._out = Handover(options.batch_budget_bytes)
         self._pool = ThreadPoolExecutor(options.decode_threads, thread_name_prefix="penstock-decode")
-        self._maker = BatchMaker(batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters)
+        self._maker = BatchMaker(
+            batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters, self._stopping
+        )
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
         self._assembling: EpochSpans | None = None
@@ -182,7 +184,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop every thread and let go of every buffer; safe at any moment, and more than once."""
-        self._closed = True
+        self._stopping.set()
         self._out.close()
         self._host_out.close()
         self._reader.close()
@@ -199,7 +201,7 @@ class Pipeline:
         try:
             ahead = _LookAhead(self._spans(), self._reader)
             for spans, span in ahead:
-                if self._closed or not self._assemble_span(spans, span):
+                if self._stopping.is_set() or not self._assemble_span(spans, span):
                     return
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._host_out.fail(exc)

@@ -63,7 +63,9 @@ def test_auto_gives_what_webdataset_gives(field):
     assert type(value) is type(expected)
 
 
-@pytest.mark.parametrize("array", [np.arange(6, dtype="<f4").reshape(2, 3), np.array(5), np.zeros((0, 2)), np.eye(2) > 0])
+@pytest.mark.parametrize(
+    "array", [np.arange(6, dtype="<f4").reshape(2, 3), np.array(5), np.zeros((0, 2)), np.eye(2) > 0]
+)
 def test_auto_reads_npy_as_webdataset_does(array):
     value = decode("emb.npy", npy(array))
     np.testing.assert_array_equal(value, webdataset.autodecode.basichandlers("emb.npy", npy(array)))
