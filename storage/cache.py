@@ -93,7 +93,7 @@ class CacheStore:
         return data
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> _Views:
-        """Read ranges; those that are missing, and that nobody else fetches now, come in one call of the store within."""
+        """Read ranges; the missing ones that nobody else fetches come in one call of the store within."""
         etag = etag or self._inner.head(key).etag
         if etag is None:
             self._count("uncached")
