@@ -7,7 +7,7 @@ lines (objects over two lines, two on one); the number of rows tells.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from .shard import IntArray
 
 # Arrow counts a block's bytes in int32, and its strings' too.
 SLICE_BYTES = 64 << 20
+# Arrow takes rows times keys of memory for maps with keys of their own in each row, before it says what it found.
+INFERENCE_BYTES = 128 << 10
+COLUMNS = 4096
 _HEAD_BYTES = 80
 
 
@@ -39,24 +42,54 @@ def find_lines(run: memoryview) -> tuple[IntArray, IntArray]:
     return np.delete(starts, blank), np.delete(stops, blank)
 
 
-def infer_columns(run: memoryview, shard: str, base: int) -> tuple[int, dict[str, JsonType], set[str]]:
+def infer_columns(
+    run: memoryview, shard: str, base: int, *, mixed: bool = False
+) -> tuple[int, dict[str, JsonType], set[str]]:
     """How many lines there are, the columns' types, and which columns have nulls or are missing in some line.
 
+    ``base`` is where the run starts in the shard. ``mixed`` spares Arrow a try where the shard has columns already
+    that it does not take.
+
     Raises:
-        FormatError: a line that is no JSON object; ``base`` is where the run starts in the shard.
+        FormatError: a line that is no JSON object, or objects that have no keys in common.
     """
     starts, stops = find_lines(run)
     check_text(run, starts, stops, shard, base)
-    table = _read_with_arrow(run, None) if len(starts) and not _is_deep(run, starts, stops) else None
-    if table is not None and table.num_rows == len(starts):
-        types = {field.name: from_arrow(field.type) for field in table.schema}
-        return len(starts), types, {name for name in types if table.column(name).null_count}
-    types, present = {}, dict[str, int]()
-    for row in _rows(run, starts, stops, shard, base):
+    found = None if mixed or _is_deep(run, starts, stops) else _infer_with_arrow(run, len(starts))
+    types, nulls = found or _infer_with_python(_rows(run, starts, stops, shard, base), len(starts))
+    if len(types) > COLUMNS:
+        raise FormatError(
+            shard, f"objects with more than {COLUMNS} different keys: maps, not records; pack them as text", offset=base
+        )
+    return len(starts), types, nulls
+
+
+def _infer_with_arrow(run: memoryview, lines: int) -> tuple[dict[str, JsonType], set[str]] | None:
+    """Types and nulls; None where Arrow does not take the rows or not as they are."""
+    types: dict[str, JsonType] = {}
+    filled: dict[str, int] = {}
+    rows = 0
+    for part in _slices(run, INFERENCE_BYTES):
+        table = _read_with_arrow(part, None)
+        if table is None:
+            return None
+        rows += table.num_rows
+        for field, column in zip(table.schema, table.columns, strict=True):
+            types[field.name] = merge_types(types.get(field.name, "null"), from_arrow(field.type))
+            filled[field.name] = filled.get(field.name, 0) + table.num_rows - column.null_count
+        if "any" in types.values():
+            return None
+    return (types, {name for name, count in filled.items() if count < rows}) if rows == lines else None
+
+
+def _infer_with_python(rows: Iterable[dict[str, Any]], lines: int) -> tuple[dict[str, JsonType], set[str]]:
+    types: dict[str, JsonType] = {}
+    filled: dict[str, int] = {}
+    for row in rows:
         for name, value in row.items():
             types[name] = merge_types(types.get(name, "null"), infer_type(value))
-            present[name] = present.get(name, 0) + (value is not None)
-    return len(starts), types, {name for name, count in present.items() if count < len(starts)}
+            filled[name] = filled.get(name, 0) + (value is not None)
+    return types, {name for name, count in filled.items() if count < lines}
 
 
 def read_columns(
@@ -121,26 +154,29 @@ def _read_with_arrow(run: memoryview, schema: pa.Schema | None) -> pa.Table | No
     parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
     tables = []
     try:
-        for part in _slices(run):
+        for part in _slices(run, SLICE_BYTES):
+            # One block: Arrow cannot read a line that lies in several.
             read = pj.ReadOptions(use_threads=False, block_size=len(part) + 1)
             tables.append(pj.read_json(pa.BufferReader(pa.py_buffer(part)), read_options=read, parse_options=parse))
-        if schema is None and len(tables) > 1:
-            return pa.concat_tables(tables, promote_options="permissive")
         return pa.concat_tables(tables)
-    except (pa.ArrowException, TypeError):
+    except pa.ArrowException:
         return None
 
 
-def _slices(run: memoryview) -> Iterator[memoryview]:
-    """Runs of whole lines of about SLICE_BYTES."""
+def _slices(run: memoryview, slice_bytes: int) -> Iterator[memoryview]:
+    """Runs of whole lines of at most ``slice_bytes``, or of one longer line."""
     start = 0
-    while len(run) - start > SLICE_BYTES:
-        feed = bytes(run[start : start + SLICE_BYTES]).rfind(b"\n")
+    while len(run) - start > slice_bytes:
+        feed = bytes(run[start : start + slice_bytes]).rfind(b"\n")
+        if feed < 0:
+            feed = bytes(run[start:]).find(b"\n")
         if feed < 0:
             break
-        yield run[start : start + feed + 1]
+        if run[start : start + feed + 1].tobytes().strip():
+            yield run[start : start + feed + 1]
         start += feed + 1
-    yield run[start:]
+    if run[start:].tobytes().strip():
+        yield run[start:]
 
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:

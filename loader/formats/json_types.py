@@ -13,7 +13,7 @@ import pyarrow as pa
 JsonType = str | dict[str, Any]
 
 # Objects with more keys than this are no records but maps, which have no columns.
-STRUCT_FIELDS = 1000
+STRUCT_FIELDS = 256
 # Types are walked recursively, by Python and by Arrow, which dies of deep ones.
 MAX_DEPTH = 100
 

@@ -2,7 +2,7 @@
 
 | values of a column, over the whole data set | column |
 | --- | --- |
-| integers, booleans | ArrayColumn int64, bool; if any is null or missing: 0 there, and a bool ArrayColumn ``NAME__null`` |
+| integers, booleans | ArrayColumn int64, bool; with nulls (0 there) also a bool ArrayColumn ``NAME__null`` |
 | numbers with a fraction among them, or beyond int64 | ArrayColumn float64; null is NaN |
 | strings, lists, objects | ObjectColumn |
 | of several kinds, or maps | JsonColumn: each value with the type it has |
@@ -92,7 +92,8 @@ class JsonlFormat:
         schema: dict[str, Any] | None = None
         offset = len(_BYTE_ORDER_MARK) if bytes(windows.read(0, 3)[:3]) == _BYTE_ORDER_MARK else 0
         while len(run := _whole_lines(windows, offset, self.chunk_bytes, shard)):
-            samples, types, nulls = infer_columns(run, shard, offset)
+            mixed = schema is not None and any(column["type"] == "any" for column in schema["columns"].values())
+            samples, types, nulls = infer_columns(run, shard, offset, mixed=mixed)
             if samples:
                 chunks.append(ChunkSpan(offset, len(run), samples, len(run)))
                 found = {"columns": {name: {"type": kind, "nulls": name in nulls} for name, kind in types.items()}}

@@ -234,6 +234,17 @@ def test_brackets_in_text_do_not_make_a_line_deep_and_deep_lines_are_read(tmp_pa
     assert read(tmp_path) == rows
 
 
+def test_maps_with_keys_of_their_own_in_each_row_cost_no_more_than_their_text(tmp_path: Path) -> None:
+    rows = [{"id": i, "counts": {f"key{i}": i}} for i in range(20_000)]
+    write(tmp_path, rows)
+    assert read(tmp_path) == rows
+
+
+def test_rows_that_are_maps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="maps, not records"):
+        index(tmp_path, b"".join(b'{"key%d": 1}\n' % i for i in range(5000)))
+
+
 scalars = (
     st.none()
     | st.booleans()
