@@ -153,6 +153,7 @@ class ArrowFormat:
             else:
                 batches = _read_in_place(header, data, names)
             table = pa.Table.from_batches(batches)
+            _validate(table)
         except (pa.ArrowException, OSError, ValueError, KeyError) as exc:
             problem = f"its record batches cannot be read ({exc}); write the file again"
             raise FormatError(shard, problem, offset=chunk.offset) from exc
@@ -176,6 +177,17 @@ def _read_stream(header: ArrowHeader, data: memoryview, names: list[str]) -> lis
     options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
     with pa.ipc.open_stream(pa.py_buffer(b"".join([header.prefix, data])), options=options) as stream:
         return list(stream)
+
+
+def _validate(table: pa.Table) -> None:
+    """pyarrow trusts the offsets and indices in a file, and would follow damaged ones out of the buffers.
+
+    Numbers have none; those of strings are only used to slice, so their first and last are enough.
+    """
+    table.validate()
+    for column in table.columns:
+        if column.type.num_fields or pt.is_dictionary(column.type) or isinstance(column.type, pa.BaseExtensionType):
+            column.validate(full=True)
 
 
 class _ShardReader:

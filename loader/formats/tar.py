@@ -18,7 +18,7 @@ from .compressed import codec_of, decompress, decompressed_pieces
 from .shard import CHUNK_BYTES, Block, BytesColumn, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
 from .tar_census import refuse_duplicates, take_census
 from .tar_headers import BLOCK, read_members, refuse_truncation
-from .tar_names import KEY_COLUMN, NameTable, group_names
+from .tar_names import KEY_COLUMN, RESERVED_FIELDS, NameTable, group_names
 from .windows import PieceWindows, ShardWindows
 
 _ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd")
@@ -99,7 +99,7 @@ class TarFormat:
         at = members.starts[table.members]
         starts[table.codes, table.rows] = at
         stops[table.codes, table.rows] = at + members.sizes[table.members]
-        if np.count_nonzero(starts >= 0) != len(at):
+        if np.count_nonzero(starts >= 0) != len(at) or not RESERVED_FIELDS.isdisjoint(table.fields):
             refuse_duplicates(table, members, frozenset(), shard, base)
         keys = _key_column(table)
         found = {name: code for code, name in enumerate(table.fields)}

@@ -178,12 +178,6 @@ def _walk(run: memoryview, shard: str, base: int) -> _Chain:
                 shard, f"member '{before}' has no valid size ({header[124:136]!r}); write the shard anew", offset=offset
             )
         if _EXTENSION[kind]:
-            if size > EXTENSION_BYTES:
-                raise FormatError(
-                    shard,
-                    f"a header extension of {size} bytes, more than {EXTENSION_BYTES}; write the shard anew",
-                    offset=offset,
-                )
             payload = bytes(run[(at + 1) * BLOCK : (at + 1) * BLOCK + size])
             if kind in b"xX" and len(payload) == size and pax_size is None:
                 pax_size = _pax_size(_pax_records(payload, shard, offset), shard, offset)
@@ -287,6 +281,12 @@ def _extension(
     """The name and the size that the extension header ``index`` gives to its member, None where it gives none."""
     block, size, kind = int(chain.blocks[index]), int(chain.sizes[index]), int(chain.headers[index, 156])
     offset = base + block * BLOCK
+    if size > EXTENSION_BYTES:
+        raise FormatError(
+            shard,
+            f"a header extension of {size} bytes, more than {EXTENSION_BYTES}; the shard is damaged: write it anew",
+            offset=offset,
+        )
     start = (block + 1) * BLOCK
     if start + size > len(run):
         if whole:
