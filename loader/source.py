@@ -80,8 +80,7 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
         DatasetError: nothing there, or shards that are missing (up to five are named).
         StorageError: the store refused or did not answer.
     """
-    one = isinstance(source, (str, os.PathLike))
-    urls = [absolute for given in ([source] if one else source) for absolute in _absolute(given)]  # type: ignore[union-attr]
+    urls = absolute_urls(source)
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
     if len(urls) == 1:
@@ -93,6 +92,12 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
     except BaseException:
         store.close()
         raise
+
+
+def absolute_urls(source: Source) -> list[str]:
+    """Every URL that a source names: patterns expanded, local paths made absolute."""
+    parts: Sequence[object] = [source] if isinstance(source, (str, os.PathLike)) else source
+    return [url for part in parts for url in _absolute(part)]
 
 
 def _absolute(given: object) -> list[str]:
