@@ -14,6 +14,8 @@ COMMANDS = {
     "pack": "write a folder, a table or text as shards, in any store",
     "inspect": "show what a data set is made of: format, fields, sizes, its first sample",
     "verify": "read and check everything, and name every bad shard",
+    "plan": "tell what a run will be like, on any number of ranks, without reading data",
+    "audit": "prove that every sample of a run was delivered exactly once",
 }
 
 OK, FOUND_BAD, USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -18,6 +18,7 @@ import xxhash
 from ..storage import ObjectInfo, Store
 from .errors import ChecksumError, FormatError, LoaderClosedError
 from .formats.shard import Block, ChunkRef, ShardFormat
+from .limits import usable_cores
 from .manifest import Manifest
 from .metrics import Counters
 from .records import pack_records
@@ -54,6 +55,8 @@ class ChunkSource:
         self._headers: dict[str, Any] = {}
         self._header_locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        # Many threads fetch, to hide the store's latency; no more of them open chunks at once than there are cores.
+        self._may_open = threading.Semaphore(usable_cores())
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk; bytes that prove wrong are fetched once more, past any cache, before it is an error.
@@ -84,7 +87,11 @@ class ChunkSource:
         fetched = time.perf_counter()
         if self.manifest.checksums is not None and len(parts) == 1 and ranges[0] == chunk.byte_range:
             self._check(parts[0], int(self.manifest.checksums[index]), chunk)
-        block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+        with self._may_open:
+            started_opening = time.perf_counter()
+            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+            block = pack_records(block)
+            opened = time.perf_counter()
         if block.samples != chunk.samples:
             raise FormatError(
                 chunk.shard.key,
@@ -92,13 +99,11 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
-        block = pack_records(block)
-        opened = time.perf_counter()
         self._counters.add(
             fetched_chunks=1,
             fetched_bytes=sum(map(len, parts)),
             fetch_s=fetched - started,
-            open_s=opened - fetched,
+            open_s=opened - started_opening,
         )
         return block
 
