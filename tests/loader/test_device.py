@@ -221,9 +221,11 @@ def test_close_while_the_feeder_waits_for_a_slot_ends_both():
         except LoaderClosedError as exc:
             outcome.append(exc)
 
-    feeding = threading.Thread(target=feed)
+    feeding = threading.Thread(target=feed, daemon=True)
     feeding.start()
+    deadline = time.monotonic() + 10
     while device.events[0].waits == 0:
+        assert time.monotonic() < deadline, "staging never waited for the only slot"
         time.sleep(0.001)
     closing = threading.Thread(target=ring.close)
     closing.start()
