@@ -316,3 +316,25 @@ def test_arrow_and_python_give_the_same_columns() -> None:
     _, fast = read_columns(memoryview(data), types, "s", 0)
     _, slow = read_columns(memoryview(doubled), types, "s", 0)
     assert fast == slow
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=2)), min_size=1, max_size=3), st.sampled_from([1, 9999])
+)
+def test_random_damage_gives_a_format_error_or_what_python_reads(
+    tmp_path: Path, splices: list[tuple[int, bytes]], chunk_bytes: int
+) -> None:
+    damaged = bytearray(b'{"a": 1, "b": "x", "c": [1.5, null], "d": {"e": true}}\n' * 4)
+    for at, new in splices:
+        damaged[at : at + 1] = new
+    data = bytes(damaged)
+    try:
+        (tmp_path / "s.jsonl").write_bytes(data)
+        got = read(tmp_path, chunk_bytes)
+    except FormatError:
+        return
+    rows = [json.loads(line) for line in data.split(b"\n") if line.strip()]
+    assert len(got) == len(rows)
+    for ours, row in zip(got, rows, strict=True):
+        assert all(same(None if ours.get(f"{name}__null") else ours[name], value) for name, value in row.items())
