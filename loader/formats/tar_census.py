@@ -124,7 +124,7 @@ def _check_tail(windows: Windows, offset: int, shard: str, *, ended: bool) -> No
     """After the last member there is nothing, an end mark, or zeros; anything else would be lost in silence."""
     while len(tail := windows.read(offset, 1)):
         found = np.flatnonzero(np.frombuffer(tail, np.uint8))
-        if len(found):
+        if len(found) or (offset == 0 and not ended):
             what = (
                 "data after the archive's end mark: archives joined with cat, or a hole of zeros in the shard; split "
                 "it, or fetch it anew"
