@@ -7,7 +7,7 @@ import json as json_text
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 from rich.console import Console
@@ -18,6 +18,15 @@ from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
 
 Arguments = TypeVar("Arguments")
+FormatName = Literal["tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
+TokenType = Literal["uint8", "uint16", "int32", "uint32", "int64"]
+StorageOptions = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE", help_behavior_hint="")
+]
+
+
+def _choices(literal: Any) -> str:
+    return "{" + ",".join(get_args(literal)) + "}"
 
 
 def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Arguments:
@@ -30,20 +39,20 @@ def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Argu
 class SourceArguments:
     """What every command that reads a data set is told."""
 
-    source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")]
+    source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
     """URL or path of a folder of shards, of one shard, or a quoted pattern such as "s3://b/x-{000..099}.tar";
     several are read one after the other."""
 
-    format: Literal["tar", "parquet", "arrow", "tokens", "mds", "jsonl"] | None = None
+    format: Annotated[FormatName | None, tyro.conf.arg(metavar=_choices(FormatName), help_behavior_hint="")] = None
     """Read the shards as this format instead of finding it out."""
 
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens in a sequence, for token files."""
 
-    dtype: Literal["uint16", "uint32", "int32", "int64", "uint8"] | None = None
+    dtype: Annotated[TokenType | None, tyro.conf.arg(metavar=_choices(TokenType), help_behavior_hint="")] = None
     """Type of a token, for raw token files (uint16 if not given)."""
 
-    storage_option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    storage_option: StorageOptions = ()
     """Setting of the store, such as endpoint=http://host:9000; may be repeated. Credentials are best left to the
     environment."""
 
@@ -83,7 +92,8 @@ def parse_options(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def print_json(value: Any) -> None:
-    json_text.dump(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, sys.stdout, indent=2)  # type: ignore[arg-type]
+    plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    json_text.dump(plain, sys.stdout, indent=2)
     print()
 
 
@@ -94,7 +104,7 @@ def show_warnings() -> None:
         print(f"penstock: warning: {message}", file=sys.stderr)
 
     warnings.simplefilter("always", UserWarning)
-    warnings.showwarning = show  # type: ignore[assignment]
+    warnings.showwarning = show
 
 
 def console() -> Console:

@@ -26,8 +26,8 @@ class IndexArguments(SourceArguments):
     example:  penstock index s3://bucket/train/
     """
 
-    write: bool = True
-    """Keep the manifest beside the data, as penstock-manifest.arrow."""
+    no_write: bool = False
+    """Only look: do not keep the manifest beside the data (as penstock-manifest.arrow)."""
 
     checksums: bool = False
     """Read all data, and keep a checksum for each chunk, which every reader then checks."""
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     if given.checksums and manifest.checksums is None:
         manifest = sum_chunks(manifest, storage_options=options, threads=given.threads)
     written = None
-    if given.write:
+    if not given.no_write:
         urls = absolute_urls(source)
         if len(urls) != 1 or urls[0].rstrip("/") != manifest.url.rstrip("/"):
             raise ConfigError(

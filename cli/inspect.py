@@ -64,10 +64,13 @@ def _report(seen: Inspection) -> None:
     screen.print()
     screen.print(spreads)
 
-    screen.print()
-    screen.print(f"[bold]sizes of samples[/bold] ({seen.sizes_of:,} read; sizes grow by equal ratios to the right)")
     low, high = format_bytes(seen.sample_sizes.low), format_bytes(seen.sample_sizes.high)
-    screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}", markup=False)
+    screen.print()
+    if len(seen.histogram) == 1:
+        screen.print(f"[bold]sizes of samples[/bold]  all of the {seen.sizes_of:,} read have {low}")
+    else:
+        screen.print(f"[bold]sizes of samples[/bold]  {seen.sizes_of:,} read; to the right by equal ratios")
+        screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}", markup=False)
 
     fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     fields.add_column("field", style="cyan", no_wrap=True)

@@ -13,7 +13,17 @@ import tyro
 
 from ..loader.errors import ConfigError
 from ..loader.pack import PackSummary, pack
-from .common import console, fact_table, format_bytes, format_seconds, parse, parse_options, print_json, show_warnings
+from .common import (
+    StorageOptions,
+    console,
+    fact_table,
+    format_bytes,
+    format_seconds,
+    parse,
+    parse_options,
+    print_json,
+    show_warnings,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +35,16 @@ class PackArguments:
     The manifest is written last: an interrupted pack is seen as such, and is run again.
 
     example:  penstock pack photos/ s3://bucket/photos/
+
     example:  penstock pack clicks.csv clicks/ --format parquet
+
     example:  penstock pack docs.jsonl s3://bucket/docs/ --format tokens --seq-len 2048 --tokenizer my.code:encode
     """
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
     """Folder (URL or path), or a .jsonl, .csv or .parquet file."""
 
-    target: tyro.conf.Positional[str]
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET", help_behavior_hint="")]
     """URL or path of the folder that the shards go to."""
 
     format: Literal["tar", "parquet", "tokens"] = "tar"
@@ -41,30 +53,28 @@ class PackArguments:
     shard_mib: float = 64.0
     """Size of a shard, about, in MiB."""
 
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens in a sequence (tokens)."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of a token (tokens)."""
 
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="MODULE:NAME")] = None
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")] = None
     """Function from text to a list of integers (tokens)."""
 
-    field: str | None = None
+    field: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Field that holds the text or the integers (tokens); found by name if not given."""
 
-    checksums: bool = True
-    """Keep a checksum for each chunk in the manifest, which every reader then checks."""
+    no_checksums: bool = False
+    """Leave out the checksums of chunks, which readers would check."""
 
     overwrite: bool = False
     """Replace the shards of a target that is not empty."""
 
-    storage_option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    storage_option: StorageOptions = ()
     """Setting of the target's store, such as endpoint=http://host:9000; may be repeated."""
 
-    source_storage_option: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE")
-    ] = ()
+    source_storage_option: StorageOptions = ()
     """Setting of the source's store; may be repeated."""
 
     json: bool = False
@@ -83,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
         dtype=given.dtype,
         tokenizer=None if given.tokenizer is None else import_function(given.tokenizer),
         field=given.field,
-        checksums=given.checksums,
+        checksums=not given.no_checksums,
         overwrite=given.overwrite,
         storage_options=parse_options(given.storage_option) or None,
         source_storage_options=parse_options(given.source_storage_option) or None,
