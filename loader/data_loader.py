@@ -24,6 +24,7 @@ from .manifest import Manifest
 from .metrics import Counters, LoaderMetrics, find_bottleneck
 from .pipeline import Pipeline, PipelineOptions
 from .plan import Order, auto_lanes, auto_window, count_steps
+from .quarantine import BadChunk, Quarantine
 from .ranks import find_rank, local_world_size
 from .read import ChunkSource
 from .spans import Share
@@ -68,6 +69,8 @@ class DistributedDataLoader:
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with settings of its own, such as ``TokensFormat(seq_len=2048)``; None detects it.
         audit_dir: a folder to log every delivery in, for ``penstock audit``.
+        max_bad_chunks: how many chunks that cannot be read are replaced by others before that is an error; they are
+            told by a warning, and in ``bad_chunks``.
 
     Raises:
         ConfigError, PartitionError: an argument, or how arguments go together, cannot work; says what would.
@@ -100,6 +103,7 @@ class DistributedDataLoader:
         with_ids: bool = False,
         format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
         audit_dir: str | PathLike[str] | None = None,
+        max_bad_chunks: int = 0,
     ) -> None:
         self._running = _Running()
         self._finalizer = weakref.finalize(self, self._running.close)
@@ -122,6 +126,7 @@ class DistributedDataLoader:
             self._device = None
         self._workers = max(1, usable_cores() // local_world_size()) if workers == "auto" else workers
         _check_at_least("workers", self._workers, 1)
+        _check_at_least("max_bad_chunks", max_bad_chunks, 0)
         self._fixed_lanes = None if lanes == "auto" else lanes
         self._fixed_window = None if window == "auto" else window
         self._memory_limit = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
@@ -136,20 +141,18 @@ class DistributedDataLoader:
             )
         self._decoders = FieldDecoders(decode)
         self._counters = Counters()
-        cache = (
-            {}
-            if cache_dir is None
-            else {
-                "cache_dir": cache_dir,
-                "cache_limit": None if cache_limit is None else parse_bytes(cache_limit, "cache_limit"),
-            }
+        store = open_store(
+            self._manifest.url,
+            storage_options=storage_options,
+            cache_dir=cache_dir,
+            cache_limit=None if cache_limit is None else parse_bytes(cache_limit, "cache_limit"),
         )
-        store = open_store(self._manifest.url, storage_options=storage_options, **cache)
         self._running.store = store
         self._is_local = isinstance(store, LocalStore)
         shard_format = make_format(self._manifest.format, self._manifest.config)
         names = None if columns is None else list(columns)
         self._source = ChunkSource(self._manifest, shard_format, store, names, self._counters)
+        self._quarantine = Quarantine(self._source, max_bad_chunks)
         self._epoch, self._consumed = 0, 0
         if audit_dir is not None:
             self._running.log = DeliveryLog(
@@ -213,6 +216,11 @@ class DistributedDataLoader:
     @property
     def order(self) -> Order:
         return self._order
+
+    @property
+    def bad_chunks(self) -> list[BadChunk]:
+        """The chunks that could not be read and were replaced, up to ``max_bad_chunks`` of them."""
+        return self._quarantine.records
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless the position is inside that epoch already."""
@@ -324,6 +332,7 @@ class DistributedDataLoader:
                 batch_options=self._batch_options,
                 decoders=self._decoders,
                 options=self._pipeline_options(),
+                quarantine=self._quarantine,
                 epoch=self._epoch,
                 position=self._consumed,
                 counters=self._counters,

@@ -20,9 +20,10 @@ import torch
 from .batch import BatchMaker, BatchOptions, FieldDecoders, PendingBatch, Rows, gather
 from .device import DeviceFeeder
 from .errors import LoaderClosedError
-from .formats.shard import IntArray
+from .formats.shard import Block, IntArray
 from .metrics import Counters
 from .plan import EpochPlan, Order, count_steps
+from .quarantine import Quarantine
 from .read import ChunkReader, ChunkSource
 from .spans import EpochSpans, Share, Span, chunks_by_first_use
 
@@ -127,6 +128,7 @@ class Pipeline:
         batch_options: BatchOptions,
         decoders: FieldDecoders,
         options: PipelineOptions,
+        quarantine: Quarantine,
         epoch: int,
         position: int,
         counters: Counters,
@@ -136,6 +138,7 @@ class Pipeline:
         self._share = share
         self._last_batch = last_batch
         self._options = options
+        self._quarantine = quarantine
         self._epoch = epoch
         self._position = position
         self._counters = counters
@@ -240,7 +243,12 @@ class Pipeline:
         waited = self._counters.chunk_wait_s
         started = time.perf_counter()
         rows = gather(
-            ((by_chunk[chunk], block) for chunk, block in blocks),
+            (
+                (by_chunk[chunk], loaded)
+                if isinstance(loaded, Block)
+                else self._quarantine.replace(by_chunk[chunk], loaded)
+                for chunk, loaded in blocks
+            ),
             span.num_rows,
             self._source.manifest.first_ids,
             self._maker.decoders,

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from ..storage import ObjectInfo, Store
+from ..storage import CacheStore, ObjectInfo, Store
 from .errors import ChecksumError, FormatError, LoaderClosedError
 from .formats.shard import Block, ChunkRef, ShardFormat
 from .limits import usable_cores
@@ -69,12 +69,16 @@ class ChunkSource:
             return self._load(index, chunk)
         except FormatError:
             self._counters.add(refetched_chunks=1)
-            evict = getattr(self._store, "evict", None)
-            if evict is not None:
-                evict(chunk.shard.key)
-            with self._lock:
-                self._headers.pop(chunk.shard.key, None)
+            self._forget(chunk)
             return self._load(index, chunk)
+
+    def _forget(self, chunk: ChunkRef) -> None:
+        """Drop what is kept of a chunk, in memory and on the node's disk."""
+        with self._lock:
+            header = self._headers.pop(chunk.shard.key, None)
+        if isinstance(self._store, CacheStore) and chunk.shard.etag is not None:
+            for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
+                self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 
     def _load(self, index: int, chunk: ChunkRef) -> Block:
         started = time.perf_counter()
@@ -207,8 +211,8 @@ class ChunkReader:
                         self._drop(chunk)
             self._changed.notify_all()
 
-    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block]]:
-        """Give each of these chunks, once, as soon as it is in memory; raises what its fetch raised."""
+    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
+        """Give each of these chunks, once, as soon as it is in memory, or what its fetch raised."""
         with self._changed:
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
@@ -227,18 +231,17 @@ class ChunkReader:
                 if self._urgent:
                     self._changed.notify_all()  # the chunk just used may now be evicted
 
-    def _wait_for_any(self) -> tuple[int, Block]:
+    def _wait_for_any(self) -> tuple[int, Block | BaseException]:
         started = time.perf_counter()
         while True:
             if self._closed:
                 raise LoaderClosedError("the loader was closed while a batch was being read")
             for chunk in self._current:
                 slot = self._slots[chunk]
-                if slot.error is not None:
-                    raise slot.error
-                if slot.block is not None:
+                loaded = slot.block or slot.error
+                if loaded is not None:
                     self._counters.add(chunk_wait_s=time.perf_counter() - started)
-                    return chunk, slot.block
+                    return chunk, loaded
             self._changed.wait()
 
     def close(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,16 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tar_dataset import write_tars
+
 from penstock import DistributedDataLoader, ImageDecoder, TokensFormat
 from penstock.loader.errors import (
     ConfigError,
+    DatasetError,
     DecodeError,
     FormatError,
     LoaderClosedError,
     PartitionError,
     StateMismatchError,
 )
-from tar_dataset import write_tars
+from penstock.loader.quarantine import BadChunkWarning
 
 SIZES = [37, 5, 80, 1, 64, 23, 90, 12]
 
@@ -323,9 +328,10 @@ def test_images_are_decoded_into_their_slot_the_same_on_any_number_of_ranks(tmp_
 def test_a_damaged_image_is_named_with_its_shard_and_key(tmp_path):
     write_tars(tmp_path, [20])
     decode = {"bin": ImageDecoder(size=8)}
-    with DistributedDataLoader(str(tmp_path), batch_size=4, decode=decode) as loader:
-        with pytest.raises(DecodeError, match=r"number \d+ of shard-00000.tar, key '\d{8}'\).*'bin'"):
-            next(iter(loader))
+    named = r"number \d+ of shard-00000.tar, key '\d{8}'\).*'bin'"
+    loader = DistributedDataLoader(str(tmp_path), batch_size=4, decode=decode)
+    with loader, pytest.raises(DecodeError, match=named):
+        next(iter(loader))
 
 
 def test_close_in_mid_epoch_leaves_no_thread(tars):
@@ -351,10 +357,14 @@ def test_a_forgotten_loader_takes_its_threads_along(tars):
 def test_an_exception_in_the_users_loop_leaves_a_loader_that_can_go_on(tars):
     with DistributedDataLoader(tars, batch_size=16, last_batch="partial", with_ids=True) as loader:
         seen = []
-        with pytest.raises(ZeroDivisionError):
+
+        def fail():
             for batch in loader:
-                seen += ids_of(batch)
+                seen.extend(ids_of(batch))
                 raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
         for batch in loader:
             seen += ids_of(batch)
         assert sorted(seen) == list(range(sum(SIZES)))
@@ -410,7 +420,7 @@ def test_bad_arguments_are_refused_at_once(tars, options, kind, message):
 def test_a_world_larger_than_the_data_set_works_when_batches_may_be_padded(tmp_path):
     write_tars(tmp_path, [3])
     loaders = ranks(str(tmp_path), 8, batch_size=1, last_batch="pad", with_ids=True)
-    valid = [list(loader)[0]["__valid__"].item() for loader in loaders]
+    valid = [next(iter(loader))["__valid__"].item() for loader in loaders]
     assert valid == [True] * 3 + [False] * 5
 
 
@@ -427,8 +437,6 @@ def test_a_shard_cut_short_after_indexing_is_named_with_its_offset(tmp_path):
 
 
 def test_bytes_that_change_without_a_change_of_size_or_time_are_found_by_the_format(tmp_path):
-    import os
-
     write_tars(tmp_path, [30])
     path = tmp_path / "shard-00000.tar"
     stat = path.stat()
@@ -437,9 +445,39 @@ def test_bytes_that_change_without_a_change_of_size_or_time_are_found_by_the_for
         file.seek(4 * 512)  # the header of the third member
         file.write(b"x" * 512)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(FormatError, match="shard-00000.tar at byte"):
+    with pytest.raises(FormatError, match=r"shard-00000\.tar at byte"):
         list(loader)
     loader.close()
+
+
+def test_bad_chunks_are_replaced_alike_on_any_number_of_ranks_up_to_the_limit(tmp_path):
+    write_tars(tmp_path, [30] * 6)
+    with DistributedDataLoader(str(tmp_path), batch_size=4) as loader:
+        manifest = loader.manifest
+    for number in (1, 4):
+        path = tmp_path / f"shard-{number:05d}.tar"
+        stat = path.stat()
+        with path.open("r+b") as file:
+            file.seek(4 * 512)
+            file.write(b"x" * 512)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def deliver(world_size, **options):
+        steps = []
+        for loader in ranks(manifest, world_size, global_batch_size=12, with_ids=True, **options):
+            with loader:
+                steps.append([ids_of(batch) for batch in loader])
+                assert {bad.shard for bad in loader.bad_chunks} <= {"shard-00001.tar", "shard-00004.tar"}
+        return [sorted(itertools.chain(*parts)) for parts in zip(*steps, strict=True)]
+
+    with pytest.warns(BadChunkWarning, match="shard-0000[14].tar"):
+        alone, together = deliver(1, max_bad_chunks=2), deliver(3, max_bad_chunks=2)
+    assert alone == together
+    assert set(itertools.chain(*alone)) == {*range(30), *range(60, 120), *range(150, 180)}
+    with pytest.warns(BadChunkWarning), pytest.raises(DatasetError, match="more than max_bad_chunks=1"):
+        deliver(1, max_bad_chunks=1)
+    with pytest.raises(FormatError):
+        deliver(1)
 
 
 def test_metrics_count_what_was_done_and_name_the_bottleneck(tars):

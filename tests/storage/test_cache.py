@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from penstock.storage import AccessDeniedError, ByteRange, CacheFullError, CacheStore, Fault, LocalStore, MemoryStore
 from penstock.storage.cache_disk import CacheDisk
 
