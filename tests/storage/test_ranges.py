@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.storage import ByteRange
 from penstock.storage.ranges import Request, coalesce, read_ranges, split
 

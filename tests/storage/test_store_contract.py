@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+
 from penstock.storage import (
     ByteRange,
     CacheStore,
@@ -114,7 +115,11 @@ def test_put_takes_any_kind_of_bytes(store: Store, wrap: Callable[[bytes], Any])
 
 def test_reads_are_read_only_contiguous_bytes(store: Store) -> None:
     store.put("x", DATA)
-    views = [store.get("x"), store.get("x", ByteRange(3, 9)), *store.get_ranges("x", [ByteRange(1, 5), ByteRange(2, 3)])]
+    views = [
+        store.get("x"),
+        store.get("x", ByteRange(3, 9)),
+        *store.get_ranges("x", [ByteRange(1, 5), ByteRange(2, 3)]),
+    ]
     for view in views:
         assert isinstance(view, memoryview)
         assert (view.format, view.ndim, view.readonly, view.contiguous) == ("B", 1, True, True)
@@ -203,7 +208,9 @@ def test_a_listing_is_every_key_with_the_prefix_at_any_depth_in_order_of_code_po
         assert info == store.head(info.key) == ObjectInfo(info.key, len(info.key.encode()), info.etag)
 
 
-@pytest.mark.parametrize("key", ["sp ace", "ünï/cødé", "a+b=c&d", "per%41cent", "hash#mark", "q?x=1", "~t!*'()", "日本"])
+@pytest.mark.parametrize(
+    "key", ["sp ace", "ünï/cødé", "a+b=c&d", "per%41cent", "hash#mark", "q?x=1", "~t!*'()", "日本"]
+)
 def test_a_key_may_have_any_character(store: Store, key: str) -> None:
     store.put(key, key.encode())
     assert store.get(key) == key.encode()
@@ -212,7 +219,12 @@ def test_a_key_may_have_any_character(store: Store, key: str) -> None:
 
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a/./b", "..", "nul\0"])
 def test_a_key_can_not_leave_the_root(store: Store, key: str) -> None:
-    for ask in (store.get, store.head, lambda key: store.put(key, b"x"), lambda key: store.get_ranges(key, [ByteRange(0, 1)])):
+    for ask in (
+        store.get,
+        store.head,
+        lambda key: store.put(key, b"x"),
+        lambda key: store.get_ranges(key, [ByteRange(0, 1)]),
+    ):
         with pytest.raises(StorageError, match="is no key below"):
             ask(key)
 
