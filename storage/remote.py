@@ -5,6 +5,7 @@ obstore's own retry is off: RetryStore decides what is tried again, and when.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from http.client import HTTPException
@@ -29,6 +30,7 @@ CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs
 HTTP_SCHEMES = frozenset({"http", "https"})
 
 PAGE_TIMEOUT_S = 30.0
+_PORT = re.compile(r"[^:\[\]]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 # What obstore raises: its own errors, and for bad arguments and missing objects those of Python.
@@ -49,9 +51,11 @@ class RemoteStore:
         parts = urlsplit(url)
         if parts.scheme not in CLOUD_SCHEMES | HTTP_SCHEMES or not parts.netloc:
             raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
-        if parts.username or parts.password or parts.query:
+        # 'container@account' is how Azure's abfs names things; a ':' before an '@' is a password, or a part of one.
+        if ":" in parts.netloc.rpartition("@")[0] or parts.query or not _PORT.fullmatch(parts.netloc):
             raise UnsupportedURLError(
-                f"the URL of {parts.hostname} carries credentials or a query; use storage_options= for credentials"
+                f"the {parts.scheme} URL carries credentials or a query, or its port is no number; "
+                "use storage_options= for credentials"
             )
         self._options = dict(storage_options or {})
         self._is_http = parts.scheme in HTTP_SCHEMES

@@ -26,7 +26,7 @@ http {{
   server {{
     listen 127.0.0.1:{port}; root {folder}/www;
     location / {{ autoindex on; dav_methods PUT DELETE; create_full_put_path on; }}
-    location /blind/ {{ autoindex off; }}
+    location /blind/ {{ autoindex off; dav_methods PUT; }}
     location /busy/ {{ return 503; }}
     location /broken/ {{ return 500; }}
     location /denied/ {{ return 403; }}
