@@ -144,6 +144,16 @@ def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store):
     assert np.isnan(first.columns["f"].values[1])
 
 
+def test_nulls_of_and_in_fixed_size_lists_are_marked_by_place(parquet_store):
+    kind = pa.list_(pa.int16(), 2)
+    write(parquet_store, "a.parquet", pa.table({"v": pa.array([[1, 2], None, [3, None]], kind)}))
+    write(parquet_store, "b.parquet", pa.table({"v": pa.array([[5, 6]], kind)}))
+    first, second = open_all(parquet_store, ParquetFormat())
+    assert values_of(first, "v") == [[1, 2], [0, 0], [3, 0]]
+    assert values_of(first, "v__null") == [[False, False], [True, True], [False, True]]
+    assert values_of(second, "v__null") == [[False, False]]
+
+
 def test_nulls_are_taken_for_possible_where_the_footer_does_not_count_them(parquet_store):
     table = pa.table({"n": pa.array([1, 2], pa.int32())})
     write(parquet_store, "a.parquet", table, write_statistics=False)
