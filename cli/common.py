@@ -40,8 +40,7 @@ class SourceArguments:
     """What every command that reads a data set is told."""
 
     source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
-    """URL or path of a folder of shards, of one shard, or a quoted pattern such as "s3://b/x-{000..099}.tar";
-    several are read one after the other."""
+    """URLs or paths: of a folder of shards, of shards, or a quoted pattern like "s3://b/x-{000..099}.tar"."""
 
     format: Annotated[FormatName | None, tyro.conf.arg(metavar=_choices(FormatName), help_behavior_hint="")] = None
     """Read the shards as this format instead of finding it out."""
@@ -53,8 +52,7 @@ class SourceArguments:
     """Type of a token, for raw token files (uint16 if not given)."""
 
     storage_option: StorageOptions = ()
-    """Setting of the store, such as endpoint=http://host:9000; may be repeated. Credentials are best left to the
-    environment."""
+    """Setting of the store, such as endpoint=http://host:9000; may be repeated. Leave secrets to the environment."""
 
     json: bool = False
     """Print the result as JSON."""

@@ -21,8 +21,8 @@ from .manifest import MANIFEST_NAME, Manifest
 from .progress import Advance, show_progress
 from .source import UNFINISHED, Selection, Source, select
 
-# Indexing waits for the store most of the time.
-INDEX_THREADS = 16
+# Indexing mostly waits: against a server on this machine 4 to 64 do alike, against one far away more do better.
+INDEX_THREADS = 32
 
 
 class StaleManifestWarning(UserWarning):
