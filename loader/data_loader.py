@@ -181,7 +181,11 @@ class DistributedDataLoader:
         while True:
             pipeline = self._pipeline()
             asked_s = time.perf_counter()
-            item = pipeline.get()
+            try:
+                item = pipeline.get()
+            except Exception:
+                self._running.stop_pipeline()  # the position stands: another pass tries again from it
+                raise
             got_s = time.perf_counter()
             if item.batch is None:
                 self._epoch, self._consumed = item.epoch + 1, 0
