@@ -104,7 +104,7 @@ class _Opening:
     rebuild: bool
 
     def alone(self) -> Manifest:
-        store, selection = select(self.source, self.storage_options)
+        store, selection = select(self.source, self.storage_options, progress=self.progress)
         try:
             prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
             if isinstance(prepared, Manifest):
@@ -143,7 +143,7 @@ class _Opening:
         return manifest
 
     def _lead(self, exchange: Exchange) -> Manifest:
-        store, selection = select(self.source, self.storage_options)
+        store, selection = select(self.source, self.storage_options, progress=self.progress)
         try:
             prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
             key = None

@@ -95,7 +95,7 @@ def verify(
         store: Store = open_store(source.url, storage_options=storage_options)
         manifest: Manifest | None = source
     else:
-        store, selection = select(source, storage_options)
+        store, selection = select(source, storage_options, progress=progress)
         given = make_format(format) if isinstance(format, str) else format
     try:
         if not isinstance(source, Manifest):

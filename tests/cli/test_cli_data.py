@@ -209,7 +209,7 @@ sys.stdin.close()
 from penstock.loader.formats.tar import TarFormat
 read = TarFormat.index_shard
 def slow(self, store, task):
-    time.sleep(0.8)
+    time.sleep(0.4)
     return read(self, store, task)
 TarFormat.index_shard = slow
 sys.argv = ["penstock", *sys.argv[1:]]
@@ -245,7 +245,7 @@ def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -
 
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
-    slow = _SLOW.replace("time.sleep(0.8)", "print('begun', flush=True); time.sleep(30)")
+    slow = _SLOW.replace("time.sleep(0.4)", "print('begun', flush=True); time.sleep(30)")
     process = subprocess.Popen(
         [sys.executable, "-c", slow, "index", str(shards)],
         stdout=subprocess.PIPE,
