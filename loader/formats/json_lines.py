@@ -141,6 +141,8 @@ def _is_deep(run: memoryview, starts: IntArray, stops: IntArray) -> bool:
     kinds = data[places] | 0x20
     steps = (kinds == 0x7B).astype(np.int64) - (kinds == 0x7D)
     depths = np.cumsum(steps)
+    if not len(places) or depths.max() - depths.min() < MAX_DEPTH:
+        return False
     before = np.searchsorted(places, starts)
     some = before < np.searchsorted(places, stops)
     before = before[some]

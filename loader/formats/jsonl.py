@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +84,8 @@ class JsonlFormat:
             with ShardWindows(store, info) as windows:
                 chunks, schema, _ = self._index(windows, info.key)
             return ShardIndex(chunks, schema)
-        chunks, schema, length = self._index(PieceWindows(decompressed_pieces(store, info, codec)), info.key)
+        with closing(decompressed_pieces(store, info, codec)) as pieces:
+            chunks, schema, length = self._index(PieceWindows(pieces), info.key)
         samples = sum(chunk.samples for chunk in chunks)
         return ShardIndex([ChunkSpan(0, info.size, samples, length)] if samples else [], schema)
 

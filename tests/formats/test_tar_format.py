@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from row_shards import FolderStore, open_blocks, rows_of
 
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.shard import BytesColumn, ChunkRef, ShardIndex, ShardTask
 from penstock.loader.formats.tar import TarFormat, cut_chunks
+from penstock.loader.formats.tar_blocks import BLOCK, NotProvenError, jump_headers
 from penstock.loader.formats.tar_census import take_census
-from penstock.loader.formats.tar_headers import BLOCK, read_members
+from penstock.loader.formats.tar_headers import read_members
 from penstock.loader.formats.windows import WINDOW_BYTES, ShardWindows
-from penstock.storage import ObjectInfo
+from penstock.storage import ByteRange, ObjectInfo, StoreUnavailableError
 
 
 def header(name: str, size: int | bytes, *, kind: bytes = b"0", magic: bytes = b"ustar\x0000") -> bytes:
@@ -121,6 +122,18 @@ def test_sizes_in_every_notation_and_headers_without_magic_are_read(tmp_path: Pa
     assert [row["x"] for row in read(tmp_path, data)] == [b"abc", b"d"]
 
 
+@pytest.mark.parametrize("notation", [b"%06o\0 ", b"%07o\0"])
+def test_the_usual_headers_are_read_all_at_once(notation: bytes) -> None:
+    def rewritten(block: bytes) -> bytes:
+        blank = block[:148] + b" " * 8 + block[156:]
+        return block[:148] + notation % sum(blank) + block[156:]
+
+    run = b"".join(rewritten(header(f"{i}.x", 600)) + b"x" * 1024 for i in range(5))
+    assert jump_headers(memoryview(run)).sizes.tolist() == [600] * 5
+    with pytest.raises(NotProvenError):
+        jump_headers(memoryview(run.replace(b"3.x", b"4.x")))
+
+
 def test_archives_inside_the_archive_are_data(tmp_path: Path) -> None:
     inner = member("in.x", b"1") + member("in.y", b"2") + END
     data = member("a.tar", inner) + member("b.tar", inner) + END
@@ -158,7 +171,6 @@ def test_a_name_that_is_no_utf8_has_its_bytes_spelled_out(tmp_path: Path) -> Non
 def test_an_archive_without_end_mark_is_read_to_its_last_member(tmp_path: Path) -> None:
     padded = member("a.x", b"1") + member("b.x", b"22")
     assert [row["x"] for row in read(tmp_path, padded)] == [b"1", b"22"]
-    assert [row["x"] for row in read(tmp_path, padded[: -BLOCK + 2])] == [b"1", b"22"]
 
 
 def test_an_archive_of_nothing_but_an_end_mark_has_no_chunks(tmp_path: Path) -> None:
@@ -170,8 +182,10 @@ BAD = {
     "no bytes": (b"", 0, "no bytes"),
     "garbage": (os.urandom(5000), 0, "expected a tar header"),
     "less than a block of garbage": (b"garbage", 0, "ends inside a header"),
+    "less than a block of zeros": (bytes(100), 0, "ends inside a header"),
     "text": (b"<html>" * 1000, 0, "expected a tar header"),
     "cut in data": (GOOD[:-600], 5 * BLOCK, "truncated"),
+    "cut in padding": (GOOD[:-400], 5 * BLOCK, "truncated"),
     "cut in a header": (GOOD[: len(GOOD) - 3 * BLOCK + 100], len(GOOD) - 3 * BLOCK, "ends inside a header"),
     "size runs past the end": (header("a.x", 10**9) + GOOD, 0, "needs bytes up to 1000000512"),
     "size lands in data": (header("a.x", 100) + GOOD[BLOCK:], 2 * BLOCK, "the size of member 'a.x' before it"),
@@ -205,7 +219,12 @@ def test_damage_is_an_error_that_names_shard_and_offset(tmp_path: Path, case: st
     assert str(caught.value).startswith(f"s.tar at byte {offset}: ")
 
 
-@pytest.mark.parametrize("case", sorted(set(BAD) - {"no bytes", "joined archives", "a hole of zeros"}))
+@pytest.mark.parametrize(
+    "case",
+    sorted(
+        set(BAD) - {"no bytes", "joined archives", "a hole of zeros", "cut in padding", "less than a block of zeros"}
+    ),
+)
 def test_damage_is_an_error_when_a_chunk_is_opened_too(case: str) -> None:
     data, _, _ = BAD[case]
     ref = ChunkRef(ObjectInfo("s.tar", len(data)), 1 << 20, len(data), 2, 0)
@@ -235,11 +254,41 @@ def test_a_compressed_shard_may_be_several_streams_joined(tmp_path: Path) -> Non
     assert read(tmp_path, zst, "s.tar.zst") == expected
 
 
+@pytest.mark.parametrize("name", ["s.tar.gz", "s.tar.zst"])
+def test_streams_that_do_not_say_how_long_they_are_are_read_whole(tmp_path: Path, name: str) -> None:
+    data = b"".join(member(f"{i}.x", bytes([i]) * 50_000) for i in range(100)) + END
+    if name.endswith("gz"):
+        packed = gzip.compress(data) + gzip.compress(b"")  # the length at the end is that of the last stream
+    else:
+        stream = zstandard.ZstdCompressor().compressobj()
+        packed = stream.compress(data) + stream.flush()
+    rows = read(tmp_path, packed, name)
+    assert [row["x"] for row in rows] == [bytes([i]) * 50_000 for i in range(100)]
+
+
 def test_a_compressed_shard_is_one_chunk_with_the_memory_it_takes(tmp_path: Path) -> None:
     data = b"".join(member(f"{i}.x", bytes(5000)) for i in range(2000)) + END
     packed = gzip.compress(data, 1)
     [span] = index(tmp_path, packed, "s.tgz").chunks
     assert (span.offset, span.length, span.samples, span.memory) == (0, len(packed), 2000, len(data))
+
+
+@pytest.mark.parametrize("name", ["s.tar", "s.tar.gz", "s.tar.zst"])
+def test_errors_of_the_store_come_through_as_they_are_and_no_thread_stays(tmp_path: Path, name: str) -> None:
+    class FailingStore(FolderStore):
+        def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+            if byte_range is not None and byte_range.start > 2 * WINDOW_BYTES:
+                raise StoreUnavailableError("no answer")
+            return super().get(key, byte_range, etag=etag)
+
+    data = b"".join(member(f"{i}.x", os.urandom(1 << 20)) for i in range(16)) + END
+    packed = {"tar": bytes, "gz": gzip.compress, "zst": zstandard.compress}[name.split(".")[-1]](data)
+    (tmp_path / name).write_bytes(packed)
+    store = FailingStore(tmp_path)
+    before = threading.active_count()
+    with pytest.raises(StoreUnavailableError, match="no answer"):
+        TarFormat().index_shard(store, ShardTask(store.head(name)))
+    assert threading.active_count() == before
 
 
 def write_large(folder: Path, sizes: list[int]) -> FolderStore:
@@ -329,3 +378,43 @@ def test_headers_read_as_tarfile_reads_them(members: list[tuple[str, int]], dial
     assert (
         list(zip(names, table.records.tolist(), table.starts.tolist(), table.sizes.tolist(), strict=True)) == expected
     )
+
+
+def dialects() -> bytes:
+    out = io.BytesIO()
+    for dialect in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        with tarfile.open(fileobj=out, mode="w", format=dialect) as tar:
+            for name in ("d/a.x", "d/a.y", "n" * 90 + "/" + "m" * 60 + ".x"):
+                info = tarfile.TarInfo(f"{dialect}{name}")
+                info.size, info.mtime = 700, 1.5 if dialect == tarfile.PAX_FORMAT else 1
+                tar.addfile(info, io.BytesIO(b"v" * 700))
+            out.truncate(tar.offset)
+        out.seek(0, os.SEEK_END)
+    return out.getvalue()
+
+
+WHOLE = dialects()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=3),
+    st.integers(0, len(WHOLE)) | st.just(len(WHOLE)),
+)
+def test_random_damage_gives_a_format_error_or_samples_that_tarfile_sees_too(
+    tmp_path: Path, flips: list[tuple[int, int]], length: int
+) -> None:
+    damaged = bytearray(WHOLE)
+    for at, value in flips:
+        damaged[at] = value
+    data = bytes(damaged[:length])
+    try:
+        rows = read(tmp_path, data)
+    except FormatError:
+        return
+    values = set()
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for info in tar:
+            if info.isreg():
+                values.add((tar.extractfile(info) or io.BytesIO()).read())
+    assert {value for row in rows for name, value in row.items() if name != "__key__"} <= values

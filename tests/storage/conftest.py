@@ -26,7 +26,7 @@ http {{
   server {{
     listen 127.0.0.1:{port}; root {folder}/www;
     location / {{ autoindex on; dav_methods PUT DELETE; create_full_put_path on; }}
-    location /blind/ {{ autoindex off; }}
+    location /blind/ {{ autoindex off; dav_methods PUT; }}
     location /busy/ {{ return 503; }}
     location /broken/ {{ return 500; }}
     location /denied/ {{ return 403; }}
@@ -133,19 +133,32 @@ def serve_nginx(folder: Path) -> Iterator[str]:
         server.wait(10)
 
 
-@pytest.fixture(scope="session", params=["nginx", "python"])
-def web_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real web server with ranges, PUT and index pages: nginx where there is one, and Python's own."""
+@pytest.fixture(autouse=True)
+def _own_throttle_marks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what one process tells the others of the node out of this machine's folder for it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.getbasetemp()))
+
+
+def _make_www(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("web")
     (folder / "www" / "blind").mkdir(parents=True)
-    if request.param == "nginx":
-        if not shutil.which("nginx"):
-            pytest.skip("nginx is not installed here; the same tests run on Python's http.server")
-        with serve_nginx(folder) as url:
-            yield url
-    else:
-        with serve_python(folder / "www") as url:
-            yield url
+    return folder
+
+
+@pytest.fixture(scope="session")
+def nginx_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an nginx with ranges, PUT and index pages, and folders that answer with errors."""
+    if not shutil.which("nginx"):
+        pytest.skip("nginx is not installed here; the same tests run on Python's http.server")
+    with serve_nginx(_make_www(tmp_path_factory)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def python_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same on Python's http.server, which is always there."""
+    with serve_python(_make_www(tmp_path_factory) / "www") as url:
+        yield url
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+
 from penstock.storage import (
     ByteRange,
     CacheStore,
@@ -43,8 +44,12 @@ def _open_fsspec(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return f"memory://{uuid4().hex}/prefix", {}
 
 
-def _open_http(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    return f"{request.getfixturevalue('web_server')}/{uuid4().hex}", {}
+def _open_nginx(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return f"{request.getfixturevalue('nginx_url')}/{uuid4().hex}", {}
+
+
+def _open_python(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return f"{request.getfixturevalue('python_url')}/{uuid4().hex}", {}
 
 
 def _open_s3(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
@@ -56,14 +61,24 @@ ROOTS: dict[str, Callable[[pytest.FixtureRequest], tuple[str, dict[str, Any]]]] 
     "local": _open_local,
     "memory": _open_memory,
     "fsspec": _open_fsspec,
-    "http": _open_http,
+    "http (nginx)": _open_nginx,
+    "http (python)": _open_python,
     "s3": _open_s3,
 }
 
 
+# Each request to a server costs milliseconds, so these are not run in every wrapping.
+IN_PROCESS = {"local", "memory", "fsspec"}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "store" in metafunc.fixturenames:
-        kinds = [(root, wrap) for root in ROOTS for wrap in ("bare", "retry", "cache", "cache over retry")]
+        kinds = [
+            (root, wrap)
+            for root in ROOTS
+            for wrap in ("bare", "retry", "cache", "cache over retry")
+            if root in IN_PROCESS or wrap in {"bare", "cache over retry"}
+        ]
         metafunc.parametrize(
             "kind",
             [pytest.param(kind, marks=[pytest.mark.s3] if kind[0] == "s3" else []) for kind in kinds],
@@ -100,7 +115,11 @@ def test_put_takes_any_kind_of_bytes(store: Store, wrap: Callable[[bytes], Any])
 
 def test_reads_are_read_only_contiguous_bytes(store: Store) -> None:
     store.put("x", DATA)
-    views = [store.get("x"), store.get("x", ByteRange(3, 9)), *store.get_ranges("x", [ByteRange(1, 5), ByteRange(2, 3)])]
+    views = [
+        store.get("x"),
+        store.get("x", ByteRange(3, 9)),
+        *store.get_ranges("x", [ByteRange(1, 5), ByteRange(2, 3)]),
+    ]
     for view in views:
         assert isinstance(view, memoryview)
         assert (view.format, view.ndim, view.readonly, view.contiguous) == ("B", 1, True, True)
@@ -156,6 +175,8 @@ def test_no_such_key_is_an_error_that_names_store_and_key(store: Store) -> None:
 
 
 def test_a_folder_is_no_object(store: Store) -> None:
+    if store.url.startswith("http"):
+        pytest.skip("a web server answers for a folder as it likes, most with a page")
     store.put("folder/x", DATA)
     with pytest.raises(StorageError):
         store.head("folder")
@@ -187,7 +208,9 @@ def test_a_listing_is_every_key_with_the_prefix_at_any_depth_in_order_of_code_po
         assert info == store.head(info.key) == ObjectInfo(info.key, len(info.key.encode()), info.etag)
 
 
-@pytest.mark.parametrize("key", ["sp ace", "ünï/cødé", "a+b=c&d", "per%41cent", "hash#mark", "q?x=1", "~t!*'()", "日本"])
+@pytest.mark.parametrize(
+    "key", ["sp ace", "ünï/cødé", "a+b=c&d", "per%41cent", "hash#mark", "q?x=1", "~t!*'()", "日本"]
+)
 def test_a_key_may_have_any_character(store: Store, key: str) -> None:
     store.put(key, key.encode())
     assert store.get(key) == key.encode()
@@ -196,21 +219,25 @@ def test_a_key_may_have_any_character(store: Store, key: str) -> None:
 
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a/./b", "..", "nul\0"])
 def test_a_key_can_not_leave_the_root(store: Store, key: str) -> None:
-    for ask in (store.get, store.head, lambda key: store.put(key, b"x"), lambda key: store.get_ranges(key, [ByteRange(0, 1)])):
+    for ask in (
+        store.get,
+        store.head,
+        lambda key: store.put(key, b"x"),
+        lambda key: store.get_ranges(key, [ByteRange(0, 1)]),
+    ):
         with pytest.raises(StorageError, match="is no key below"):
             ask(key)
 
 
 def test_many_threads_read_one_store_at_once(store: Store) -> None:
     etag = store.put("x", DATA).etag
-    wrong: list[object] = []
+    wrong: list[BaseException] = []
 
     def read(offset: int) -> None:
         try:
             for start in range(offset, 3000, 517):
-                if store.get("x", ByteRange(start, start + 1000), etag=etag) != DATA[start : start + 1000]:
-                    wrong.append(start)
-        except Exception as exc:  # noqa: BLE001 - reported below
+                assert store.get("x", ByteRange(start, start + 1000), etag=etag) == DATA[start : start + 1000]
+        except BaseException as exc:  # noqa: BLE001 - reported below
             wrong.append(exc)
 
     threads = [threading.Thread(target=read, args=(i,)) for i in range(8)]
