@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..loader.checksum import sum_chunks
 from ..loader.errors import ConfigError
-from ..loader.index import INDEX_THREADS, StaleManifestWarning, open_manifest, read_saved_manifest
+from ..loader.index import open_manifest, read_saved_manifest
+from ..loader.index_build import INDEX_THREADS, StaleManifestWarning
 from ..loader.manifest import MANIFEST_NAME, Manifest
 from ..loader.source import absolute_urls
-from ..loader.verify import sum_chunks
 from ..storage import PenstockError, open_store
 from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.verify import VERIFY_THREADS, VerifyResult, verify
+from ..loader.checksum import READ_THREADS
+from ..loader.verify import VerifyResult, verify
 from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
 _SHOWN = 50
@@ -25,7 +26,7 @@ class VerifyArguments(SourceArguments):
     example:  penstock verify s3://bucket/train/
     """
 
-    threads: int = VERIFY_THREADS
+    threads: int = READ_THREADS
     """Chunks read at a time."""
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..storage import open_store
+from .checksum import read_chunk
 from .errors import ConfigError
 from .formats.detect import make_format
 from .formats.shard import ArrayColumn, Block, BytesColumn, Column, IntArray, ShardFormat
 from .index import open_manifest
 from .manifest import Manifest
 from .source import Source
-from .verify import read_chunk
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BINS = 40

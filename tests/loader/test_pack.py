@@ -11,13 +11,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.loader.checksum import read_chunk
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
 from penstock.loader.formats.detect import make_format
 from penstock.loader.formats.shard import ArrayColumn
-from penstock.loader.index import UnfinishedDatasetError, open_manifest
+from penstock.loader.index import open_manifest
+from penstock.loader.index_build import UnfinishedDatasetError
 from penstock.loader.manifest import MANIFEST_NAME, Manifest
 from penstock.loader.pack import pack
-from penstock.loader.verify import read_chunk, verify
+from penstock.loader.verify import verify
 from penstock.storage import AccessDeniedError, open_store
 from penstock.storage.memory import Fault, MemoryStore
 
