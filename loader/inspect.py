@@ -41,6 +41,7 @@ class Inspection:
     url: str
     format: str
     config: Mapping[str, Any]
+    schema: Mapping[str, Any]
     fingerprint: str
     shards: int
     chunks: int
@@ -114,6 +115,7 @@ def inspect(
         url=store.url,
         format=manifest.format,
         config=dict(manifest.config),
+        schema=dict(manifest.schema),
         fingerprint=manifest.fingerprint,
         shards=len(manifest.shards),
         chunks=manifest.num_chunks,

@@ -119,6 +119,7 @@ def test_nothing_to_verify_is_an_error(memory_store: MemoryStore) -> None:
 def test_inspect_counts_what_is_there(packed: MemoryStore) -> None:
     seen = inspect(packed.url)
     assert (seen.format, seen.samples, seen.checksums) == ("tar", 100, True)
+    assert seen.schema["fields"] == ["cls", "txt"]
     assert seen.sizes_of == sum(seen.histogram) == 100
     assert [(field.name, field.value) for field in seen.fields] == [
         ("__key__", "000000000"),
