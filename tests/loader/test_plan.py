@@ -230,7 +230,7 @@ def test_without_shuffle_and_with_one_lane_samples_come_in_manifest_order():
 
 
 def test_chunks_are_asked_for_in_the_order_in_which_they_are_used():
-    sizes = np.full(40, 25, np.int64)
+    sizes = np.full(100, 5, np.int64)
     spans = EpochSpans(EpochPlan(sizes, Order(lanes=4, window=3), 0), Share(0, 1, 8))
     span, entered = spans.plan_span(0, 20)
     first_step: dict[int, int] = {}
