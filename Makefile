@@ -33,7 +33,7 @@ bench: $(VENV)/.bench
 
 # A real S3 server and a real web server, where Debian's apt and root are there. Elsewhere their tests say what to do.
 servers:
-	@if command -v radosgw nginx >/dev/null; then :; \
+	@if command -v radosgw >/dev/null && command -v nginx >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	  echo 'installing the servers that the tests talk to (Ceph gateway, nginx)'; \
 	  tests/servers/s3_server.sh install && \
