@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from .collate import collate_samples, collate_values
 from .decode import DecodeChoice, FieldDecoder, field_decoder
-from .errors import ConfigError, DecodeError
+from .errors import ConfigError, DecodeError, LoaderClosedError
 from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Records
 from .manifest import Manifest
 from .metrics import Counters
@@ -166,6 +167,8 @@ class BatchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.decode is not None and self.decode != "auto" and not isinstance(self.decode, Mapping):
+            raise ConfigError(f"decode={self.decode!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
         for name in ("transform", "collate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -182,6 +185,7 @@ class BatchMaker:
     pool: ThreadPoolExecutor
     threads: int
     counters: Counters
+    stopping: threading.Event
 
     def start(self, rows: Rows, epoch: int, num_valid: int) -> PendingBatch:
         """Begin to make a batch of ``rows``, of which the first ``num_valid`` count."""
@@ -226,6 +230,8 @@ class PendingBatch:
         """Decode and transform some of the rows; on a thread of the pool."""
         started = time.perf_counter()
         for i in range(start, stop):
+            if self._maker.stopping.is_set():
+                raise CancelledError
             for name, decoder, values in self._decoding:
                 self._decode(i, name, decoder, values[i])
             if self._maker.options.transform is not None:
@@ -274,9 +280,12 @@ class PendingBatch:
         return f"sample {sample_id} (number {row} of {shard}{named})"
 
     def result(self) -> Batch:
-        """The batch. Raises what decoding, the transform or the collation raised."""
-        for future in self._futures:
-            future.result()
+        """The batch. Raises what decoding, the transform or the collation raised; LoaderClosedError if cancelled."""
+        try:
+            for future in self._futures:
+                future.result()
+        except CancelledError as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being decoded") from exc
         options = self._maker.options
         if options.transform is None and options.collate is None:
             images = {name for name, decoder, _ in self._decoding if decoder.is_image}

@@ -24,6 +24,7 @@ from .manifest import Manifest
 from .metrics import Counters, LoaderMetrics, find_bottleneck
 from .pipeline import Pipeline, PipelineOptions
 from .plan import Order, auto_lanes, auto_window, count_steps
+from .quarantine import BadChunk, Quarantine
 from .ranks import find_rank, local_world_size
 from .read import ChunkSource
 from .spans import Share
@@ -68,6 +69,8 @@ class DistributedDataLoader:
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with settings of its own, such as ``TokensFormat(seq_len=2048)``; None detects it.
         audit_dir: a folder to log every delivery in, for ``penstock audit``.
+        max_bad_chunks: how many chunks that cannot be read are replaced by others before that is an error; they are
+            told by a warning, and in ``bad_chunks``.
 
     Raises:
         ConfigError, PartitionError: an argument, or how arguments go together, cannot work; says what would.
@@ -100,6 +103,7 @@ class DistributedDataLoader:
         with_ids: bool = False,
         format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
         audit_dir: str | PathLike[str] | None = None,
+        max_bad_chunks: int = 0,
     ) -> None:
         self._running = _Running()
         self._finalizer = weakref.finalize(self, self._running.close)
@@ -122,19 +126,13 @@ class DistributedDataLoader:
             self._device = None
         self._workers = max(1, usable_cores() // local_world_size()) if workers == "auto" else workers
         _check_at_least("workers", self._workers, 1)
+        _check_at_least("max_bad_chunks", max_bad_chunks, 0)
         self._fixed_lanes = None if lanes == "auto" else lanes
         self._fixed_window = None if window == "auto" else window
         self._memory_limit = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
 
         self._manifest = open_manifest(source, storage_options=storage_options, format=format, cache_dir=cache_dir)
-        chosen_lanes = self._fixed_lanes or auto_lanes(shuffle=shuffle, world_size=self._share.world_size)
-        mean_chunk_bytes = float(self._manifest.memory.mean())
-        self._order = Order(
-            seed=seed,
-            shuffle=shuffle,
-            lanes=chosen_lanes,
-            window=self._fixed_window or auto_window(lanes=chosen_lanes, mean_chunk_bytes=mean_chunk_bytes),
-        )
+        self._order = self._choose_order(seed=seed, shuffle=shuffle)
         if not len(self):
             raise PartitionError(
                 f"a global batch of {self._share.global_batch_size} samples ({self._share.world_size} ranks) is above "
@@ -143,25 +141,31 @@ class DistributedDataLoader:
             )
         self._decoders = FieldDecoders(decode)
         self._counters = Counters()
-        cache = (
-            {}
-            if cache_dir is None
-            else {
-                "cache_dir": cache_dir,
-                "cache_limit": None if cache_limit is None else parse_bytes(cache_limit, "cache_limit"),
-            }
+        store = open_store(
+            self._manifest.url,
+            storage_options=storage_options,
+            cache_dir=cache_dir,
+            cache_limit=None if cache_limit is None else parse_bytes(cache_limit, "cache_limit"),
         )
-        store = open_store(self._manifest.url, storage_options=storage_options, **cache)
         self._running.store = store
         self._is_local = isinstance(store, LocalStore)
         shard_format = make_format(self._manifest.format, self._manifest.config)
         names = None if columns is None else list(columns)
         self._source = ChunkSource(self._manifest, shard_format, store, names, self._counters)
+        self._quarantine = Quarantine(self._source, max_bad_chunks)
         self._epoch, self._consumed = 0, 0
         if audit_dir is not None:
             self._running.log = DeliveryLog(
                 audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
             )
+
+    def _choose_order(self, *, seed: int, shuffle: bool) -> Order:
+        lanes, window = self._fixed_lanes, self._fixed_window
+        if lanes is None:
+            lanes = auto_lanes(shuffle=shuffle, world_size=self._share.world_size)
+        if window is None:
+            window = auto_window(lanes=lanes, mean_chunk_bytes=float(self._manifest.memory.mean()))
+        return Order(seed=seed, shuffle=shuffle, lanes=lanes, window=window)
 
     # -- iteration ------------------------------------------------------------------------------------------------
 
@@ -179,10 +183,11 @@ class DistributedDataLoader:
                 if is_first:  # the last pass was left after the epoch's last batch: this pass is the next epoch's
                     continue
                 return
-            busy_s = 0.0 if is_first else asked_s - left_s
-            self._counters.add(
-                batches=1, samples=len(item.ids), consumer_wait_s=got_s - asked_s, consumer_busy_s=busy_s
-            )
+            self._counters.add(batches=1, samples=len(item.ids))
+            if is_first:
+                self._counters.add(first_batch_s=got_s - asked_s)
+            else:
+                self._counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - left_s)
             is_first = False
             self._epoch, self._consumed = item.epoch, item.stop
             if self._running.log is not None:
@@ -211,6 +216,11 @@ class DistributedDataLoader:
     @property
     def order(self) -> Order:
         return self._order
+
+    @property
+    def bad_chunks(self) -> list[BadChunk]:
+        """The chunks that could not be read and were replaced, up to ``max_bad_chunks`` of them."""
+        return self._quarantine.records
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless the position is inside that epoch already."""
@@ -322,6 +332,7 @@ class DistributedDataLoader:
                 batch_options=self._batch_options,
                 decoders=self._decoders,
                 options=self._pipeline_options(),
+                quarantine=self._quarantine,
                 epoch=self._epoch,
                 position=self._consumed,
                 counters=self._counters,

@@ -24,6 +24,7 @@ class _Totals:
     decode_s: float = 0.0
     copy_s: float = 0.0
     backpressure_s: float = 0.0
+    first_batch_s: float = 0.0
     consumer_wait_s: float = 0.0
     consumer_busy_s: float = 0.0
 
@@ -51,8 +52,9 @@ class LoaderMetrics:
 
     ``fetch_s``, ``open_s`` and ``decode_s`` are summed over threads; ``chunk_wait_s`` (the assembler waited for
     chunks), ``assemble_s``, ``copy_s`` (to pinned memory), ``backpressure_s`` (the assembler waited for the consumer)
-    are one thread's. ``consumer_wait_s`` is the time the training loop waited for a batch, ``consumer_busy_s`` the time
-    it took between batches. ``bottleneck`` names the stage that bounds the throughput.
+    are one thread's. ``first_batch_s`` is the time the training loop waited for the first batch of each pass,
+    ``consumer_wait_s`` for all others, ``consumer_busy_s`` the time it took between batches. ``bottleneck`` names the
+    stage that bounds the throughput.
     """
 
     batches: int
@@ -68,6 +70,7 @@ class LoaderMetrics:
     decode_s: float
     copy_s: float
     backpressure_s: float
+    first_batch_s: float
     consumer_wait_s: float
     consumer_busy_s: float
     resident_bytes: int

@@ -141,8 +141,9 @@ class ParquetWriter:
         if self._group_rows == _SAMPLED_ROWS:
             # The first rows are the measure: how many of the like fill a row group?
             row_bytes = max(1, self._table().nbytes // _SAMPLED_ROWS)
-            self._group_rows = max(_SAMPLED_ROWS + 1, min(_ROW_GROUP_ROWS, _ROW_GROUP_BYTES // row_bytes))
-            if len(self._rows) * row_bytes < min(_ROW_GROUP_BYTES, self._shard_bytes):
+            group_bytes = min(_ROW_GROUP_BYTES, self._shard_bytes)
+            self._group_rows = max(_SAMPLED_ROWS + 1, min(_ROW_GROUP_ROWS, group_bytes // row_bytes))
+            if len(self._rows) * row_bytes < group_bytes:
                 return None
         self._write_group()
         return self._close_shard() if self._sink is not None and self._sink.tell() >= self._shard_bytes else None

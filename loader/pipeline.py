@@ -20,9 +20,10 @@ import torch
 from .batch import BatchMaker, BatchOptions, FieldDecoders, PendingBatch, Rows, gather
 from .device import DeviceFeeder
 from .errors import LoaderClosedError
-from .formats.shard import IntArray
+from .formats.shard import Block, IntArray
 from .metrics import Counters
 from .plan import EpochPlan, Order, count_steps
+from .quarantine import Quarantine
 from .read import ChunkReader, ChunkSource
 from .spans import EpochSpans, Share, Span, chunks_by_first_use
 
@@ -127,6 +128,7 @@ class Pipeline:
         batch_options: BatchOptions,
         decoders: FieldDecoders,
         options: PipelineOptions,
+        quarantine: Quarantine,
         epoch: int,
         position: int,
         counters: Counters,
@@ -136,13 +138,16 @@ class Pipeline:
         self._share = share
         self._last_batch = last_batch
         self._options = options
+        self._quarantine = quarantine
         self._epoch = epoch
         self._position = position
         self._counters = counters
-        self._closed = False
+        self._stopping = threading.Event()
         self._out = Handover(options.batch_budget_bytes)
         self._pool = ThreadPoolExecutor(options.decode_threads, thread_name_prefix="penstock-decode")
-        self._maker = BatchMaker(batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters)
+        self._maker = BatchMaker(
+            batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters, self._stopping
+        )
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
         self._assembling: EpochSpans | None = None
@@ -182,7 +187,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop every thread and let go of every buffer; safe at any moment, and more than once."""
-        self._closed = True
+        self._stopping.set()
         self._out.close()
         self._host_out.close()
         self._reader.close()
@@ -199,7 +204,7 @@ class Pipeline:
         try:
             ahead = _LookAhead(self._spans(), self._reader)
             for spans, span in ahead:
-                if self._closed or not self._assemble_span(spans, span):
+                if self._stopping.is_set() or not self._assemble_span(spans, span):
                     return
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._host_out.fail(exc)
@@ -238,7 +243,12 @@ class Pipeline:
         waited = self._counters.chunk_wait_s
         started = time.perf_counter()
         rows = gather(
-            ((by_chunk[chunk], block) for chunk, block in blocks),
+            (
+                (by_chunk[chunk], loaded)
+                if isinstance(loaded, Block)
+                else self._quarantine.replace(by_chunk[chunk], loaded)
+                for chunk, loaded in blocks
+            ),
             span.num_rows,
             self._source.manifest.first_ids,
             self._maker.decoders,

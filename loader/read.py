@@ -15,9 +15,10 @@ from typing import Any
 
 import xxhash
 
-from ..storage import ObjectInfo, Store
+from ..storage import CacheStore, ObjectInfo, Store
 from .errors import ChecksumError, FormatError, LoaderClosedError
 from .formats.shard import Block, ChunkRef, ShardFormat
+from .limits import usable_cores
 from .manifest import Manifest
 from .metrics import Counters
 from .records import pack_records
@@ -54,6 +55,8 @@ class ChunkSource:
         self._headers: dict[str, Any] = {}
         self._header_locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        # Many threads fetch, to hide the store's latency; no more of them open chunks at once than there are cores.
+        self._may_open = threading.Semaphore(usable_cores())
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk; bytes that prove wrong are fetched once more, past any cache, before it is an error.
@@ -66,12 +69,16 @@ class ChunkSource:
             return self._load(index, chunk)
         except FormatError:
             self._counters.add(refetched_chunks=1)
-            evict = getattr(self._store, "evict", None)
-            if evict is not None:
-                evict(chunk.shard.key)
-            with self._lock:
-                self._headers.pop(chunk.shard.key, None)
+            self._forget(chunk)
             return self._load(index, chunk)
+
+    def _forget(self, chunk: ChunkRef) -> None:
+        """Drop what is kept of a chunk, in memory and on the node's disk."""
+        with self._lock:
+            header = self._headers.pop(chunk.shard.key, None)
+        if isinstance(self._store, CacheStore) and chunk.shard.etag is not None:
+            for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
+                self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 
     def _load(self, index: int, chunk: ChunkRef) -> Block:
         started = time.perf_counter()
@@ -84,7 +91,11 @@ class ChunkSource:
         fetched = time.perf_counter()
         if self.manifest.checksums is not None and len(parts) == 1 and ranges[0] == chunk.byte_range:
             self._check(parts[0], int(self.manifest.checksums[index]), chunk)
-        block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+        with self._may_open:
+            started_opening = time.perf_counter()
+            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+            block = pack_records(block)
+            opened = time.perf_counter()
         if block.samples != chunk.samples:
             raise FormatError(
                 chunk.shard.key,
@@ -92,13 +103,11 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
-        block = pack_records(block)
-        opened = time.perf_counter()
         self._counters.add(
             fetched_chunks=1,
             fetched_bytes=sum(map(len, parts)),
             fetch_s=fetched - started,
-            open_s=opened - fetched,
+            open_s=opened - started_opening,
         )
         return block
 
@@ -202,8 +211,8 @@ class ChunkReader:
                         self._drop(chunk)
             self._changed.notify_all()
 
-    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block]]:
-        """Give each of these chunks, once, as soon as it is in memory; raises what its fetch raised."""
+    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
+        """Give each of these chunks, once, as soon as it is in memory, or what its fetch raised."""
         with self._changed:
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
@@ -222,18 +231,17 @@ class ChunkReader:
                 if self._urgent:
                     self._changed.notify_all()  # the chunk just used may now be evicted
 
-    def _wait_for_any(self) -> tuple[int, Block]:
+    def _wait_for_any(self) -> tuple[int, Block | BaseException]:
         started = time.perf_counter()
         while True:
             if self._closed:
                 raise LoaderClosedError("the loader was closed while a batch was being read")
             for chunk in self._current:
                 slot = self._slots[chunk]
-                if slot.error is not None:
-                    raise slot.error
-                if slot.block is not None:
+                loaded = slot.block or slot.error
+                if loaded is not None:
                     self._counters.add(chunk_wait_s=time.perf_counter() - started)
-                    return chunk, slot.block
+                    return chunk, loaded
             self._changed.wait()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +80,7 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
         DatasetError: nothing there, or shards that are missing (up to five are named).
         StorageError: the store refused or did not answer.
     """
-    one = isinstance(source, (str, os.PathLike))
-    urls = [absolute for given in ([source] if one else source) for absolute in _absolute(given)]  # type: ignore[union-attr]
+    urls = absolute_urls(source)
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
     if len(urls) == 1:
@@ -93,6 +92,12 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
     except BaseException:
         store.close()
         raise
+
+
+def absolute_urls(source: Source) -> list[str]:
+    """Every URL that a source names: patterns expanded, local paths made absolute."""
+    parts: Sequence[object] = [source] if isinstance(source, (str, os.PathLike)) else source
+    return [url for part in parts for url in _absolute(part)]
 
 
 def _absolute(given: object) -> list[str]:
@@ -127,8 +132,9 @@ def _split(url: str) -> tuple[str, str]:
 
 def _select_one(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, Selection]:
     base, path = _split(url)
-    if path and not path.endswith("/"):
-        folder, _, name = path.rpartition("/")
+    folder, _, name = path.rpartition("/")
+    # A web server answers for a folder's name with the page of its index, as if that were an object.
+    if name and not (base.startswith("http") and "." not in name):
         root = f"{base}{folder}/" if folder else base
         store = open_store(root, storage_options=storage_options)
         try:
@@ -139,7 +145,7 @@ def _select_one(url: str, storage_options: Mapping[str, Any] | None) -> tuple[St
         except BaseException:
             store.close()
             raise
-        url += "/"
+    url = url.rstrip("/") + "/"
     store = open_store(url, storage_options=storage_options)
     try:
         objects = list(store.list())
@@ -194,7 +200,7 @@ def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, nam
         seen: set[str] = set()
         twice = next(info.key for info in order if info.key in seen or seen.add(info.key))  # type: ignore[func-returns-value]
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
-    listing.update(find_keys(store, sorted(_companions(named) - listing.keys())))
+    listing.update((info.key, info) for info in _find_companions(store, named) if info.key not in listing)
     try:
         saved = store.head(MANIFEST_NAME)
     except StorageError:
@@ -204,15 +210,13 @@ def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, nam
     )
 
 
-def _companions(keys: Iterable[str]) -> set[str]:
-    """Where formats keep what belongs to a shard: MDS in the folder's index.json, Megatron in a .idx of its own."""
-    companions = set()
-    for key in keys:
-        if ".mds" in key:
-            companions.add(key.rpartition("/")[0] + "/index.json" if "/" in key else "index.json")
-        elif key.endswith(".bin"):
-            companions.add(key.removesuffix(".bin") + ".idx")
-    return companions
+def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
+    """What belongs to shards: of MDS their whole folder, whose index.json names every shard; of Megatron an .idx."""
+    folders = {key.rpartition("/")[0] for key in keys if ".mds" in key.rpartition("/")[2]}
+    for folder in sorted(folders):
+        yield from store.list(f"{folder}/" if folder else "")
+    indexes = [key.removesuffix(".bin") + ".idx" for key in sorted(keys) if key.endswith(".bin")]
+    yield from find_keys(store, indexes).values()
 
 
 def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:

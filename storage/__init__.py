@@ -1,5 +1,6 @@
 """Bytes: one contract for every store, opened from a URL."""
 
+from .cache import CacheStore
 from .errors import (
     AccessDeniedError,
     CacheFullError,
@@ -15,12 +16,14 @@ from .errors import (
 from .local import LocalStore
 from .memory import Call, Fault, MemoryStore
 from .resolve import open_client, open_store, split_url
+from .retry import RetryConfig, RetryStore
 from .store import ByteRange, ObjectInfo, Store
 
 __all__ = [
     "AccessDeniedError",
     "ByteRange",
     "CacheFullError",
+    "CacheStore",
     "Call",
     "Fault",
     "LocalStore",
@@ -29,6 +32,8 @@ __all__ = [
     "ObjectChangedError",
     "ObjectInfo",
     "PenstockError",
+    "RetryConfig",
+    "RetryStore",
     "ShortReadError",
     "StorageError",
     "Store",

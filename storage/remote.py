@@ -5,17 +5,21 @@ obstore's own retry is off: RetryStore decides what is tried again, and when.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from http.client import HTTPException
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.error import HTTPError
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import Request, urlopen
 
 import obstore
 import obstore.exceptions
 from obstore.store import HTTPStore, from_url
 
 from .autoindex import list_index
-from .checks import check_etag, check_inside, check_key, check_length, past_the_end, where
+from .checks import check_etag, check_inside, check_key, check_length, past_the_end
 from .errors import UnsupportedURLError
 from .options import configure, find_secrets
 from .ranges import read_ranges
@@ -25,6 +29,8 @@ from .store import ByteRange, ObjectInfo
 CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 HTTP_SCHEMES = frozenset({"http", "https"})
 
+PAGE_TIMEOUT_S = 30.0
+_PORT = re.compile(r"[^:\[\]]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 # What obstore raises: its own errors, and for bad arguments and missing objects those of Python.
@@ -45,19 +51,22 @@ class RemoteStore:
         parts = urlsplit(url)
         if parts.scheme not in CLOUD_SCHEMES | HTTP_SCHEMES or not parts.netloc:
             raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
-        if parts.username or parts.password or parts.query:
+        # 'container@account' is how Azure's abfs names things; a ':' before an '@' is a password, or a part of one.
+        if ":" in parts.netloc.rpartition("@")[0] or parts.query or not _PORT.fullmatch(parts.netloc):
             raise UnsupportedURLError(
-                f"the URL of {parts.hostname} carries credentials or a query; use storage_options= for credentials"
+                f"the {parts.scheme} URL carries credentials or a query, or its port is no number; "
+                "use storage_options= for credentials"
             )
         self._options = dict(storage_options or {})
         self._is_http = parts.scheme in HTTP_SCHEMES
         self._url = url.rstrip("/")
         prefix = unquote(parts.path).strip("/")
         self._prefix = prefix + "/" if prefix else ""
-        origin = f"{parts.scheme}://{parts.netloc}"
+        self._origin = origin = f"{parts.scheme}://{parts.netloc}"
         config: Any
         client: Any
         config, client = configure(parts.scheme, self._options)
+        self._headers = dict(client.get("default_headers", {}))
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
         self._errors = Translator(self._url, find_secrets(self._options, config))
         retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
@@ -157,12 +166,21 @@ class RemoteStore:
         """List through the server's own index pages, each file's size and ETag by a HEAD."""
 
         def read_page(folder: str) -> bytes:
+            # obstore refuses answers without a Content-Length, and index pages are made up as they are sent.
+            request = Request(f"{self._origin}/{quote(self._prefix + folder)}", headers=self._headers)
             try:
-                return bytes(obstore.get(self._client, (self._prefix + folder).rstrip("/")).bytes())
-            except _FOREIGN as exc:
-                raise self._errors.translate(exc, folder or ".", listing=True) from self._errors.cause(exc)
+                with urlopen(request, timeout=PAGE_TIMEOUT_S) as page:
+                    return bytes(page.read())
+            except HTTPError as exc:
+                with exc:
+                    if exc.code in {403, 405}:
+                        return b""
+                    error = OSError(f"status code: {exc.code}")
+                raise self._errors.translate(error, folder, listing=True) from None
+            except (OSError, HTTPException) as exc:
+                raise self._errors.translate(exc, folder, listing=True) from self._errors.cause(exc)
 
-        return list_index(where(self._url, ""), prefix, read_page, self.head)
+        return list_index(self._url, prefix, read_page, self.head)
 
 
 def _bare(etag: str | None) -> str | None:

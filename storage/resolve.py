@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from .bridge import BridgeStore
+from .cache import CacheStore
 from .errors import UnsupportedURLError
 from .local import LocalStore
 from .memory import MemoryStore
 from .remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
+from .retry import RetryConfig, RetryStore
 from .store import Store
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -59,6 +62,38 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     return LocalStore(unquote(parts.path) or "/")
 
 
-def open_store(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Open the root that a URL or a local path names; no request is sent yet."""
-    return open_client(url, storage_options)
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_limit: int | None = None,
+    retry: RetryConfig | None = None,
+) -> Store:
+    """Open the root that a URL or a local path names: a cache over retries over a client. Sends no request yet.
+
+    Local files are read as they are: no retry, no cache. Without ``cache_dir`` nothing is cached; ``cache_limit`` is in
+    bytes, for all jobs that share the folder. The store can be pickled, with its ``storage_options``, for workers.
+
+    Raises:
+        UnsupportedURLError: nothing here reads such a URL, or ``storage_options`` do not fit it.
+        CacheFullError, AccessDeniedError: the cache's folder can't be written, or belongs to somebody else.
+    """
+    client = open_client(url, storage_options)
+    if isinstance(client, LocalStore):
+        return client
+    identity = client.identity if isinstance(client, RemoteStore) else client.url
+    store: Store = RetryStore(client, retry, host=_host(client, identity))
+    if cache_dir is not None:
+        try:
+            store = CacheStore(store, Path(cache_dir), cache_limit, identity=identity)
+        except BaseException:
+            store.close()
+            raise
+    return store
+
+
+def _host(client: Store, identity: str) -> str:
+    """What is throttled as one: a bucket at an endpoint, a web server."""
+    parts = urlsplit(client.url)
+    return f"{parts.scheme}://{parts.netloc}{identity[len(client.url) :]}"

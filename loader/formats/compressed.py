@@ -6,7 +6,7 @@ Both go through Arrow's codecs, which release the GIL, read on over frames that 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -58,15 +58,16 @@ def decompress(data: memoryview, codec: str, shard: str) -> memoryview:
     return memoryview(buffer.data)[:filled].toreadonly()
 
 
-def decompressed_pieces(store: Store, shard: ObjectInfo, codec: str) -> Iterator[memoryview]:
+def decompressed_pieces(store: Store, shard: ObjectInfo, codec: str) -> Generator[memoryview, None, None]:
     """The decompressed bytes of a shard in pieces of at most PIECE_BYTES, read ahead in ranged GETs.
+
+    Whoever may stop before the end closes the generator, which ends the threads that read ahead.
 
     Raises:
         FormatError: the stream is damaged or cut off.
     """
-    with ShardWindows(store, shard) as windows:
-        _check_magic(windows.read(0), codec, shard.key)
     with ShardWindows(store, shard) as windows, _translated(shard.key, codec):
+        _check_magic(windows.read(0), codec, shard.key)
         source = pa.PythonFile(_WindowsFile(windows), mode="r")
         with pa.CompressedInputStream(source, codec) as stream:
             while piece := stream.read_buffer(PIECE_BYTES):

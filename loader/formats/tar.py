@@ -7,6 +7,7 @@ over in silence is an error here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,10 @@ from ...storage import ByteRange, ObjectInfo, Store
 from ..errors import ConfigError, FormatError
 from .compressed import codec_of, decompress, decompressed_pieces
 from .shard import CHUNK_BYTES, Block, BytesColumn, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
+from .tar_blocks import BLOCK
 from .tar_census import refuse_duplicates, take_census
-from .tar_headers import BLOCK, read_members, refuse_truncation
-from .tar_names import KEY_COLUMN, NameTable, group_names
+from .tar_headers import read_members, refuse_truncation
+from .tar_names import KEY_COLUMN, RESERVED_FIELDS, NameTable, group_names
 from .windows import PieceWindows, ShardWindows
 
 _ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd")
@@ -51,8 +53,8 @@ class TarFormat:
             raise FormatError(info.key, "the shard has no bytes; fetch or write it anew", offset=0)
         codec = codec_of(info.key)
         if codec is not None:
-            pieces = decompressed_pieces(store, info, codec)
-            census = take_census(PieceWindows(pieces), info.key)
+            with closing(decompressed_pieces(store, info, codec)) as pieces:
+                census = take_census(PieceWindows(pieces), info.key)
             samples = len(census.starts)
             chunks = [ChunkSpan(0, info.size, samples, census.length)] if samples else []
         else:
@@ -85,7 +87,7 @@ class TarFormat:
         if codec is not None:
             run = decompress(run, codec, shard)
         members = read_members(run, shard, base, whole=True)
-        refuse_truncation(members, len(run), shard, base)
+        refuse_truncation(members, len(run), shard, base, padded=codec is not None)
         table = group_names(members.names)
         if table.samples != chunk.samples:
             raise FormatError(
@@ -99,7 +101,7 @@ class TarFormat:
         at = members.starts[table.members]
         starts[table.codes, table.rows] = at
         stops[table.codes, table.rows] = at + members.sizes[table.members]
-        if np.count_nonzero(starts >= 0) != len(at):
+        if np.count_nonzero(starts >= 0) != len(at) or not RESERVED_FIELDS.isdisjoint(table.fields):
             refuse_duplicates(table, members, frozenset(), shard, base)
         keys = _key_column(table)
         found = {name: code for code, name in enumerate(table.fields)}

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..errors import FormatError
 from .shard import IntArray
-from .tar_headers import BLOCK, EXTENSION_BYTES, MemberTable, read_members, refuse_truncation
+from .tar_blocks import BLOCK
+from .tar_headers import EXTENSION_BYTES, MemberTable, read_members, refuse_truncation
 from .tar_names import RESERVED_FIELDS, NameTable, group_names
 from .windows import Windows
 
@@ -48,7 +49,7 @@ def take_census(windows: Windows, shard: str) -> Census:
         if members.ended or len(window) < BLOCK:
             break
         if offset + members.resume >= windows.end and not len(windows.read(offset + members.resume, 1)):
-            refuse_truncation(members, windows.end - offset, shard, offset)
+            refuse_truncation(members, windows.end - offset, shard, offset, padded=True)
         offset += members.resume
     _check_tail(windows, offset + members.resume, shard, ended=members.ended)
     census = samples.census(windows.end)
@@ -123,7 +124,7 @@ def _check_tail(windows: Windows, offset: int, shard: str, *, ended: bool) -> No
     """After the last member there is nothing, an end mark, or zeros; anything else would be lost in silence."""
     while len(tail := windows.read(offset, 1)):
         found = np.flatnonzero(np.frombuffer(tail, np.uint8))
-        if len(found):
+        if len(found) or (offset == 0 and not ended):
             what = (
                 "data after the archive's end mark: archives joined with cat, or a hole of zeros in the shard; split "
                 "it, or fetch it anew"

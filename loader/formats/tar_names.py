@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .shard import AnyArray, IntArray
-from .tar_headers import ByteMatrix
+from .tar_blocks import ByteMatrix
 
 KEY_COLUMN = "__key__"
 # webdataset keeps these beside the fields, and takes a member of that name for a duplicate.

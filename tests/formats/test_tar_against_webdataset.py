@@ -115,7 +115,7 @@ def test_names_split_where_webdataset_splits_them(name: str) -> None:
         assert (name[:dot], name[dot + 1 :]) == (key, field)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

@@ -63,7 +63,7 @@ def test_auto_gives_what_webdataset_gives(field):
     assert type(value) is type(expected)
 
 
-@pytest.mark.parametrize("array", [np.arange(6, dtype="<f4").reshape(2, 3), np.array(5), np.zeros((0, 2)), np.eye(2) > 0])
+@pytest.mark.parametrize("array", [np.ones((2, 3), "<f4"), np.array(5), np.zeros((0, 2)), np.eye(2) > 0])
 def test_auto_reads_npy_as_webdataset_does(array):
     value = decode("emb.npy", npy(array))
     np.testing.assert_array_equal(value, webdataset.autodecode.basichandlers("emb.npy", npy(array)))
@@ -137,7 +137,7 @@ def test_a_callable_gets_bytes_and_the_samples_generator_if_it_has_a_parameter_f
     plain = field_decoder("x", {"x": type})
     assert plain is not None
     assert not plain.takes_rng
-    assert decode("x", b"1", {"x": lambda data: type(data)}) is bytes
+    assert decode("x", b"1", {"x": type}) is bytes
 
     def noisy(data, *, rng):
         return data, rng.random()

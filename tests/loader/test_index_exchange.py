@@ -125,11 +125,10 @@ def test_every_part_is_claimed_once() -> None:
 
 def test_a_silent_rank_is_named_after_the_time_out() -> None:
     store = dist.HashStore()
-    with pytest.raises(DatasetError, match=r"rank 7 .*no sign of life for . s while stuck"):
-        with Exchange(store, "t", 0, 2, dead_after_s=1.5) as leader:
-            place = json.dumps([0, 7, "elsewhere process 1", "stuck"])
-            assert store.add("t/arrived", 1) == 2
-            store.set("t/beat/2", place)
+    with Exchange(store, "t", 0, 2, dead_after_s=1.5) as leader:
+        assert store.add("t/arrived", 1) == 2
+        store.set("t/beat/2", json.dumps([0, 7, "elsewhere process 1", "stuck"]))
+        with pytest.raises(DatasetError, match=r"rank 7 .*no sign of life for . s while stuck"):
             leader.wait_for("part/0")
 
 

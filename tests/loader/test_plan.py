@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.loader.errors import ConfigError, PartitionError
 from penstock.loader.plan import (
     EpochPlan,

@@ -1,0 +1,5 @@
+"""``python -m penstock.cli`` is ``penstock``."""
+
+from . import main
+
+main()

@@ -1,0 +1,68 @@
+"""``penstock audit``: prove from the delivery logs that every sample came exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from rich.table import Table
+
+from ..loader.audit import AuditReport, audit
+from .common import console, parse, print_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditArguments:
+    """Account for every sample that a run delivered, over all its attempts and world sizes.
+
+    Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. What a killed attempt delivered after its
+    last checkpoint came to nothing, and was delivered again by the next: it is counted as replayed. Ends with 0 when
+    every sample came exactly once, and with 1 when one is missing or came twice.
+
+    example:  penstock audit runs/digits/audit
+    """
+
+    folder: Annotated[str, tyro.conf.Positional]
+    """The folder that audit_dir= named."""
+
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    given = parse(AuditArguments, "audit", arguments)
+    report = audit(given.folder)
+    if given.json:
+        print_json(dataclasses.asdict(report) | {"ok": report.is_exact})
+    else:
+        show_report(report)
+    return 0 if report.is_exact else 1
+
+
+def show_report(report: AuditReport) -> None:
+    """Print the attempts and the account of every epoch."""
+    screen = console()
+    attempts = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("attempt", "ranks", "from epoch", "from position"):
+        attempts.add_column(name, justify="right")
+    for number, (world_size, epoch, position) in enumerate(report.attempts, start=1):
+        attempts.add_row(str(number), f"{world_size:,}", f"{epoch:,}", f"{position:,}")
+    screen.print(attempts)
+    screen.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"):
+        table.add_column(name, justify="right")
+    for account in report.epochs:
+        numbers = (account.samples, account.reached, account.delivered, account.missing, account.duplicated)
+        bad = account.missing or account.duplicated
+        cells = [f"{number:,}" for number in (*numbers, account.replayed)]
+        table.add_row(str(account.epoch), *cells, style="red" if bad else None)
+    screen.print(table)
+    screen.print()
+    if report.is_exact:
+        screen.print("[green]every sample of what was reached was delivered exactly once[/green]")
+    else:
+        screen.print("[red]samples are missing or came more than once[/red]")

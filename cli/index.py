@@ -1,0 +1,109 @@
+"""``penstock index``: build a manifest and keep it beside the data."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..loader.errors import ConfigError
+from ..loader.index import INDEX_THREADS, StaleManifestWarning, open_manifest
+from ..loader.manifest import MANIFEST_NAME, Manifest
+from ..loader.source import absolute_urls
+from ..loader.verify import sum_chunks
+from ..storage import open_store
+from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json, show_warnings
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexArguments(SourceArguments):
+    """Find the samples of a data set, and keep what was found beside the data.
+
+    Loaders index by themselves what has no manifest; with one they start at once, on every machine.
+    Of a data set that changed, only new and changed shards are read.
+
+    example:  penstock index s3://bucket/train/
+    """
+
+    no_write: bool = False
+    """Only look: do not keep the manifest beside the data (as penstock-manifest.arrow)."""
+
+    checksums: bool = False
+    """Read all data, and keep a checksum for each chunk, which every reader then checks."""
+
+    rebuild: bool = False
+    """Read every shard anew, whatever was kept before."""
+
+    threads: int = INDEX_THREADS
+    """Shards indexed at a time."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    given = parse(IndexArguments, "index", arguments)
+    show_warnings()
+    source, options = given.chosen_source(), given.options()
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StaleManifestWarning)  # to mend it is what this command is for
+        manifest = open_manifest(
+            source,
+            storage_options=options,
+            format=given.chosen_format(),
+            threads=given.threads,
+            rebuild=given.rebuild,
+        )
+    if given.checksums and manifest.checksums is None:
+        manifest = sum_chunks(manifest, storage_options=options, threads=given.threads)
+    written = None
+    if not given.no_write:
+        urls = absolute_urls(source)
+        if len(urls) != 1 or urls[0].rstrip("/") != manifest.url.rstrip("/"):
+            raise ConfigError(
+                "a manifest is kept beside a whole folder of shards, and these are some shards of one; "
+                "give the folder, or --no-write to only look"
+            )
+        written = _write(manifest, options)
+    _report(given, manifest, written, time.monotonic() - started)
+    return 0
+
+
+def _write(manifest: Manifest, options: dict[str, str] | None) -> str:
+    store = open_store(manifest.url, storage_options=options)
+    try:
+        store.put(MANIFEST_NAME, manifest.to_bytes())
+        return f"{store.url}/{MANIFEST_NAME}"
+    finally:
+        store.close()
+
+
+def _report(given: IndexArguments, manifest: Manifest, written: str | None, seconds: float) -> None:
+    size = sum(shard.size for shard in manifest.shards)
+    if given.json:
+        print_json(
+            {
+                "url": manifest.url,
+                "format": manifest.format,
+                "config": dict(manifest.config),
+                "shards": len(manifest.shards),
+                "chunks": manifest.num_chunks,
+                "samples": manifest.num_samples,
+                "bytes": size,
+                "checksums": manifest.checksums is not None,
+                "fingerprint": manifest.fingerprint,
+                "written": written,
+                "seconds": seconds,
+            }
+        )
+        return
+    table = fact_table()
+    table.add_row("data set", manifest.url)
+    table.add_row("format", manifest.format)
+    table.add_row("samples", f"{manifest.num_samples:,}")
+    table.add_row("shards", f"{len(manifest.shards):,} of {format_bytes(size)} in all")
+    table.add_row("chunks", f"{manifest.num_chunks:,} of {format_bytes(size / manifest.num_chunks)} on average")
+    table.add_row("checksums", "yes" if manifest.checksums is not None else "no")
+    table.add_row("fingerprint", manifest.fingerprint)
+    table.add_row("manifest", written or "not written")
+    table.add_row("took", format_seconds(seconds))
+    console().print(table)

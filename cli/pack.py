@@ -1,0 +1,141 @@
+"""``penstock pack``: write shards."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ..loader.errors import ConfigError
+from ..loader.pack import PackSummary, pack
+from .common import (
+    StorageOptions,
+    console,
+    fact_table,
+    format_bytes,
+    format_seconds,
+    parse,
+    parse_options,
+    print_json,
+    show_warnings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackArguments:
+    """Write a folder of files, a table or text as shards, in any store.
+
+    A folder's files are grouped into samples by the part of their name before the first dot; subfolders that hold all
+    of the files are classes, and give each sample a `cls`. A table (.jsonl, .csv, .parquet) has a sample a row.
+    The manifest is written last: an interrupted pack is seen as such, and is run again.
+
+    example:  penstock pack photos/ s3://bucket/photos/
+
+    example:  penstock pack clicks.csv clicks/ --format parquet
+
+    example:  penstock pack docs.jsonl s3://bucket/docs/ --format tokens --seq-len 2048 --tokenizer my.code:encode
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
+    """Folder (URL or path), or a .jsonl, .csv or .parquet file."""
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET", help_behavior_hint="")]
+    """URL or path of the folder that the shards go to."""
+
+    format: Literal["tar", "parquet", "tokens"] = "tar"
+    """What to write."""
+
+    shard_mib: float = 64.0
+    """Size of a shard, about, in MiB."""
+
+    seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Tokens in a sequence (tokens)."""
+
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of a token (tokens)."""
+
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")] = None
+    """Function from text to a list of integers (tokens)."""
+
+    field: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Field that holds the text or the integers (tokens); found by name if not given."""
+
+    no_checksums: bool = False
+    """Leave out the checksums of chunks, which readers would check."""
+
+    overwrite: bool = False
+    """Replace the shards of a target that is not empty."""
+
+    storage_option: StorageOptions = ()
+    """Setting of the target's store, such as endpoint=http://host:9000; may be repeated."""
+
+    source_storage_option: StorageOptions = ()
+    """Setting of the source's store; may be repeated."""
+
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    given = parse(PackArguments, "pack", arguments)
+    show_warnings()
+    summary = pack(
+        given.source,
+        given.target,
+        format=given.format,
+        shard_bytes=int(given.shard_mib * (1 << 20)),
+        seq_len=given.seq_len,
+        dtype=given.dtype,
+        tokenizer=None if given.tokenizer is None else import_function(given.tokenizer),
+        field=given.field,
+        checksums=not given.no_checksums,
+        overwrite=given.overwrite,
+        storage_options=parse_options(given.storage_option) or None,
+        source_storage_options=parse_options(given.source_storage_option) or None,
+    )
+    if given.json:
+        print_json(summary)
+    else:
+        _report(summary)
+    return 0
+
+
+def import_function(path: str) -> Callable[[str], Any]:
+    """The function of ``module:name``, which may lie in the current folder."""
+    module, mark, name = path.partition(":")
+    if not mark:
+        raise ConfigError(f"--tokenizer {path}: write it as module:name")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"--tokenizer {path}: {exc}") from exc
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise ConfigError(f"--tokenizer {path}: a {type(found).__name__}, which cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+def _report(summary: PackSummary) -> None:
+    table = fact_table()
+    table.add_row("data set", summary.url)
+    table.add_row("samples", f"{summary.samples:,}")
+    table.add_row("shards", f"{summary.shards:,} {summary.format} shards of {format_bytes(summary.bytes)} in all")
+    if summary.classes:
+        shown = ", ".join(f"{number} = {name}" for number, name in enumerate(summary.classes[:10]))
+        table.add_row("classes", shown + (f", ... ({len(summary.classes)})" if len(summary.classes) > 10 else ""))
+    if summary.dropped:
+        table.add_row("left out", summary.dropped)
+    table.add_row("fingerprint", summary.fingerprint)
+    rate = summary.bytes / max(summary.seconds, 1e-9)
+    table.add_row("took", f"{format_seconds(summary.seconds)}, {format_bytes(rate)}/s")
+    console().print(table)

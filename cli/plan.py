@@ -1,0 +1,151 @@
+"""``penstock plan``: what a run will be like, on any number of ranks, without reading data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+from ..loader.errors import ConfigError
+from ..loader.forecast import Forecast, forecast
+from ..loader.formats.shard import CHUNK_BYTES, IntArray
+from ..loader.index import open_manifest
+from ..loader.plan import Order, auto_lanes, auto_window
+from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json, show_warnings
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(SourceArguments):
+    """Tell what a run will be like, for one or several world sizes: batches, skew, reads, memory. Reads no data.
+
+    Of a data set that exists, or of one made up with --samples, --shards and --sample-bytes.
+
+    example:  penstock plan s3://bucket/train/ --world-size 8 64 1024 --batch-size 32
+
+    example:  penstock plan --samples 1000000000 --shards 100000 --sample-bytes 110000 --world-size 1024
+    """
+
+    source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE ...]")] = ()
+    """URL or path of a folder of shards, of one shard, or a quoted pattern; none for a made-up data set."""
+
+    world_size: tuple[int, ...] = (1, 8, 64)
+    """Numbers of ranks to compare."""
+
+    batch_size: int = 32
+    """Samples per rank and batch."""
+
+    global_batch_size: int | None = None
+    """Samples of all ranks together per batch, instead of --batch-size."""
+
+    lanes: int | None = None
+    """Lanes of the order (a power of two); chosen for each world size if not given."""
+
+    window: int | None = None
+    """Chunks of a lane whose samples are mixed; chosen if not given."""
+
+    shuffle: bool = True
+    """Whether the order is shuffled."""
+
+    last_batch: Literal["drop", "pad", "partial"] = "drop"
+    """What becomes of samples that do not fill a global batch."""
+
+    samples: int | None = None
+    """Samples of a made-up data set."""
+
+    shards: int = 1000
+    """Shards of a made-up data set."""
+
+    sample_bytes: int = 100_000
+    """Bytes of a sample of a made-up data set."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    given = parse(PlanArguments, "plan", arguments)
+    show_warnings()
+    name, chunks = _made_up(given) if given.samples is not None else _existing(given)
+    forecasts = [_forecast(given, chunks, world_size) for world_size in given.world_size]
+    if given.json:
+        print_json([dataclasses.asdict(each) for each in forecasts])
+    else:
+        _report(name, forecasts)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    samples: IntArray
+    bytes: IntArray
+    memory: IntArray
+    shards: int
+
+
+def _made_up(given: PlanArguments) -> tuple[str, _Chunks]:
+    if given.source:
+        raise ConfigError("give either a source, or --samples for a made-up data set")
+    samples, shards, size = given.samples or 0, given.shards, given.sample_bytes
+    if not (samples >= shards >= 1 and size >= 1):
+        raise ConfigError(f"--samples {samples} --shards {shards} --sample-bytes {size}: needs samples >= shards >= 1")
+    in_shard = samples // shards
+    chunks_of_shard = max(1, min(in_shard, round(in_shard * size / CHUNK_BYTES)))
+    count = shards * chunks_of_shard
+    in_chunk = np.full(count, samples // count, np.int64)
+    in_chunk[: samples % count] += 1
+    return "made up", _Chunks(in_chunk, in_chunk * size, in_chunk * size, shards)
+
+
+def _existing(given: PlanArguments) -> tuple[str, _Chunks]:
+    manifest = open_manifest(given.chosen_source(), storage_options=given.options(), format=given.chosen_format())
+    return manifest.url, _Chunks(manifest.samples, manifest.lengths, manifest.memory, len(manifest.shards))
+
+
+def _forecast(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecast:
+    lanes = given.lanes or auto_lanes(shuffle=given.shuffle, world_size=world_size)
+    window = given.window or auto_window(lanes=lanes, mean_chunk_bytes=float(chunks.memory.mean()))
+    return forecast(
+        chunks.samples,
+        chunk_bytes=chunks.bytes,
+        chunk_memory=chunks.memory,
+        shards=chunks.shards,
+        order=Order(shuffle=given.shuffle, lanes=lanes, window=window),
+        world_size=world_size,
+        global_batch_size=given.global_batch_size or given.batch_size * world_size,
+        last_batch=given.last_batch,
+    )
+
+
+_ROWS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
+    ("global batch", lambda f: f"{f.global_batch_size:,}"),
+    ("batches per rank", lambda f: f"{f.batches_per_rank:,}"),
+    ("samples left out of an epoch", lambda f: f"{f.samples_left_out:,}"),
+    ("lanes × window", lambda f: f"{f.lanes:,} × {f.window}"),
+    ("skew of a batch, samples", lambda f: f"{f.batch_skew}"),
+    ("skew of an epoch, samples", lambda f: f"{f.skew}"),
+    ("read amplification", lambda f: f"{f.read_amplification:.2f}"),
+    ("chunks on a cut, read twice", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
+    ("open windows per rank", lambda f: f"{f.open_windows:,}"),
+    ("memory of open windows per rank", lambda f: format_bytes(f.window_bytes)),
+    ("read before the first batch", lambda f: f"≤ {format_bytes(f.first_batch_bytes)}"),
+)
+
+
+def _report(name: str, forecasts: Sequence[Forecast]) -> None:
+    screen = console()
+    first = forecasts[0]
+    facts = fact_table()
+    facts.add_row("data set", name)
+    facts.add_row("samples", f"{first.samples:,}")
+    facts.add_row("bytes", f"{format_bytes(first.bytes)} in {first.shards:,} shards, read in {first.chunks:,} chunks")
+    screen.print(facts)
+    screen.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("ranks", style="cyan", no_wrap=True)
+    for each in forecasts:
+        table.add_column(f"{each.world_size:,}", justify="right")
+    for label, show in _ROWS:
+        table.add_row(label, *(show(each) for each in forecasts))
+    screen.print(table)

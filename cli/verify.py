@@ -1,0 +1,70 @@
+"""``penstock verify``: read and check everything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from ..loader.verify import VERIFY_THREADS, VerifyResult, verify
+from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json, show_warnings
+
+_SHOWN = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments(SourceArguments):
+    """Read every chunk of a data set, check it, and name every bad shard.
+
+    Compared are sizes and ETags, checksums where the manifest has some, and the number of samples; every chunk is
+    opened. Ends with 0 when all is well and with 1 when something is not.
+
+    example:  penstock verify s3://bucket/train/
+    """
+
+    threads: int = VERIFY_THREADS
+    """Chunks read at a time."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    given = parse(VerifyArguments, "verify", arguments)
+    show_warnings()
+    result = verify(
+        given.chosen_source(),
+        storage_options=given.options(),
+        format=given.chosen_format(),
+        threads=given.threads,
+    )
+    if given.json:
+        print_json(dataclasses.asdict(result) | {"ok": result.ok, "bad_shards": result.bad_shards})
+    else:
+        _report(result)
+    return 0 if result.ok else 1
+
+
+def _report(result: VerifyResult) -> None:
+    screen = console()
+    rate = result.bytes / max(result.seconds, 1e-9)
+    table = fact_table()
+    table.add_row("data set", result.url)
+    table.add_row("read", f"{result.samples:,} samples in {result.chunks:,} chunks of {result.shards:,} shards")
+    table.add_row("", f"{format_bytes(result.bytes)} in {format_seconds(result.seconds)}, {format_bytes(rate)}/s")
+    table.add_row("checksums", "compared" if result.checksums else "none in the manifest; `penstock index --checksums`")
+    if result.ok:
+        table.add_row("result", "[green]all is well[/green]")
+        screen.print(table)
+        return
+    table.add_row("result", f"[red]{len(result.flaws):,} flaws in {len(result.bad_shards):,} shards[/red]")
+    screen.print(table)
+    flaws = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    flaws.add_column("shard", style="cyan", overflow="fold")
+    flaws.add_column("at byte", justify="right")
+    flaws.add_column("problem", overflow="fold", ratio=1)
+    for flaw in result.flaws[:_SHOWN]:
+        flaws.add_row(flaw.shard, "" if flaw.offset is None else f"{flaw.offset:,}", flaw.problem)
+    screen.print()
+    screen.print(flaws)
+    if len(result.flaws) > _SHOWN:
+        screen.print(f"... and {len(result.flaws) - _SHOWN:,} more; --json lists all")

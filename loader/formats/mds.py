@@ -1,0 +1,246 @@
+"""MDS, the format of mosaicml-streaming: shards named by ``index.json``, raw or compressed as a whole.
+
+A shard is u32 samples, u32 offsets (samples + 1, from the shard's start), a JSON configuration, and the samples: a u32
+size for each column without a fixed one, then the columns' bytes.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ...storage import ByteRange, ObjectInfo, Store
+from ..errors import ConfigError, DatasetError, FormatError
+from .columns import choose_columns, make_block, merge_columns
+from .mds_encodings import fixed_size, gather, make_column
+from .shard import CHUNK_BYTES, Block, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
+
+_INDEX_NAME = "index.json"
+_SUFFIX = ".mds"
+_COMPRESSIONS = ("zstd", "gz", "bz2")
+_U32 = np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True)
+class MdsEntry:
+    """What ``index.json`` says of a shard; ``encodings`` by column, in the order of the file."""
+
+    samples: int
+    raw_bytes: int
+    encodings: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MdsFormat:
+    """Reads MDS data sets: every ``index.json`` below the root, whose shards come in its order.
+
+    Raw shards are cut into chunks of about ``chunk_bytes``; shards compressed with zstd, gz or bz2 are one chunk each,
+    and are preferred where a shard is there in both forms. Columns encoded as 'pkl' are never read. The hashes in the
+    index are not checked: they are those of whole shards.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 1:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes}: needs at least 1")
+
+    @property
+    def name(self) -> str:
+        return "mds"
+
+    def config(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def shards(self, store: Store, listing: Sequence[ObjectInfo]) -> list[ShardTask]:
+        """The shards of all indexes, those of outer folders first; a shard that two indexes name is taken once."""
+        objects = {info.key: info for info in listing}
+        indexes = [key for key in objects if PurePosixPath(key).name == _INDEX_NAME]
+        shards = [key for key in objects if PurePosixPath(key).suffix == _SUFFIX]
+        if shards and not indexes:
+            raise DatasetError(f"{store.url}: there are MDS shards ({shards[0]}, ...) but no {_INDEX_NAME}; add it")
+        tasks: dict[str, ShardTask] = {}
+        for key in sorted(indexes, key=lambda key: (key.count("/"), key)):
+            for entry in _read_index(store, objects[key]):
+                task = _task(key, entry, objects)
+                tasks.setdefault(task.info.key, task)
+        return list(tasks.values())
+
+    def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
+        shard, entry = task.info, task.hint
+        columns = {name: {"type": encoding, "nulls": False} for name, encoding in entry.encodings.items()}
+        schema = {"columns": columns, "seen_in": shard.key}
+        if entry.samples == 0:
+            return ShardIndex([], schema)
+        if _compression(shard.key) or shard.size <= self.chunk_bytes:
+            return ShardIndex([ChunkSpan(0, shard.size, entry.samples, entry.raw_bytes)], schema)
+        head = store.get(shard.key, ByteRange(0, min(shard.size, 4 * (entry.samples + 2))), etag=shard.etag)
+        offsets = _read_offsets(head, entry.samples, shard.key)
+        if offsets[-1] != shard.size:
+            problem = f"has {shard.size} bytes, and its samples end at {offsets[-1]}; write it again"
+            raise FormatError(shard.key, problem, offset=4 * (entry.samples + 1))
+        spans, first = [], 0
+        while first < entry.samples:
+            # The last cut that keeps the chunk within chunk_bytes, or one sample where that alone is longer.
+            stop = int(np.searchsorted(offsets, offsets[first] + self.chunk_bytes, side="right")) - 1
+            stop = min(max(stop, first + 1), entry.samples)
+            length = int(offsets[stop] - offsets[first])
+            spans.append(ChunkSpan(int(offsets[first]), length, stop - first, length))
+            first = stop
+        return ShardIndex(spans, schema)
+
+    def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
+        merged = merge_columns(known, new, shard)
+        if list(known["columns"]) != list(new["columns"]):
+            first = known.get("seen_in")
+            raise FormatError(shard, f"has its columns in another order than {first}; write both with the same writer")
+        return merged
+
+    def open_shard(self, store: Store, shard: ObjectInfo) -> None:
+        return None
+
+    def chunk_ranges(self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None) -> list[ByteRange]:
+        """Of a part of a shard the slice of the offsets and the samples; else the whole shard."""
+        if chunk.offset == 0:
+            return [chunk.byte_range]
+        return [ByteRange(4 + 4 * chunk.first_row, 8 + 4 * (chunk.first_row + chunk.samples)), chunk.byte_range]
+
+    def open_chunk(
+        self,
+        chunk: ChunkRef,
+        header: Any,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        schema: Mapping[str, Any],
+    ) -> Block:
+        encodings = {name: column["type"] for name, column in schema["columns"].items()}
+        names = choose_columns(encodings, columns)
+        shard = chunk.shard.key
+        if chunk.offset == 0:
+            data = _decompress(parts[0], shard)
+            offsets = _read_offsets(data, chunk.samples, shard)
+        else:
+            data = parts[1]
+            offsets = np.frombuffer(parts[0], _U32).astype(np.int64) - chunk.offset
+        _check_offsets(offsets, len(data), chunk)
+        starts, stops = _column_slices(data, offsets, encodings, chunk)
+        found: dict[str, Column] = {}
+        for index, name in enumerate(encodings):
+            if name in names:
+                found[name] = make_column(name, encodings[name], data, starts[index], stops[index], shard)
+        return make_block({name: found[name] for name in names}, chunk.samples)
+
+
+def _read_index(store: Store, info: ObjectInfo) -> list[dict[str, Any]]:
+    try:
+        index = json.loads(bytes(store.get(info.key, etag=info.etag)))
+        version, shards = index["version"], index["shards"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise FormatError(info.key, f"is no MDS index ({exc!r}); it needs a version and shards") from exc
+    if version != 2 or not isinstance(shards, list):
+        raise FormatError(info.key, f"is an MDS index of version {version!r}; version 2 is read")
+    return shards
+
+
+def _task(index_key: str, entry: Mapping[str, Any], objects: Mapping[str, ObjectInfo]) -> ShardTask:
+    """One shard of an index: its compressed object if that is there, else its raw one."""
+    folder = PurePosixPath(index_key).parent
+    try:
+        if entry["format"] != "mds":
+            raise FormatError(index_key, f"names a shard of the format {entry['format']!r}; 'mds' is read")
+        raw, packed = entry["raw_data"], entry["zip_data"]
+        forms = {str(folder / form["basename"]): int(form["bytes"]) for form in (packed, raw) if form}
+        names, encodings, sizes = entry["column_names"], entry["column_encodings"], entry["column_sizes"]
+        hint = MdsEntry(int(entry["samples"]), int(raw["bytes"]), dict(zip(names, encodings, strict=True)))
+        expected = [fixed_size(encoding) for encoding in encodings]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise FormatError(index_key, f"its entry of a shard is damaged ({exc!r}); write the index again") from exc
+    if expected != [size or None for size in sizes]:
+        raise FormatError(index_key, f"says that {names} take {sizes} bytes, but {encodings} take {expected}")
+    key = next((key for key in forms if key in objects), None)
+    if key is None:
+        raise FormatError(index_key, f"names {' or '.join(forms)}, and there is no such object; copy it, too")
+    if objects[key].size != forms[key]:
+        raise FormatError(key, f"has {objects[key].size} bytes, and {forms[key]} by {index_key}; copy it again")
+    return ShardTask(objects[key], hint)
+
+
+def _compression(key: str) -> str:
+    suffix = PurePosixPath(key).suffix
+    return "" if suffix == _SUFFIX else suffix[1:]
+
+
+def _decompress(data: memoryview, shard: str) -> memoryview:
+    compression = _compression(shard)
+    try:
+        if compression == "":
+            return data
+        if compression == "zstd":
+            # Works on frames that do not tell their size, too.
+            return memoryview(zstandard.ZstdDecompressor().decompressobj().decompress(data))
+        if compression == "gz":
+            return memoryview(gzip.decompress(data))
+        if compression == "bz2":
+            return memoryview(bz2.decompress(data))
+    except (zstandard.ZstdError, zlib.error, OSError, EOFError, ValueError) as exc:
+        raise FormatError(shard, f"cannot be decompressed ({exc}); copy it again", offset=0) from exc
+    raise FormatError(shard, f"is compressed as {compression!r}; {', '.join(_COMPRESSIONS)} are read")
+
+
+def _read_offsets(data: memoryview, samples: int, shard: str) -> IntArray:
+    """(samples + 1,) int64 offsets from the shard's start, out of its first bytes."""
+    if len(data) < 4 * (samples + 2):
+        raise FormatError(shard, f"{len(data)} bytes are too few for the offsets of {samples} samples", offset=0)
+    head = np.frombuffer(data, _U32, count=samples + 2).astype(np.int64)
+    if head[0] != samples:
+        raise FormatError(shard, f"holds {head[0]} samples, and {samples} by {_INDEX_NAME}; copy both again", offset=0)
+    offsets: IntArray = head[1:]
+    if offsets[0] < 4 * (samples + 2) or (np.diff(offsets) < 0).any():
+        raise FormatError(shard, "its offsets do not rise from the end of their table; write it again", offset=4)
+    return offsets
+
+
+def _check_offsets(offsets: IntArray, size: int, chunk: ChunkRef) -> None:
+    fits = len(offsets) == chunk.samples + 1 and offsets[0] >= 0 and offsets[-1] == size
+    if not fits or (np.diff(offsets) < 0).any():
+        problem = f"its offsets do not fit {chunk.samples} samples in {size} bytes; write it again"
+        raise FormatError(chunk.shard.key, problem, offset=chunk.offset)
+
+
+def _column_slices(
+    data: memoryview, offsets: IntArray, encodings: Mapping[str, str], chunk: ChunkRef
+) -> tuple[IntArray, IntArray]:
+    """Where each value lies in ``data``: starts and stops, each (columns, samples) int64."""
+    sizes = [fixed_size(encoding) for encoding in encodings.values()]
+    variable = sum(size is None for size in sizes)
+    begins, ends = offsets[:-1], offsets[1:]
+    if (ends - begins < 4 * variable).any():
+        row = int(np.argmax(ends - begins < 4 * variable))
+        raise _misfit(chunk, row, offsets)
+    heads = gather(data, begins, _U32, (variable,)).astype(np.int64)
+    bounds = np.empty((len(sizes) + 1, chunk.samples), np.int64)
+    bounds[0] = begins + 4 * variable
+    next_head = 0
+    for index, size in enumerate(sizes):
+        if size is None:
+            bounds[index + 1] = bounds[index] + heads[:, next_head]
+            next_head += 1
+        else:
+            bounds[index + 1] = bounds[index] + size
+    if (bounds[-1] != ends).any():
+        raise _misfit(chunk, int(np.argmax(bounds[-1] != ends)), offsets)
+    return bounds[:-1], bounds[1:]
+
+
+def _misfit(chunk: ChunkRef, row: int, offsets: IntArray) -> FormatError:
+    problem = f"the columns of its sample {chunk.first_row + row} do not fill the sample; write the shard again"
+    return FormatError(chunk.shard.key, problem, offset=chunk.offset + int(offsets[row]))

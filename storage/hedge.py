@@ -1,0 +1,159 @@
+"""A second request where the first one is late: the tail at scale (Dean and Barroso, CACM 2013, "hedged requests")."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from .errors import StorageError
+
+T = TypeVar("T")
+
+WINDOW = 128
+ENOUGH = 20
+
+
+class LatencyBook:
+    """Recent latencies by size of the answer, and their 95th percentile. Mutable state: the windows, under a lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: dict[int, deque[float]] = {}
+        self._sorted: dict[int, list[float]] = {}
+
+    def add(self, size_bytes: int, seconds: float) -> None:
+        """Note one answer; sizes within a factor of two share a window."""
+        size_class = size_bytes.bit_length()
+        with self._lock:
+            window = self._windows.setdefault(size_class, deque())
+            ordered = self._sorted.setdefault(size_class, [])
+            if len(window) == WINDOW:
+                ordered.remove(window.popleft())
+            window.append(seconds)
+            insort(ordered, seconds)
+
+    def p95_s(self, size_bytes: int) -> float | None:
+        """The 95th percentile for answers of about this size; None until enough were seen."""
+        with self._lock:
+            ordered = self._sorted.get(size_bytes.bit_length())
+            return ordered[len(ordered) * 95 // 100] if ordered and len(ordered) >= ENOUGH else None
+
+
+class Crew:
+    """Threads that run jobs: as many as there are jobs at one time. Mutable state: the counts, under a lock."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._reset()
+        _CREWS.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job, which raises nothing, in a thread of its own."""
+        with self._lock:
+            if self._closed:
+                raise StorageError(f"{self._name} is closed: open the store again")
+            if self._idle > 0:
+                self._idle -= 1
+            else:
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Let every thread end after its job, and wait for them for at most ``timeout_s`` in all."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+            self._closed = True
+            for _ in threads:
+                self._jobs.put(None)
+        until = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # its result must not live on in an idle thread
+            with self._lock:
+                self._idle += 1
+
+
+class Race(Generic[T]):
+    """Runs of one request, the first to succeed wins. Mutable state: the outcome, under the condition."""
+
+    def __init__(self, crew: Crew, run: Callable[[], T]) -> None:
+        self._crew = crew
+        self._run = run
+        self._changed = threading.Condition(threading.Lock())
+        self._started = 0
+        self._failed = 0
+        self._error: BaseException | None = None
+        self._result: list[T] = []
+        self.winner = -1
+
+    def start(self, done: Callable[[], None]) -> None:
+        """Start one more run; ``done`` is called when it ends, whether it won or not."""
+        number = self._started
+        self._crew.submit(lambda: self._compete(number, done))
+        with self._changed:
+            self._started += 1
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until there is an outcome; False where there is none within ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(self._is_over, timeout_s)
+
+    def outcome(self) -> T:
+        """The first result, or the error that ended the race."""
+        if self._result:
+            return self._result[0]
+        assert self._error is not None
+        raise self._error
+
+    def _is_over(self) -> bool:
+        lasting = isinstance(self._error, StorageError) and not self._error.transient
+        return bool(self._result) or lasting or 0 < self._failed == self._started
+
+    def _compete(self, number: int, done: Callable[[], None]) -> None:
+        try:
+            result = self._run()
+        except BaseException as exc:  # noqa: BLE001 - handed to the caller, who raises it
+            with self._changed:
+                self._failed += 1
+                self._error = exc
+                self._changed.notify()
+        else:
+            with self._changed:
+                if not self._result:
+                    self._result.append(result)
+                    self.winner = number
+                self._changed.notify()
+        finally:
+            done()
+
+
+_CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _restart_in_child() -> None:
+    """After a fork the child has none of the threads."""
+    for crew in list(_CREWS):
+        crew._reset()
+
+
+os.register_at_fork(after_in_child=_restart_in_child)

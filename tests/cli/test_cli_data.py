@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import COMMANDS, run
+from penstock.loader.manifest import MANIFEST_NAME
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    code, out, _ = call(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def run_process(arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    table = tmp_path / "words.jsonl"
+    table.write_text("".join(json.dumps({"n": n, "word": f"w{n}"}) + "\n" for n in range(200)))
+    return table
+
+
+@pytest.fixture
+def shards(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    target = tmp_path / "shards"
+    assert call(capsys, "pack", words, target, "--shard-mib", 0.05)[0] == 0
+    return target
+
+
+def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run([name, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"example:  penstock {name} " in out
+    assert "--json" in out
+
+
+def test_help_starts_fast_and_without_torch() -> None:
+    code = "import sys, time; start = time.process_time(); from penstock.cli import run; run(['--help']); "
+    code += "print(time.process_time() - start, 'torch' in sys.modules, 'pyarrow' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, torch, pyarrow = out.splitlines()[-1].split()
+    assert float(seconds) < 0.5
+    assert (torch, pyarrow) == ("False", "False")
+
+
+def test_packing_indexing_inspecting_and_verifying_need_no_torch(words: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from penstock.cli import run
+codes = [run(["pack", {str(words)!r}, {str(tmp_path / "out")!r}]), run(["index", {str(tmp_path / "out")!r}])]
+codes += [run([name, {str(tmp_path / "out")!r}]) for name in ("inspect", "verify")]
+print(codes, "torch" in sys.modules)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[0, 0, 0, 0] False"
+
+
+def test_a_table_is_packed_inspected_and_verified(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, seen = call_json(capsys, "inspect", shards)
+    assert (code, seen["format"], seen["samples"]) == (0, "tar", 200)
+    code, result = call_json(capsys, "verify", shards)
+    assert (code, result["ok"], result["samples"], result["checksums"]) == (0, True, 200, True)
+
+
+def test_reports_for_people_fit_a_terminal(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("index", "inspect", "verify"):
+        code, out, err = call(capsys, name, shards)
+        assert (code, err) == (0, "")
+        assert "200" in out
+        assert max(map(len, out.splitlines())) <= 100
+
+
+def test_verify_ends_with_one_and_names_the_bad_shard(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = shards / "shard-000001.tar"
+    data = bytearray(bad.read_bytes())
+    data[512] ^= 1
+    bad.write_bytes(data)
+    code, out, _ = call(capsys, "verify", shards)
+    assert code == 1
+    assert "shard-000001.tar" in out
+    assert "checksum" in out
+    code, result = call_json(capsys, "verify", shards)
+    assert (code, result["bad_shards"]) == (1, ["shard-000001.tar"])
+
+
+def test_index_writes_the_manifest_beside_the_data(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / MANIFEST_NAME).unlink()
+    code, told = call_json(capsys, "index", shards, "--no-write")
+    assert (code, told["written"], (shards / MANIFEST_NAME).exists()) == (0, None, False)
+    code, told = call_json(capsys, "index", shards, "--checksums")
+    assert (code, told["samples"], told["checksums"], (shards / MANIFEST_NAME).exists()) == (0, 200, True, True)
+    assert call_json(capsys, "verify", shards)[1]["checksums"] is True
+
+
+def test_index_mends_a_manifest_without_a_warning(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / "shard-000000.tar").unlink()
+    code, _, err = call(capsys, "index", shards)
+    assert (code, err) == (0, "")
+    assert call(capsys, "verify", shards)[0] == 0
+
+
+def test_other_commands_warn_of_a_stale_manifest_in_one_line(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / "shard-000000.tar").unlink()
+    _, _, err = call(capsys, "inspect", shards)
+    assert re.fullmatch(r"penstock: warning: the manifest beside .* 1 gone.*\n", err)
+
+
+def test_some_shards_of_a_folder_get_no_manifest(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some = sorted(shards.glob("*.tar"))[:2]
+    code, _, err = call(capsys, "index", *some)
+    assert code == 2
+    assert "--no-write" in err
+    assert call_json(capsys, "index", *some, "--no-write")[1]["shards"] == 2
+
+
+def test_tokens_are_packed_with_a_tokenizer_of_the_current_folder(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_tokenizer.py").write_text("def encode(text):\n    return list(text.encode())\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["pack", words, "tokens", "--format", "tokens", "--seq-len", 8, "--field", "word"]
+    code, told = call_json(capsys, *arguments, "--tokenizer", "own_tokenizer:encode")
+    assert (code, told["samples"]) == (0, sum(len(f"w{n}") for n in range(200)) // 8)
+    for wrong in ("own_tokenizer", "no_such_module:x", "own_tokenizer:nothing", "os:sep"):
+        code, _, err = call(capsys, *arguments, "--tokenizer", wrong, "--overwrite")
+        assert (code, f"--tokenizer {wrong}" in err) == (2, True)
+
+
+def test_raw_token_files_are_read_with_a_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(4000))
+    code, _, err = call(capsys, "inspect", tmp_path)
+    assert (code, "--seq-len" in err) == (2, True)
+    assert call_json(capsys, "inspect", tmp_path, "--seq-len", 10)[1]["samples"] == 200
+    assert call_json(capsys, "inspect", tmp_path, "--seq-len", 10, "--dtype", "uint32")[1]["samples"] == 100
+    assert call(capsys, "inspect", tmp_path, "--seq-len", 10, "--format", "tar")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "{tmp}/nowhere"], "nowhere"),
+        (["verify", "{tmp}"], "nothing there"),
+        (["pack", "{tmp}", "{tmp}/out"], "nothing to pack"),
+        (["pack", "{tmp}/none.jsonl", "{tmp}/out"], "no such file"),
+        (["index", "gopher://x/y"], "gopher"),
+        (["index", "{tmp}", "--storage-option", "secret-word"], "key=value"),
+        (["unknown"], "no command 'unknown'"),
+    ],
+)
+def test_errors_are_one_message_and_code_two(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert "secret-word" not in err
+
+
+def test_a_wrong_option_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["index", "x", "--no-such-option"])
+    assert ended.value.code == 2
+
+
+def test_the_process_hands_on_exit_codes_and_survives_a_closed_pipe(shards: Path) -> None:
+    assert run_process(["--version"]).stdout.startswith("penstock ")
+    assert run_process([]).returncode == 2
+    failed = run_process(["inspect", "/no/such/folder"])
+    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
+    piped = f"{sys.executable} -m penstock.cli inspect {shards} --json | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+_SLOW = """
+import sys, time
+sys.stdin.close()
+from penstock.loader.formats.tar import TarFormat
+read = TarFormat.index_shard
+def slow(self, store, task):
+    time.sleep(0.8)
+    return read(self, store, task)
+TarFormat.index_shard = slow
+sys.argv = ["penstock", *sys.argv[1:]]
+from penstock.cli import main
+main()
+"""
+
+
+def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -> None:
+    (shards / MANIFEST_NAME).unlink()
+    reader, writer = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOW, "index", str(shards), "--no-write", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=writer,
+    )
+    out = process.communicate(timeout=60)[0]
+    os.close(writer)
+    drawn = b""
+    while True:
+        try:
+            piece = os.read(reader, 65536)
+        except OSError:
+            break
+        if not piece:
+            break
+        drawn += piece
+    os.close(reader)
+    assert process.returncode == 0
+    assert b"indexing" in drawn
+    assert b"200" in out
+
+
+def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
+    (shards / MANIFEST_NAME).unlink()
+    slow = _SLOW.replace("time.sleep(0.8)", "print('begun', flush=True); time.sleep(30)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "index", str(shards)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - begun < 10
+    assert err.strip() == "penstock index: interrupted"

@@ -1,0 +1,57 @@
+"""The memory limit holds, measured on the process itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tar_dataset import write_tars
+
+MEASURE = """
+import json, re, sys
+from penstock import DistributedDataLoader
+import torch, numpy
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+
+options = json.loads(sys.argv[2])
+with DistributedDataLoader(sys.argv[1], batch_size=64, decode=None, with_ids=True, last_batch="partial", lanes=16,
+                           memory_limit="64MiB") as warm_up:
+    next(iter(warm_up))
+before = peak()
+seen = []
+with DistributedDataLoader(sys.argv[1], batch_size=64, decode=None, with_ids=True, last_batch="partial",
+                           **options) as loader:
+    for batch in loader:
+        seen += batch["__id__"].tolist()
+    metrics = loader.metrics()
+print(json.dumps({"grown": peak() - before, "exact": sorted(seen) == list(range(loader.manifest.num_samples)),
+                  "samples": len(seen), **metrics.to_dict()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """360 MB in 12 shards."""
+    folder = tmp_path_factory.mktemp("large")
+    write_tars(folder, [300] * 12, value_bytes=100_000)
+    return folder
+
+
+def measure(folder: Path, **options: object) -> dict[str, object]:
+    command = [sys.executable, "-c", MEASURE, str(folder), json.dumps(options)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("limit", [96 << 20, 192 << 20])
+def test_the_lanes_of_64_ranks_on_one_rank_stay_inside_the_memory_limit(large, limit):
+    measured = measure(large, lanes=256, memory_limit=limit)
+    assert measured["exact"]
+    assert measured["evicted_chunks"] > 0  # the open windows are larger than the limit: it was put to the test
+    assert measured["grown"] <= limit

@@ -1,0 +1,244 @@
+"""The disk cache: bounded, shared, and never in the way."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.storage import AccessDeniedError, ByteRange, CacheFullError, CacheStore, Fault, LocalStore, MemoryStore
+from penstock.storage.cache_disk import CacheDisk
+
+CHUNK = 10_000
+DATA = bytes(i * 11 % 251 for i in range(20 * CHUNK))
+
+
+def _chunk(i: int) -> ByteRange:
+    return ByteRange(i * CHUNK, (i + 1) * CHUNK)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("uid-*/v1/entries/*/*") if path.is_file()]
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    store = MemoryStore()
+    store.put("x", DATA)
+    return store
+
+
+def _gets(memory: MemoryStore) -> int:
+    return sum(call.verb == "get" for call in memory.calls)
+
+
+def test_a_range_is_fetched_once_for_all_stores_on_one_folder(memory: MemoryStore, tmp_path: Path) -> None:
+    etag = memory.head("x").etag
+    for _ in range(3):
+        store = CacheStore(memory, tmp_path, 10**9)
+        assert store.get("x", _chunk(1), etag=etag) == DATA[CHUNK : 2 * CHUNK]
+        assert store.get_ranges("x", [_chunk(1), _chunk(2)], etag=etag)[1] == DATA[2 * CHUNK : 3 * CHUNK]
+    assert _gets(memory) == 2
+    assert (store.counts.hits, store.counts.misses) == (3, 0)
+
+
+def test_many_threads_that_miss_fetch_once(memory: MemoryStore, tmp_path: Path) -> None:
+    memory.slow_down(latency_s=0.05)
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    threads = [threading.Thread(target=store.get, args=("x", _chunk(0)), kwargs={"etag": etag}) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert _gets(memory) == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "longer"])
+def test_a_corrupt_entry_is_evicted_and_fetched_again(memory: MemoryStore, tmp_path: Path, damage: str) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    store.get("x", _chunk(0), etag=etag)
+    (entry,) = _entries(tmp_path)
+    raw = bytearray(entry.read_bytes())
+    raw[5] ^= 1
+    entry.write_bytes({"flip": raw, "cut": raw[:-30], "empty": b"", "longer": raw + b"x"}[damage])
+    assert store.get("x", _chunk(0), etag=etag) == DATA[:CHUNK]
+    assert store.counts.corrupt == 1
+    assert store.get("x", _chunk(0), etag=etag) == DATA[:CHUNK]
+    assert _gets(memory) == 2
+
+
+def test_the_bound_holds_and_the_least_recently_used_go_first(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 6 * CHUNK), memory.head("x").etag
+    for i in range(20):
+        store.get("x", _chunk(i), etag=etag)
+        for age, entry in enumerate(sorted(_entries(tmp_path), key=lambda path: path.stat().st_mtime_ns)):
+            os.utime(entry, (time.time() - 25 + age,) * 2)
+        if i:
+            store.get("x", _chunk(i), etag=etag)
+        assert sum(path.stat().st_size for path in _entries(tmp_path)) <= 6 * CHUNK
+    before = _gets(memory)
+    store.get("x", _chunk(19), etag=etag)
+    assert _gets(memory) == before
+    store.get("x", _chunk(0), etag=etag)
+    assert _gets(memory) == before + 1
+
+
+def test_the_bytes_used_are_found_again_when_their_count_is_lost(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    store.get("x", _chunk(0), etag=etag)
+    used = CacheDisk(tmp_path, 10**9).used_bytes
+    assert used == _entries(tmp_path)[0].stat().st_size
+    next(tmp_path.glob("uid-*/v1/used")).unlink()
+    assert CacheDisk(tmp_path, 10**9).used_bytes == used
+
+
+def test_an_object_larger_than_the_cache_is_read_past_it(memory: MemoryStore, tmp_path: Path) -> None:
+    store = CacheStore(memory, tmp_path, CHUNK)
+    assert store.get("x") == DATA
+    assert _entries(tmp_path) == []
+    assert store.counts.uncached == 1
+
+
+def test_a_discarded_entry_is_fetched_again(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    assert etag
+    store.get("x", _chunk(0), etag=etag)
+    store.discard("x", _chunk(0), etag=etag)
+    store.get("x", _chunk(0), etag=etag)
+    assert _gets(memory) == 2
+
+
+def test_an_error_of_the_store_is_not_kept(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    memory.inject(Fault(error=AccessDeniedError))
+    with pytest.raises(AccessDeniedError):
+        store.get("x", _chunk(0), etag=etag)
+    assert store.get("x", _chunk(0), etag=etag) == DATA[:CHUNK]
+
+
+READER = """
+    import sys, time
+    from pathlib import Path
+    from penstock.storage import ByteRange, CacheStore, LocalStore
+
+    class Counted(LocalStore):
+        def get(self, key, byte_range=None, *, etag=None):
+            with open(sys.argv[3], "a") as log:
+                log.write("fetch\\n")
+            print("fetching", flush=True)
+            time.sleep(float(sys.argv[4]))
+            return super().get(key, byte_range, etag=etag)
+
+    data = CacheStore(Counted(sys.argv[1]), sys.argv[2], 10**9).get("x", ByteRange(0, 10000))
+    assert len(data) == 10000
+"""
+
+
+def _start_reader(root: Path, delay_s: float) -> subprocess.Popen[str]:
+    arguments = [str(root / "data"), str(root / "cache"), str(root / "log"), str(delay_s)]
+    command = [sys.executable, "-c", textwrap.dedent(READER), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_that_miss_at_once_fetch_once(tmp_path: Path) -> None:
+    LocalStore(tmp_path / "data").put("x", DATA)
+    readers = [_start_reader(tmp_path, 1.0) for _ in range(2)]
+    for reader in readers:
+        reader.communicate(timeout=60)
+        assert reader.returncode == 0
+    assert (tmp_path / "log").read_text() == "fetch\n"
+
+
+def test_a_process_killed_while_it_fetches_leaves_nothing_that_blocks_the_next(tmp_path: Path) -> None:
+    LocalStore(tmp_path / "data").put("x", DATA)
+    killed = _start_reader(tmp_path, 60)
+    assert killed.stdout
+    assert killed.stdout.readline() == "fetching\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    started = time.monotonic()
+    store = CacheStore(LocalStore(tmp_path / "data"), tmp_path / "cache", 10**9)
+    assert store.get("x", ByteRange(0, CHUNK)) == DATA[:CHUNK]
+    assert time.monotonic() - started < 5
+
+
+def test_what_a_killed_writer_left_is_deleted_by_the_next_start_but_not_what_is_being_written(tmp_path: Path) -> None:
+    import fcntl
+
+    CacheDisk(tmp_path, 10**9)
+    temporary = next(tmp_path.glob("uid-*/v1/temporary"))
+    (temporary / "left").write_bytes(b"half")
+    with (temporary / "busy").open("wb") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        CacheDisk(tmp_path, 10**9)
+        assert [path.name for path in temporary.iterdir()] == ["busy"]
+
+
+def test_a_full_disk_costs_speed_and_one_warning_never_the_run(
+    memory: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "write", refuse)
+        for i in range(5):
+            assert store.get("x", _chunk(i), etag=etag) == DATA[i * CHUNK : (i + 1) * CHUNK]
+    assert store.counts.uncached == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the run goes on" in caplog.text
+    assert list(tmp_path.glob("uid-*/v1/temporary/*")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_on_a_disk_smaller_than_the_limit_old_entries_make_room(memory: MemoryStore, tmp_path: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here; a full disk is also tested by an injected error")
+    try:
+        store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+        for i in list(range(20)) * 2:
+            assert store.get("x", ByteRange(i, i + 150_000 - 1000 * i), etag=etag) == DATA[i : i + 150_000 - 1000 * i]
+        assert _entries(tmp_path)
+        assert store.counts.uncached < 5
+        store.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_cache_folder_that_can_not_be_made_is_an_error_with_a_cure(memory: MemoryStore, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CacheFullError, match="give cache_dir= a folder"):
+        CacheStore(memory, tmp_path / "file" / "cache", 10**9)
+
+
+def test_a_cache_that_others_may_write_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
+    CacheStore(memory, tmp_path, 10**9)
+    (root,) = tmp_path.glob("uid-*")
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o777)
+    with pytest.raises(AccessDeniedError, match="not this user's alone"):
+        CacheStore(memory, tmp_path, 10**9)
+
+
+def test_a_link_in_place_of_the_cache_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / f"uid-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AccessDeniedError):
+        CacheStore(memory, tmp_path, 10**9)
+
+
+def test_a_limit_of_nothing_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="limit"):
+        CacheStore(memory, tmp_path, 0)
