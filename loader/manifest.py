@@ -198,7 +198,9 @@ class Manifest:
                 checksums=columns.get("checksum"),
             )
         except (pa.ArrowException, KeyError, ValueError, UnicodeDecodeError) as exc:
-            raise DatasetError(f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`") from exc
+            raise DatasetError(
+                f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
+            ) from exc
         if manifest.fingerprint != metadata["fingerprint"]:
             raise DatasetError(f"{where}: damaged (its fingerprint does not fit); build it anew with `penstock index`")
         return manifest

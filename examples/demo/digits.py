@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import cv2
 import numpy as np
-from penstock import open_store
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+
+from penstock import open_store
 
 # From a handful of images to hundreds, as data sets of the field are: what balances the ranks is not the shards.
 TRAIN_SHARES = (0.31, 0.005, 0.12, 0.04, 0.2, 0.01, 0.08, 0.002, 0.15, 0.033, 0.05)

@@ -36,12 +36,15 @@ def run_s3_server() -> Iterator[tuple[str, Mapping[str, str]]]:
             raise ServerError(f"the S3 server did not start: {started.stderr.strip()[-400:]}")
         endpoint = started.stdout.split()[-1]
         make_bucket(endpoint)
-        yield f"s3://{BUCKET}", {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_REGION": REGION,
-        }
+        yield (
+            f"s3://{BUCKET}",
+            {
+                "AWS_ENDPOINT_URL": endpoint,
+                "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+                "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+                "AWS_REGION": REGION,
+            },
+        )
     finally:
         subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60, check=False)
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ Started again, on any number of ranks, it goes on from the checkpoint. Rank 0 pr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -17,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from penstock import DistributedDataLoader
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
+
+from penstock import DistributedDataLoader
 
 GLOBAL_BATCH_SIZE = 48  # the same on 2 ranks and on 3
 CHECKPOINT_EVERY = 10
@@ -51,12 +53,20 @@ def shift_sample(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, 
 
 def main() -> None:
     options = parse_options()
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=1e-2)
+    dist.init_process_group("gloo")
+    train(options, model, optimizer)
+    # Only once nothing holds the group does this end its threads; those that outlive it can abort Python's exit.
+    gc.collect()
+    dist.destroy_process_group()
 
+
+def train(options: argparse.Namespace, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Go on from the checkpoint, if there is one, to the end of the last epoch; then evaluate."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(module)
     with DistributedDataLoader(
         options.train,
         global_batch_size=GLOBAL_BATCH_SIZE,
@@ -65,7 +75,7 @@ def main() -> None:
         audit_dir=options.audit,
     ) as loader:
         schedule = OneCycleLR(optimizer, max_lr=4e-3, total_steps=options.epochs * len(loader))
-        parts = {"model": model.module, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+        parts = {"model": module, "optimizer": optimizer, "schedule": schedule, "loader": loader}
         if options.checkpoint.exists():
             saved = torch.load(options.checkpoint, weights_only=True)
             for name, part in parts.items():
@@ -75,7 +85,7 @@ def main() -> None:
         while loader.epoch < options.epochs:
             for step, batch in enumerate(loader, start=len(loader) - loader.steps_left):
                 if (rank, loader.epoch, step) == options.kill:
-                    report(0, event="kill", rank=rank, pid=os.getpid(), epoch=loader.epoch, step=step)
+                    report(0, event="kill", rank=rank, pid=os.getpid(), **position(loader))
                     os.kill(os.getpid(), signal.SIGKILL)
 
                 loss_sum = functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
@@ -94,9 +104,8 @@ def main() -> None:
                     save_checkpoint(options.checkpoint, {name: part.state_dict() for name, part in parts.items()})
                     report(rank, event="checkpoint", **position(loader))
 
-    right, loss, count = evaluate(model, options.test)
+    right, loss, count = evaluate(module, options.test)
     report(rank, event="end", right=right, count=count, loss=loss)
-    dist.destroy_process_group()
 
 
 @torch.no_grad()
@@ -108,7 +117,7 @@ def evaluate(model: nn.Module, url: str) -> tuple[int, float, int]:
         url, global_batch_size=120, shuffle=False, transform=read_sample, last_batch="partial"
     ) as loader:
         for batch in loader:
-            answers = model.module(batch["image"])
+            answers = model(batch["image"])
             totals[0] += (answers.argmax(1) == batch["label"]).sum()
             totals[1] += functional.cross_entropy(answers, batch["label"], reduction="sum")
             totals[2] += len(answers)
