@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json as json_text
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -95,18 +94,9 @@ def print_json(value: Any) -> None:
     print()
 
 
-def show_warnings() -> None:
-    """Let warnings read as messages, not as lines of source code."""
-
-    def show(message: Warning | str, *details: Any, **more: Any) -> None:
-        print(f"penstock: warning: {message}", file=sys.stderr)
-
-    warnings.simplefilter("always", UserWarning)
-    warnings.showwarning = show
-
-
 def console() -> Console:
-    return Console(highlight=False)
+    """The terminal. What is printed is data: brackets in it are no markup; styles are given as such."""
+    return Console(highlight=False, markup=False)
 
 
 def fact_table() -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,10 @@ LastBatch = Literal["drop", "pad", "partial"]
 
 _AUTO_MEMORY_SHARE = 0.4  # of what the node's ranks may use together
 _AHEAD_BYTES = 256 << 20  # what "auto" reads ahead, beyond the open windows
+
+
+class MemoryLimitWarning(UserWarning):
+    """The memory limit is below what the order needs open at once; reads are repeated."""
 
 
 class DistributedDataLoader:
@@ -176,7 +181,11 @@ class DistributedDataLoader:
         while True:
             pipeline = self._pipeline()
             asked_s = time.perf_counter()
-            item = pipeline.get()
+            try:
+                item = pipeline.get()
+            except Exception:
+                self._running.stop_pipeline()  # the position stands: another pass tries again from it
+                raise
             got_s = time.perf_counter()
             if item.batch is None:
                 self._epoch, self._consumed = item.epoch + 1, 0
@@ -349,6 +358,14 @@ class DistributedDataLoader:
         batch_budget = limit // 4
         # Chunks that do not all fit are read again for each span that needs them: then longer spans read less.
         fits = open_bytes < limit - batch_budget
+        if not fits:
+            warnings.warn(
+                f"the {own_lanes} lanes of this rank keep about {open_bytes >> 20} MiB of chunks open, which is above "
+                f"memory_limit={limit >> 20} MiB: chunks will be read several times. Raise memory_limit, give a "
+                "cache_dir, or start with fewer lanes or a smaller window",
+                MemoryLimitWarning,
+                stacklevel=3,
+            )
         return PipelineOptions(
             fetch_threads=4 if self._is_local else 16,
             decode_threads=self._workers,

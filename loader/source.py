@@ -13,6 +13,7 @@ from typing import Any
 from ..storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from .errors import ConfigError, DatasetError
 from .manifest import MANIFEST_NAME
+from .progress import show_progress
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -73,7 +74,9 @@ def expand_braces(pattern: str) -> list[str]:
     return [f"{before}{word}{rest}" for word in words for rest in rests]
 
 
-def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, Selection]:
+def select(
+    source: Source, storage_options: Mapping[str, Any] | None = None, *, progress: bool = False
+) -> tuple[Store, Selection]:
     """Open the store of a source and list what the source names; the caller closes the store.
 
     Raises:
@@ -84,7 +87,7 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
     if len(urls) == 1:
-        return _select_one(urls[0], storage_options)
+        return _select_one(urls[0], storage_options, progress)
     root, keys = _common_root(urls)
     store = open_store(root, storage_options=storage_options)
     try:
@@ -130,7 +133,7 @@ def _split(url: str) -> tuple[str, str]:
     return f"{scheme}://{authority}/", path
 
 
-def _select_one(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, Selection]:
+def _select_one(url: str, storage_options: Mapping[str, Any] | None, progress: bool) -> tuple[Store, Selection]:
     base, path = _split(url)
     folder, _, name = path.rpartition("/")
     # A web server answers for a folder's name with the page of its index, as if that were an object.
@@ -148,7 +151,11 @@ def _select_one(url: str, storage_options: Mapping[str, Any] | None) -> tuple[St
     url = url.rstrip("/") + "/"
     store = open_store(url, storage_options=storage_options)
     try:
-        objects = list(store.list())
+        objects = []
+        with show_progress("listing", None, unit="objects", enabled=progress) as advance:
+            for info in store.list():
+                objects.append(info)
+                advance(1)
         saved = next((info for info in objects if info.key == MANIFEST_NAME), None)
         listing = tuple(info for info in objects if not info.key.endswith(MANIFEST_NAME))
         if not listing:

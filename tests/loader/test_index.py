@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
-from penstock.loader.index import StaleManifestWarning, open_manifest
+from penstock.loader.index import open_manifest
+from penstock.loader.index_build import StaleManifestWarning
 from penstock.loader.index_cache import IndexCache
 from penstock.loader.manifest import MANIFEST_NAME
 from penstock.loader.source import expand_braces, select

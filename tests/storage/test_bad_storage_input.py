@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from penstock.storage import (
     AccessDeniedError,
     ByteRange,
     NotFoundError,
+    ObjectInfo,
     RetryConfig,
     StorageError,
     Store,
@@ -26,6 +29,7 @@ from penstock.storage import (
     split_url,
 )
 from penstock.storage.options import configure, find_secrets
+from penstock.storage.remote import drop_folder_markers
 from penstock.storage.remote_errors import Translator
 
 SECRET = "sEcReT/kEy+0123456789abcdef"
@@ -62,7 +66,7 @@ def test_wrong_credentials_are_refused_at_once_and_shown_nowhere(
 
 
 @pytest.mark.s3
-def test_a_marker_of_a_folder_is_listed_as_no_object(s3_url: tuple[str, dict[str, Any]]) -> None:
+def test_a_prefix_of_a_bucket_is_a_root_of_its_own(s3_url: tuple[str, dict[str, Any]]) -> None:
     url, options = s3_url
     store = open_store(url, storage_options=options)
     store.put("a/x", b"1")
@@ -139,6 +143,28 @@ def test_a_web_server_without_an_index_can_not_be_listed_but_is_read(
     assert store.get("x") == b"123"
     with pytest.raises(UnsupportedURLError, match="name the shards with a brace pattern"):
         store.list()
+
+
+def test_a_process_forked_after_a_request_gets_an_error_instead_of_a_hang(python_url: str) -> None:
+    program = f"""
+import os
+from penstock.storage import StorageError, open_store
+store = open_store("{python_url}/forked")
+store.put("x", b"1")
+child = os.fork()
+if child == 0:
+    try:
+        store.get("x")
+    except StorageError as exc:
+        os._exit(7 if "spawn" in str(exc) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+def test_markers_of_folders_are_no_objects_but_empty_objects_are() -> None:
+    listed = [ObjectInfo("a", 0), ObjectInfo("a/b", 0), ObjectInfo("a/b/c", 0), ObjectInfo("ab", 0), ObjectInfo("x", 1)]
+    assert [info.key for info in drop_folder_markers(listed)] == ["a/b/c", "ab", "x"]
 
 
 def test_a_missing_folder_of_a_web_server_is_not_found(python_url: str) -> None:
