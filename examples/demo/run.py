@@ -91,14 +91,15 @@ def run_demo(url: str, folder: Path, epochs: int) -> int:
 
     accuracy = second.end["right"] / second.end["count"]
     screen.show_result(second.end, LEAST_ACCURACY)
-    report = audit(folder / "audit")
-    is_exact = is_complete(report, epochs, sum(written.train))
-    screen.show_audit(report, is_exact, folder / "audit")
+    samples = sum(written.train)
+    audited = screen.show_audit(folder / "audit")
+    is_exact = audited == 0 and is_complete(audit(folder / "audit"), epochs, samples)
+    screen.show_verdict(is_exact, epochs, samples)
     return 0 if is_exact and accuracy >= LEAST_ACCURACY else 1
 
 
 def is_complete(report: AuditReport, epochs: int, samples: int) -> bool:
-    """Whether each of ``epochs`` epochs delivered each of ``samples`` samples once."""
+    """Whether every one of ``epochs`` epochs delivered every one of ``samples`` samples, once."""
     return (
         report.is_exact
         and [account.epoch for account in report.epochs] == list(range(epochs))

@@ -1,22 +1,22 @@
-"""What the demo shows: a line or two for each thing that happens, progress while it lasts, and tables at the end."""
+"""What the demo shows: a line or two for what happens, progress while it lasts, and the account at the end."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
-
-from penstock.loader.audit import AuditReport
 
 WIDTH = 100
 MARGIN = 12  # of the labels, and of what stands beside them
@@ -139,42 +139,26 @@ def show_result(end: Event, least_accuracy: float) -> None:
     _console.print()
 
 
-def show_audit(report: AuditReport, is_exact: bool, folder: Path) -> None:
-    say("audit", f"what the ranks were given, by the delivery logs in {_shorten(str(folder))}")
-    attempts = _make_table("attempt", "ranks", "from epoch", "from position")
-    for number, (world_size, epoch, start) in enumerate(report.attempts, start=1):
-        attempts.add_row(str(number), str(world_size), str(epoch), f"{start:,}")
-    accounts = _make_table("epoch", "samples", "delivered", "missing", "duplicated", "replayed")
-    for account in report.epochs:
-        accounts.add_row(
-            str(account.epoch),
-            f"{account.samples:,}",
-            f"{account.delivered:,}",
-            _color(account.missing, "bold red"),
-            _color(account.duplicated, "bold red"),
-            _color(account.replayed, "yellow"),
-        )
-    for table in (attempts, accounts):
-        _console.print(Padding(table, (1, 0, 0, MARGIN - 1)))
-    _console.print()
+def show_audit(folder: Path) -> int:
+    """Have ``penstock audit`` account for the run, and show what it says; gives its exit code."""
+    say("audit", f"[bold]penstock audit {_shorten(str(folder))}[/]")
+    environment = {**os.environ, "COLUMNS": str(_console.width - MARGIN)}
+    if _console.is_terminal and not _console.no_color:
+        environment["FORCE_COLOR"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli", "audit", str(folder)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    _console.print(Padding(Text.from_ansi(done.stdout.rstrip()), (1, 0, 1, MARGIN)))
+    return done.returncode
+
+
+def show_verdict(is_exact: bool, epochs: int, samples: int) -> None:
     if is_exact:
-        say("exact", "[bold green]every sample of every epoch was delivered exactly once[/]", style="green")
+        say("exact", f"all {samples:,} samples in each of {epochs} epochs, once each", style="green")
     else:
-        say("not exact", "[bold red]samples are missing or were delivered twice[/]", style="red")
-    replayed = sum(account.replayed for account in report.epochs)
-    say("", f"[dim]{replayed:,} replayed: what the killed attempt was given after its last checkpoint[/]")
+        say("not exact", f"some epoch has not all of {samples:,} samples, once each", style="red")
     _console.print()
-
-
-def _make_table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="", border_style="dim", show_edge=False, pad_edge=True)
-    for name in columns:
-        table.add_column(name, justify="right", min_width=9)
-    return table
-
-
-def _color(count: int, style: str) -> str:
-    return f"[{style}]{count:,}[/]" if count else "[dim]0[/]"
 
 
 def _shorten(path: str) -> str:
