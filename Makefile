@@ -4,7 +4,7 @@ PYTHON ?= python3
 STORE ?= local
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean servers
@@ -50,7 +50,7 @@ $(BIN)/python:
 
 # One stamp for each set of extras: installing is skipped until what it depends on changes.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	@echo 'installing penstock[$(EXTRAS)] into $(VENV)'
+	@echo 'installing penstock[$(EXTRAS)] into $(VENV), which takes some minutes the first time'
 	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	@touch $@
 
