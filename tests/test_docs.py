@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import penstock.storage.resolve
 from penstock import DistributedDataLoader, ImageDecoder
@@ -75,16 +76,18 @@ def _make_data() -> None:
         for i in range(120)
     ]
     clicks = [
-        {"user": i % 977, "item": i * 7 % 50021, "price": i % 100 / 4, "clicked": int(i % 9 == 0)} for i in range(20_000)
+        {"user": i % 977, "item": i * 7 % 50021, "price": i % 100 / 4, "clicked": int(i % 9 == 0)}
+        for i in range(20_000)
     ]
     tokens = [rng.integers(0, 50_000, 1000) for _ in range(50)]
     for root in ("s3-bucket", "s3-public", "gs-bucket", "az-container", "https-example.org"):
         pack(photos, f"mem://docs-{root}/train/", shard_bytes=150_000)
+    pack(photos, "mem://docs-s3-bucket/imagenet/train/")
     pack(clicks, "mem://docs-s3-bucket/clicks/", format="parquet", shard_bytes=60_000)
     pack(tokens, "mem://docs-s3-bucket/tokens/", format="tokens", seq_len=100)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("object_stores")
 def test_every_python_block_of_the_documentation_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +101,8 @@ def test_every_python_block_of_the_documentation_runs(
     for line, mark, code in python_blocks(page.read_text()):
         if mark == "no-run":
             continue
+        if not torch.cuda.is_available():
+            code = code.replace('device="cuda"', "device=None")
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile("\n" * line + code, str(page), "exec"), names)
     for value in names.values():
@@ -120,7 +125,7 @@ def _write_sources(folder: Path) -> None:
     (folder / "docs.jsonl").write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_is_not_run_says_why(page: Path) -> None:
     text = page.read_text()
     for found in _FENCE.finditer(text):
@@ -131,7 +136,7 @@ def test_what_is_not_run_says_why(page: Path) -> None:
             assert re.fullmatch(r"<!-- no-run: .+ -->", before), found[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None:
     prose = _FENCE.sub("", page.read_text())
     for link in _LINK.findall(prose):
