@@ -1,7 +1,7 @@
 """The pipeline of one rank: plan ahead, fetch ahead, gather, decode ahead, hand over in order.
 
-One assembler thread plans and gathers; the reader's threads fetch; the pool's decode; with a device, one more thread
-copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
+One assembler thread plans and gathers; the reader's threads fetch; the pool's decode, or worker processes do; with a
+device, one more thread copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .plan import EpochPlan, Order, count_steps
 from .quarantine import Quarantine
 from .read import ChunkReader, ChunkSource
 from .spans import EpochSpans, Share, Span, chunks_by_first_use
+from .worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,7 @@ class Pipeline:
         epoch: int,
         position: int,
         counters: Counters,
+        workers: WorkerPool | None = None,
     ) -> None:
         self._source = source
         self._order = order
@@ -146,7 +148,14 @@ class Pipeline:
         self._out = Handover(options.batch_budget_bytes)
         self._pool = ThreadPoolExecutor(options.decode_threads, thread_name_prefix="penstock-decode")
         self._maker = BatchMaker(
-            batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters, self._stopping
+            options=batch_options,
+            decoders=decoders,
+            manifest=source.manifest,
+            pool=self._pool,
+            workers=workers,
+            parts=options.decode_threads if workers is None else workers.processes,
+            counters=counters,
+            stopping=self._stopping,
         )
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
@@ -282,6 +291,8 @@ class Pipeline:
             batch=pending,
         )
         delivered = self._host_out.put(item)
+        if not delivered:
+            pending.cancel()
         self._counters.add(backpressure_s=time.perf_counter() - started)
         return delivered
 
