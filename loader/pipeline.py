@@ -270,8 +270,11 @@ class Pipeline:
         low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
         num_valid = int(span.num_valid[step])
         batch_rows = rows.cut(low, high)
-        if self._share.pad and high - low < self._share.batch_size:
-            batch_rows = batch_rows.pick([i % (high - low) for i in range(self._share.batch_size)])
+        num_rows = max(num_valid, self._share.batch_size) if self._share.pad else num_valid
+        if num_rows > high - low:
+            batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
+        elif num_rows < high - low:
+            batch_rows = batch_rows.cut(0, num_rows)  # a row was read for its fields only
         pending = self._maker.start(batch_rows, span.epoch, num_valid)
         item = Delivery(
             epoch=span.epoch,
