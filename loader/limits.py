@@ -18,13 +18,19 @@ def parse_bytes(value: int | float | str, name: str) -> int:
         ConfigError: neither; or not positive. Names ``name`` and the value.
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", value.lower())
         if not found:
             raise ConfigError(f"{name}={value!r} is not a size; write bytes as a number, or like '512MiB' or '2GB'")
         value = float(found.group(1)) * _UNITS[found.group(2)]
-    if isinstance(value, bool) or not value > 0:
-        raise ConfigError(f"{name}={value!r}: must be above 0 bytes")
-    return int(value)
+    try:
+        size = 0.0 if isinstance(value, bool) else float(value)
+    except TypeError as exc:
+        raise ConfigError(
+            f"{name}={value!r} is not a size; write bytes as a number, or like '512MiB' or '2GB'"
+        ) from exc
+    if not 1 <= size < float("inf"):
+        raise ConfigError(f"{name}={value!r}: must be at least 1 byte")
+    return int(size)
 
 
 def usable_cores() -> int:
