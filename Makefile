@@ -57,7 +57,7 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.lint: EXTRAS := test,lint
-$(VENV)/.bench: EXTRAS := bench
+$(VENV)/.bench: EXTRAS := bench,images
 
 clean:
 	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,34 +58,39 @@ class SmallModel(nn.Module):
 
 def main() -> None:
     options = parse_options()
+    torch.manual_seed(0)
+    model: nn.Module = SmallModel(options.vocabulary)
     if "RANK" in os.environ:
         dist.init_process_group()
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with tempfile.TemporaryDirectory() as folder:
         if options.url is None:
             pack(read_texts(), f"{folder}/tokens", format="tokens", seq_len=SEQ_LEN, tokenizer=encode)
         url = options.url or f"{folder}/tokens"
-        state = train(url, options, steps=options.steps // 2, state=None)
-        say(f"stopped; the state to go on from: {json.dumps(state)}")
-        train(url, options, steps=options.steps - options.steps // 2, state=state)
+        state = train(url, options, model, optimizer)
+        say(f"the loader is gone; its state, to be kept in a checkpoint beside the model's: {json.dumps(state)}")
+        train(url, options, model, optimizer, state)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(url: str, options: argparse.Namespace, *, steps: int, state: dict | None) -> dict:
+def train(
+    url: str,
+    options: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Train for some steps; gives the loader's state, which any number of ranks can go on from."""
-    torch.manual_seed(0)
-    model: nn.Module = SmallModel(options.vocabulary)
-    if dist.is_initialized():
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with DistributedDataLoader(
         url, batch_size=options.batch_size, format=TokensFormat(seq_len=SEQ_LEN, dtype=options.dtype, overlap=1)
     ) as loader:
         if state is not None:
             loader.load_state_dict(state)
         done = 0
-        while done < steps:
-            for batch in islice(loader, steps - done):
+        while done < options.steps:
+            for batch in islice(loader, options.steps - done):
                 tokens = batch["tokens"].long()  # (B, 129)
                 scores = model(tokens[:, :-1])
                 loss = nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
@@ -92,8 +98,7 @@ def train(url: str, options: argparse.Namespace, *, steps: int, state: dict | No
                 loss.backward()
                 optimizer.step()
                 done += 1
-                if done % 25 == 0:
-                    say(f"epoch {loader.epoch}, step {done}: loss {loss.item():.3f}")
+            say(f"epoch {loader.epoch}, step {done}: loss {loss.item():.3f}")
         return loader.state_dict()
 
 
@@ -108,7 +113,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="uint16", help="of the stored tokens")
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per rank")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50, help="before the stop, and again after it")
     return parser.parse_args()
 
 

@@ -115,7 +115,7 @@ def gather(
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
                 if isinstance(column, BytesColumn) and decoders.of(name, column) is not None and not column.text:
-                    values.extend(column.views(group.rows))
+                    values.extend(column.copies(group.rows))
                 else:
                     values.extend(_take(column, name, group))
                 continue

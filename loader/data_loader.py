@@ -170,6 +170,7 @@ class DistributedDataLoader:
         self._source = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         self._quarantine = Quarantine(self._source, max_bad_chunks)
         self._epoch, self._consumed = 0, 0
+        self._passes = 0
         if audit_dir is not None:
             self._running.log = DeliveryLog(
                 audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
@@ -186,15 +187,21 @@ class DistributedDataLoader:
     # -- iteration ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from the current position to the epoch's end."""
+        """The batches from the current position to the epoch's end, or until another epoch is gone to."""
+        self._passes += 1
+        this_pass, epoch = self._passes, self._epoch
         is_first = True
         left_s = time.perf_counter()
-        while True:
+        while is_first or self._epoch == epoch:
+            if self._passes != this_pass:
+                raise ConfigError(
+                    "another pass over this loader has begun, and a loader has one position; make a loader for each"
+                )
             pipeline = self._pipeline()
             asked_s = time.perf_counter()
             try:
                 item = pipeline.get()
-            except Exception:
+            except BaseException:  # an interrupt, too: a batch taken out of the queue is not lost
                 self._running.stop_pipeline()  # the position stands: another pass tries again from it
                 raise
             got_s = time.perf_counter()
@@ -209,7 +216,8 @@ class DistributedDataLoader:
             else:
                 self._counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - left_s)
             is_first = False
-            self._epoch, self._consumed = item.epoch, item.stop
+            epoch = self._epoch = item.epoch
+            self._consumed = item.stop
             if self._running.log is not None:
                 self._running.log.record(item.epoch, item.start, item.stop, item.ids)
             left_s = time.perf_counter()

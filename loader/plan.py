@@ -14,6 +14,7 @@ Ranks appear only in step 6, so everything before it, and with it a checkpointed
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,13 @@ class Order:
     window: int = 4
 
     def __post_init__(self) -> None:
+        for name in ("seed", "lanes", "window"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, int(operator.index(value)))  # numpy's integers are not JSON-able
+            except TypeError as exc:
+                raise ConfigError(f"{name}={value!r} is not a whole number") from exc
+        object.__setattr__(self, "shuffle", bool(self.shuffle))
         if self.lanes < 1 or self.lanes & (self.lanes - 1):
             raise ConfigError(f"lanes={self.lanes} is not a power of two; use {next_power_of_two(max(1, self.lanes))}")
         if self.window < 1:

@@ -81,7 +81,8 @@ def rank_batches(sizes, order, epoch, share: Share, *, first=0, last_batch="part
             assert (rows[group.targets] == -1).all()
             rows[group.targets] = ids_of[group.chunk] + group.rows
         assert (rows >= 0).all()
-        batches += [rows[a:b] for a, b in zip(span.row_starts[:-1], span.row_starts[1:], strict=True)]
+        counts = np.diff(span.row_starts) if share.pad else span.num_valid
+        batches += [rows[a : a + count] for a, count in zip(span.row_starts[:-1], counts, strict=True)]
         first, left = int(span.bounds[-1]), left - steps
         list(spans.close_windows(first))
     return batches
