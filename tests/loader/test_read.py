@@ -1,4 +1,4 @@
-"""The chunk reader against a fake source: all is delivered, the budget holds, accounts end at zero, no thread is left."""
+"""The chunk reader against a fake source: all is delivered, the budget holds, no count and no thread is left."""
 
 from __future__ import annotations
 
