@@ -178,6 +178,7 @@ class ChunkReader:
         self._peak = 0
         self._requested_bytes = 0
         self._closed = False
+        self._failure: BaseException | None = None  # of a fetch thread itself, not of a chunk
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._fetch_loop, name=f"penstock-fetch-{i}", daemon=True) for i in range(threads)
@@ -242,6 +243,8 @@ class ChunkReader:
         while True:
             if self._closed:
                 raise LoaderClosedError("the loader was closed while a batch was being read")
+            if self._failure is not None:
+                raise self._failure
             for chunk in self._current:
                 slot = self._slots[chunk]
                 loaded = slot.block or slot.error
@@ -276,13 +279,18 @@ class ChunkReader:
     # -- the fetch threads ----------------------------------------------------------------------------------------
 
     def _fetch_loop(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    while (chunk := self._next_admitted()) is None:
+                        if self._closed:
+                            return
+                        self._changed.wait()
+                self._fetch(chunk)
+        except BaseException as exc:  # noqa: BLE001 - raised by the assembler, which would wait for ever
             with self._changed:
-                while (chunk := self._next_admitted()) is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-            self._fetch(chunk)
+                self._failure = exc
+                self._changed.notify_all()
 
     def _next_admitted(self) -> int | None:
         """The chunk to fetch next, its bytes reserved; None while there is none or it has no room. Holds the lock."""

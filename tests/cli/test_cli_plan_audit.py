@@ -1,0 +1,150 @@
+"""``penstock plan`` and ``penstock audit``, as a person and as a program run them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import DistributedDataLoader, TokensFormat
+from penstock.cli import run
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    code, out, _ = call(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    for number in range(3):
+        np.arange(8 * 100, dtype=np.uint16).tofile(folder / f"{number}.bin")
+    return folder
+
+
+MADE_UP = ("plan", "--samples", 100_000, "--shards", 50, "--sample-bytes", 20_000)
+
+
+def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys):
+    code, out, _ = call(capsys, *MADE_UP, "--world-size", 1, 8, 1024, "--batch-size", 32)
+    assert code == 0
+    (ranks,) = [line.split() for line in out.splitlines() if line.strip().startswith("ranks")]
+    assert ranks == ["ranks", "1", "8", "1,024"]
+    lines = {re.split(r"\s{2,}", line.strip())[0]: re.split(r"\s{2,}", line.strip())[1:] for line in out.splitlines()}
+    assert lines["global batch"] == ["32", "256", "32,768"]
+    assert lines["batches per rank"] == ["3,125", "390", "3"]
+    assert lines["read amplification"] == ["1.00", "1.00", "1.00"]
+    assert lines["skew of an epoch, samples"] == ["0", "0", "0"]
+
+
+def test_plan_gives_a_program_the_same_numbers(capsys):
+    code, told = call_json(capsys, *MADE_UP, "--world-size", 8, 6, "--global-batch-size", 48)
+    assert code == 0
+    assert [each["world_size"] for each in told] == [8, 6]
+    assert {each["batches_per_rank"] for each in told} == {100_000 // 48}
+    assert {each["samples"] for each in told} == {100_000}
+    assert told[0]["read_amplification"] == 1.0 < told[1]["read_amplification"] < 1.5
+    assert told[0]["skew"] == 0
+
+
+def test_plan_of_a_data_set_that_is_there_reads_its_index(capsys, tokens):
+    code, (told,) = call_json(capsys, "plan", tokens, "--seq-len", 8, "--world-size", 2, "--batch-size", 5)
+    assert code == 0
+    assert (told["samples"], told["shards"], told["batches_per_rank"]) == (300, 3, 30)
+    assert told["bytes"] == 3 * 1600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan",), "no source"),
+        (("plan", "--samples", 10, "--shards", 11), "samples >= shards >= 1"),
+        (("plan", "somewhere", "--samples", 10), "give either a source, or --samples"),
+        ((*MADE_UP, "--world-size", 0), "must be at least 1"),
+        ((*MADE_UP, "--batch-size", -4), "must be at least 1"),
+        ((*MADE_UP, "--lanes", 12), "lanes=12 is not a power of two; use 16"),
+        ((*MADE_UP, "--window", -2), "window=-2"),
+        ((*MADE_UP, "--world-size", 10, "--batch-size", 100_000), "is above the data set's 100000 samples"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused_with_what_would_do(capsys, arguments, message):
+    code, out, err = call(capsys, *arguments)
+    assert code != 0
+    assert message in " ".join(err.split())
+    assert "Traceback" not in out + err
+
+
+@pytest.fixture
+def logs(tokens: Path, tmp_path: Path) -> Path:
+    """Of 3 ranks that stop after 7 batches of 18, and of 2 that go on from the state after the 6th."""
+    folder = tmp_path / "audit"
+    for rank in range(3):
+        with open_loader(tokens, folder, rank, 3) as loader:
+            batches = iter(loader)
+            for _ in range(6):
+                next(batches)
+            state = loader.state_dict()
+            next(batches)
+    for rank in range(2):
+        with open_loader(tokens, folder, rank, 2) as loader:
+            loader.load_state_dict(state)
+            for _ in loader:
+                pass
+    return folder
+
+
+def open_loader(tokens: Path, folder: Path, rank: int, world_size: int) -> DistributedDataLoader:
+    return DistributedDataLoader(
+        tokens,
+        format=TokensFormat(seq_len=8),
+        batch_size=6,
+        rank=rank,
+        world_size=world_size,
+        last_batch="partial",
+        lanes=16,
+        audit_dir=folder,
+    )
+
+
+def test_audit_proves_a_resumed_run_and_ends_with_zero(capsys, logs):
+    code, out, _ = call(capsys, "audit", logs)
+    assert code == 0
+    assert "every sample of what was reached was delivered exactly once" in " ".join(out.split())
+    rows = [line.split() for line in out.splitlines()]
+    assert ["1", "3", "0", "0"] in rows
+    assert ["2", "2", "0", "108"] in rows
+    assert ["0", "300", "300", "300", "0", "0", "18"] in rows
+
+
+def test_audit_ends_with_one_when_a_ranks_deliveries_are_missing(capsys, logs):
+    sorted(logs.iterdir())[-1].unlink()
+    code, told = call_json(capsys, "audit", logs)
+    assert code == 1
+    assert not told["ok"]
+    (epoch,) = told["epochs"]
+    assert epoch["missing"] == 300 - epoch["delivered"] > 0
+    code, out, _ = call(capsys, "audit", logs)
+    assert code == 1
+    assert "missing or came more than once" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("content", [None, b"no log\n"])
+def test_audit_of_a_folder_without_good_logs_is_refused(capsys, tmp_path, content):
+    if content is not None:
+        (tmp_path / "x.deliveries").write_bytes(content)
+    code, out, err = call(capsys, "audit", tmp_path)
+    assert code not in (0, 1)
+    assert str(tmp_path) in "".join(err.split())
+    assert "Traceback" not in out + err

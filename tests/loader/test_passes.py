@@ -1,0 +1,150 @@
+"""What one pass of a loader is: where it ends, what interrupts it, and that every rank sees the same fields."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tar_dataset import write_tars
+
+from penstock import DistributedDataLoader
+from penstock.loader.errors import ConfigError
+from penstock.loader.pipeline import Pipeline
+
+SAMPLES = 100
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tars")
+    write_tars(folder, [30, 45, 25])
+    return str(folder)
+
+
+def load(source: str, **options) -> DistributedDataLoader:
+    return DistributedDataLoader(source, **{"batch_size": 10, "with_ids": True, "rank": 0, "world_size": 1, **options})
+
+
+def ids(batches) -> list[int]:
+    return [sample for batch in batches for sample in batch["__id__"].tolist()]
+
+
+@pytest.mark.parametrize("at_step", [1, 5, 9, 10])
+def test_a_pass_with_new_shares_at_any_step_is_one_epoch(tars, at_step):
+    with load(tars) as loader:
+        seen = []
+        for step, batch in enumerate(loader, start=1):
+            seen += ids([batch])
+            if step == at_step:
+                loader.set_shares([2.0])
+        assert sorted(seen) == list(range(SAMPLES))
+        assert loader.epoch == 1
+        assert sorted(ids(loader)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("at_step", [1, 5, 10])
+def test_loading_the_present_state_in_mid_pass_changes_nothing(tars, at_step):
+    with load(tars) as loader:
+        expected = ids(loader)
+        loader.set_epoch(0)
+        seen = []
+        for step, batch in enumerate(loader, start=1):
+            seen += ids([batch])
+            if step == at_step:
+                loader.load_state_dict(loader.state_dict())
+        assert seen == expected
+
+
+def test_going_back_in_mid_pass_goes_on_from_there_to_the_epochs_end(tars):
+    with load(tars) as loader:
+        seen, state = [], None
+        for step, batch in enumerate(loader, start=1):
+            seen.append(ids([batch]))
+            if step == 3:
+                state = loader.state_dict()
+            if step == 6:
+                loader.load_state_dict(state)
+        assert seen[3:6] == seen[6:9]
+        assert len(seen) == 13
+
+
+def test_going_to_another_epoch_ends_the_pass(tars):
+    with load(tars) as loader:
+        steps = 0
+        for _ in loader:
+            steps += 1
+            if steps == 2:
+                loader.set_epoch(7)
+        assert (steps, loader.epoch) == (2, 7)
+        assert sorted(ids(loader)) == list(range(SAMPLES))
+        assert loader.epoch == 8
+
+
+def test_a_pass_that_another_one_overtook_is_refused_instead_of_sharing_its_batches(tars):
+    with load(tars) as loader:
+        older = iter(loader)
+        seen = ids([next(older)])
+        newer = iter(loader)
+        seen += ids([next(newer)])
+        with pytest.raises(ConfigError, match="another pass over this loader has begun"):
+            next(older)
+        assert sorted(seen + ids(newer)) == list(range(SAMPLES))
+
+
+def test_an_interrupt_while_a_batch_is_waited_for_loses_none(tars, monkeypatch):
+    get = Pipeline.get
+    calls = 0
+
+    def interrupted(pipeline: Pipeline):
+        nonlocal calls
+        calls += 1
+        item = get(pipeline)
+        if calls == 4:
+            raise KeyboardInterrupt
+        return item
+
+    monkeypatch.setattr(Pipeline, "get", interrupted)
+    with load(tars) as loader:
+        seen: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(sample for batch in loader for sample in ids([batch]))
+        assert len(seen) == 30
+        assert sorted(seen + ids(loader)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("last_batch", ["partial", "pad"])
+@pytest.mark.parametrize("batch_size", [1, 2, 30])
+def test_a_rank_without_samples_sees_the_fields_that_the_others_see(tars, last_batch, batch_size):
+    world_size = 7
+    counts, delivered = set(), []
+    for rank in range(world_size):
+        with load(tars, rank=rank, world_size=world_size, batch_size=batch_size, last_batch=last_batch) as loader:
+            batches = list(loader)
+        counts.add(len(batches))
+        for batch in batches:
+            assert batch.keys() - {"__valid__"} == {"txt", "bin", "__key__", "__id__"}
+            valid = batch["__valid__"].numpy() if last_batch == "pad" else np.ones(len(batch["__id__"]), bool)
+            assert {len(values) for values in batch.values()} == {len(valid)}
+            if last_batch == "pad":
+                assert len(valid) == batch_size
+            delivered += batch["__id__"].numpy()[valid].tolist()
+    assert sorted(delivered) == list(range(SAMPLES))
+    assert len(counts) == 1
+
+
+def test_a_rank_of_hardly_any_weight_gets_empty_batches_with_all_fields(tars):
+    with load(tars, rank=1, world_size=2, batch_size=4) as loader:
+        loader.set_shares([1.0, 1e-6])
+        batches = list(loader)
+    assert len(batches) == 12
+    assert {len(batch["__id__"]) for batch in batches} == {0}
+    assert all(batch.keys() == {"txt", "bin", "__key__", "__id__"} for batch in batches)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [1, 1, 1]])
+@pytest.mark.parametrize("lanes", [1, 64])
+def test_the_smallest_data_sets_give_whole_epochs_again_and_again(tmp_path, sizes, lanes):
+    write_tars(tmp_path, sizes)
+    with load(str(tmp_path), lanes=lanes, batch_size=2, last_batch="partial", window=1) as loader:
+        for epoch in range(30):
+            assert loader.epoch == epoch
+            assert sorted(ids(loader)) == list(range(sum(sizes)))
