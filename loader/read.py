@@ -244,16 +244,24 @@ class ChunkReader:
                     return chunk, loaded
             self._changed.wait()
 
-    def close(self) -> None:
-        """Stop the threads and drop everything. A fetch in flight ends on its own; its result is dropped."""
+    def stop(self) -> None:
+        """Begin no more fetches, and wake who waits."""
         with self._changed:
             self._closed = True
             self._ahead.clear()
             self._urgent.clear()
             self._changed.notify_all()
+
+    def close(self, until: float) -> None:
+        """Drop everything, and wait for the threads until ``time.monotonic()`` is ``until``.
+
+        A request cannot be broken off: one that lasts longer ends in its daemon thread, and its result is dropped.
+        """
+        self.stop()
         for thread in self._threads:
-            thread.join(timeout=5.0)
-        self._slots.clear()
+            thread.join(max(0.0, until - time.monotonic()))
+        with self._changed:
+            self._slots.clear()
 
     @property
     def resident_bytes(self) -> int:
