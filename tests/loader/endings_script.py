@@ -8,13 +8,10 @@ import threading
 import time
 from pathlib import Path
 
+from row_functions import rest_a_moment
+
 from penstock import DistributedDataLoader
 from penstock.storage import MemoryStore
-
-
-def rest(sample):
-    time.sleep(0.01)
-    return sample
 
 
 def fill_store(source: str) -> MemoryStore:
@@ -36,7 +33,7 @@ def main() -> None:
     if latency_s is not None:
         store = fill_store(source)
         source = store.url
-    loader = DistributedDataLoader(source, **({"batch_size": 16, "transform": rest} | options))
+    loader = DistributedDataLoader(source, **({"batch_size": 16, "transform": rest_a_moment} | options))
     if store is not None:
         store.slow_down(latency_s=latency_s)
     if mode == "close":
