@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ def main() -> None:
     for epoch in range(1000):
         for step, batch in enumerate(loader):
             if step == 1 and epoch == 0:
-                say(batch=len(batch["txt"]))
+                say(batch=len(batch["txt"]), process=os.getpid(), state=loader.state_dict())
                 if mode == "exit":
                     return
                 if mode == "raise":

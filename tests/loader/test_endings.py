@@ -145,3 +145,21 @@ def test_a_killed_run_leaves_no_process_and_the_next_starts_at_once(tars, tmp_pa
     end_of(run)
     with DistributedDataLoader(tars, batch_size=16) as loader:
         assert sum(1 for _ in loader) == sum(SIZES) // 16
+
+
+def test_after_sigkill_of_one_of_two_ranks_nothing_is_left_and_the_epoch_is_resumed(tars, tmp_path, nothing_left):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", SCRIPT]
+    run = subprocess.Popen(
+        [*launcher, "train", tars, "processes=1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    said = [json.loads(run.stdout.readline()) for _ in range(2)]
+    assert said[0]["state"] == said[1]["state"]
+    groups = [os.getpgid(rank["process"]) for rank in said]
+    os.kill(said[0]["process"], signal.SIGKILL)
+    assert run.wait(30) == 1
+    run.stdout.close()
+    for group in groups:
+        assert_group_ends(group)
+    with DistributedDataLoader(tars, batch_size=16) as loader:
+        loader.load_state_dict(said[1]["state"])
+        assert sum(1 for _ in loader) == (sum(SIZES) - 2 * 2 * 16) // 16
