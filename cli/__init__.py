@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 # A command is a module of this folder with ``run(arguments) -> exit code``; the text is its line in the overview.
 COMMANDS = {
@@ -54,7 +56,10 @@ def _run_command(name: str, rest: list[str]) -> int:
     from ..storage.errors import PenstockError
 
     try:
-        code = importlib.import_module(f".{name}", __name__).run(rest)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = _show_warning
+            code = importlib.import_module(f".{name}", __name__).run(rest)
         sys.stdout.flush()
         return int(code)
     except PenstockError as exc:
@@ -67,6 +72,11 @@ def _run_command(name: str, rest: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\npenstock {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning reads as a message, not as a line of source code."""
+    print(f"penstock: warning: {message}", file=sys.stderr)
 
 
 def _print_overview() -> None:

@@ -63,6 +63,6 @@ def show_report(report: AuditReport) -> None:
     screen.print(table)
     screen.print()
     if report.is_exact:
-        screen.print("[green]every sample of what was reached was delivered exactly once[/green]")
+        screen.print("every sample of what was reached was delivered exactly once", style="green")
     else:
-        screen.print("[red]samples are missing or came more than once[/red]")
+        screen.print("samples are missing or came more than once", style="red")

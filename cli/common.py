@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json as json_text
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -40,8 +39,7 @@ class SourceArguments:
     """What every command that reads a data set is told."""
 
     source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
-    """URL or path of a folder of shards, of one shard, or a quoted pattern such as "s3://b/x-{000..099}.tar";
-    several are read one after the other."""
+    """URLs or paths: of a folder of shards, of shards, or a quoted pattern like "s3://b/x-{000..099}.tar"."""
 
     format: Annotated[FormatName | None, tyro.conf.arg(metavar=_choices(FormatName), help_behavior_hint="")] = None
     """Read the shards as this format instead of finding it out."""
@@ -53,8 +51,7 @@ class SourceArguments:
     """Type of a token, for raw token files (uint16 if not given)."""
 
     storage_option: StorageOptions = ()
-    """Setting of the store, such as endpoint=http://host:9000; may be repeated. Credentials are best left to the
-    environment."""
+    """Setting of the store, such as endpoint=http://host:9000; may be repeated. Leave secrets to the environment."""
 
     json: bool = False
     """Print the result as JSON."""
@@ -97,18 +94,9 @@ def print_json(value: Any) -> None:
     print()
 
 
-def show_warnings() -> None:
-    """Let warnings read as messages, not as lines of source code."""
-
-    def show(message: Warning | str, *details: Any, **more: Any) -> None:
-        print(f"penstock: warning: {message}", file=sys.stderr)
-
-    warnings.simplefilter("always", UserWarning)
-    warnings.showwarning = show
-
-
 def console() -> Console:
-    return Console(highlight=False)
+    """The terminal. What is printed is data: brackets in it are no markup; styles are given as such."""
+    return Console(highlight=False, markup=False)
 
 
 def fact_table() -> Table:

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..loader.checksum import sum_chunks
 from ..loader.errors import ConfigError
-from ..loader.index import INDEX_THREADS, StaleManifestWarning, open_manifest
+from ..loader.index import open_manifest, read_saved_manifest
+from ..loader.index_build import INDEX_THREADS, StaleManifestWarning
 from ..loader.manifest import MANIFEST_NAME, Manifest
 from ..loader.source import absolute_urls
-from ..loader.verify import sum_chunks
-from ..storage import open_store
-from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json, show_warnings
+from ..storage import PenstockError, open_store
+from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class IndexArguments(SourceArguments):
     """Only look: do not keep the manifest beside the data (as penstock-manifest.arrow)."""
 
     checksums: bool = False
-    """Read all data, and keep a checksum for each chunk, which every reader then checks."""
+    """Read all data, and keep a checksum for each chunk, which readers then check; kept up where there were some."""
 
     rebuild: bool = False
     """Read every shard anew, whatever was kept before."""
@@ -41,7 +42,6 @@ class IndexArguments(SourceArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(IndexArguments, "index", arguments)
-    show_warnings()
     source, options = given.chosen_source(), given.options()
     started = time.monotonic()
     with warnings.catch_warnings():
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
             threads=given.threads,
             rebuild=given.rebuild,
         )
-    if given.checksums and manifest.checksums is None:
+    if manifest.checksums is None and (given.checksums or _had_checksums(manifest.url, options)):
         manifest = sum_chunks(manifest, storage_options=options, threads=given.threads)
     written = None
     if not given.no_write:
@@ -66,6 +66,15 @@ def run(arguments: Sequence[str]) -> int:
         written = _write(manifest, options)
     _report(given, manifest, written, time.monotonic() - started)
     return 0
+
+
+def _had_checksums(url: str, options: dict[str, str] | None) -> bool:
+    """Whether the manifest that is to be replaced has some; a mended one has lost them."""
+    try:
+        saved = read_saved_manifest(url + MANIFEST_NAME, options)
+    except PenstockError:
+        return False
+    return saved is not None and saved.checksums is not None
 
 
 def _write(manifest: Manifest, options: dict[str, str] | None) -> str:

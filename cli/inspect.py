@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..loader.inspect import Inspection, Spread, draw_bars, inspect
-from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json, show_warnings
+from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,6 @@ class InspectArguments(SourceArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
-    show_warnings()
     seen = inspect(
         given.chosen_source(),
         storage_options=given.options(),
@@ -67,10 +66,10 @@ def _report(seen: Inspection) -> None:
     low, high = format_bytes(seen.sample_sizes.low), format_bytes(seen.sample_sizes.high)
     screen.print()
     if len(seen.histogram) == 1:
-        screen.print(f"[bold]sizes of samples[/bold]  all of the {seen.sizes_of:,} read have {low}")
+        screen.print(_heading("sizes of samples"), f" all of the {seen.sizes_of:,} read have {low}")
     else:
-        screen.print(f"[bold]sizes of samples[/bold]  {seen.sizes_of:,} read; to the right by equal ratios")
-        screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}", markup=False)
+        screen.print(_heading("sizes of samples"), f" {seen.sizes_of:,} read; to the right by equal ratios")
+        screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}")
 
     fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     fields.add_column("field", style="cyan", no_wrap=True)
@@ -79,8 +78,12 @@ def _report(seen: Inspection) -> None:
     for field in seen.fields:
         fields.add_row(Text(field.name), Text(field.kind), Text(field.value))
     screen.print()
-    screen.print("[bold]the first sample[/bold]")
+    screen.print(_heading("the first sample"))
     screen.print(fields)
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
 
 
 def _sizes(spread: Spread) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from .common import (
     parse,
     parse_options,
     print_json,
-    show_warnings,
 )
 
 
@@ -83,7 +82,6 @@ class PackArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PackArguments, "pack", arguments)
-    show_warnings()
     summary = pack(
         given.source,
         given.target,

@@ -16,7 +16,7 @@ from ..loader.forecast import Forecast, forecast
 from ..loader.formats.shard import CHUNK_BYTES, IntArray
 from ..loader.index import open_manifest
 from ..loader.plan import Order, auto_lanes, auto_window
-from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json, show_warnings
+from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,6 @@ class PlanArguments(SourceArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
-    show_warnings()
     name, chunks = _made_up(given) if given.samples is not None else _existing(given)
     forecasts = [_forecast(given, chunks, world_size) for world_size in given.world_size]
     if given.json:

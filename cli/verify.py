@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
-from ..loader.verify import VERIFY_THREADS, VerifyResult, verify
-from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json, show_warnings
+from ..loader.checksum import READ_THREADS
+from ..loader.verify import VerifyResult, verify
+from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
 _SHOWN = 50
 
@@ -24,13 +26,12 @@ class VerifyArguments(SourceArguments):
     example:  penstock verify s3://bucket/train/
     """
 
-    threads: int = VERIFY_THREADS
+    threads: int = READ_THREADS
     """Chunks read at a time."""
 
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(VerifyArguments, "verify", arguments)
-    show_warnings()
     result = verify(
         given.chosen_source(),
         storage_options=given.options(),
@@ -53,10 +54,10 @@ def _report(result: VerifyResult) -> None:
     table.add_row("", f"{format_bytes(result.bytes)} in {format_seconds(result.seconds)}, {format_bytes(rate)}/s")
     table.add_row("checksums", "compared" if result.checksums else "none in the manifest; `penstock index --checksums`")
     if result.ok:
-        table.add_row("result", "[green]all is well[/green]")
+        table.add_row("result", Text("all is well", style="green"))
         screen.print(table)
         return
-    table.add_row("result", f"[red]{len(result.flaws):,} flaws in {len(result.bad_shards):,} shards[/red]")
+    table.add_row("result", Text(f"{len(result.flaws):,} flaws in {len(result.bad_shards):,} shards", style="red"))
     screen.print(table)
     flaws = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     flaws.add_column("shard", style="cyan", overflow="fold")

@@ -53,12 +53,19 @@ class DeliveryLog:
     def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
         """Note that this rank was given ``ids`` of the global batch at positions ``start`` to ``stop``."""
         head = np.array((_MAGIC, epoch, start, stop, len(ids)), np.int64)
-        self._file.write(np.concatenate((head, ids)).astype("<i8").tobytes())
+        record = np.concatenate((head, ids)).astype("<i8").tobytes()
+        try:
+            written = self._file.write(record)
+        except OSError as exc:
+            raise DatasetError(f"{self._file.name}: a delivery cannot be logged: {exc}") from exc
+        if written != len(record):
+            raise DatasetError(f"{self._file.name}: a delivery cannot be logged whole; is the disk full?")
 
     def close(self) -> None:
         self._file.close()
 
 
+_HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -72,7 +79,7 @@ class _Delivered:
 
 @dataclass(slots=True)
 class _Log:
-    """One file's header and records; ``pass_starts`` are the records at which the position jumped back."""
+    """One file's header and records."""
 
     header: dict[str, Any]
     records: list[_Delivered]
@@ -115,14 +122,14 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         DatasetError: no logs, unreadable ones, or logs of several data sets.
     """
     logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{_SUFFIX}"))]
-    logs = [log for log in logs if log.records]
-    if not logs:
+    started = [log for log in logs if log is not None]
+    if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: holds no delivery logs; train with audit_dir= first")
-    fingerprints = {log.header["fingerprint"] for log in logs}
+    fingerprints = {log.header["fingerprint"] for log in started}
     if len(fingerprints) > 1:
         raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; give each its own audit_dir=")
-    num_samples = int(logs[0].header["num_samples"])
-    attempts = [attempt for group in _attempts(logs) for attempt in _passes(group)]
+    num_samples = int(started[0].header["num_samples"])
+    attempts = [attempt for group in _attempts(started) for attempt in _passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
     counted: list[_Delivered] = []
     replayed: list[_Delivered] = []
@@ -188,12 +195,18 @@ def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
     return [(int(group[0].header["world_size"]), stretch) for stretch in stretches]
 
 
-def _read_log(path: Path) -> _Log:
+def _read_log(path: Path) -> _Log | None:
+    """A log, cut to its whole records; None if a kill cut even the header short."""
     try:
-        head, _, body = path.read_bytes().partition(b"\n")
+        head, newline, body = path.read_bytes().partition(b"\n")
+        if not newline:
+            return None
         header = json.loads(head)
+        lacking = _HEADER.keys() - header.keys()
+        if lacking or any(type(header[name]) is not kind for name, kind in _HEADER.items()):
+            raise ValueError("its first line is not a log's")
         words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, AttributeError) as exc:
         raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
     records = []
     at = 0
@@ -203,6 +216,13 @@ def _read_log(path: Path) -> _Log:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no record begins there")
         if at + 5 + count > len(words):
             break  # the record that a kill cut short was not handed out whole
-        records.append(_Delivered(epoch, start, stop, words[at + 5 : at + 5 + count]))
+        ids = words[at + 5 : at + 5 + count]
+        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or _any_outside(ids, header["num_samples"]):
+            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no such batch can have been")
+        records.append(_Delivered(epoch, start, stop, ids))
         at += 5 + count
     return _Log(header, records)
+
+
+def _any_outside(ids: IntArray, num_samples: int) -> bool:
+    return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < num_samples

@@ -21,7 +21,7 @@ from .collate import collate_samples, collate_values
 from .decode import DecodeChoice, FieldDecoder, field_decoder
 from .decode_threads import DecodeThreads
 from .errors import ConfigError, DecodeError, LoaderClosedError
-from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Records
+from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from .manifest import Manifest
 from .metrics import Counters
 from .records import unpack_records
@@ -116,9 +116,9 @@ def gather(
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
                 if isinstance(column, BytesColumn) and decoders.of(name, column) is not None and not column.text:
-                    values.extend(column.views(group.rows))
+                    values.extend(column.copies(group.rows))
                 else:
-                    values.extend(column.take(group.rows))
+                    values.extend(_take(column, name, group))
                 continue
             source = column.values
             if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
@@ -126,7 +126,9 @@ def gather(
                 for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
                     out[target] = source[row]
             else:
-                _array(narrow, name, source, num_rows, decoders)[done:stop] = source.take(group.rows, axis=0)
+                # numpy's take copies an array that is not contiguous whole
+                taken = source.take(group.rows, axis=0) if source.flags.c_contiguous else source[group.rows]
+                _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
         for i, packed in enumerate(block.records):
             if i == len(records):
                 records.append((packed, np.empty(num_rows, packed.rows.dtype)))
@@ -143,6 +145,16 @@ def gather(
         values.extend([None] * (num_rows - len(values)))
         fields[name] = [values[i] for i in order.tolist()]
     return Rows(ids, fields)
+
+
+def _take(column: BytesColumn | ObjectColumn, name: str, group: ChunkRows) -> list[Any]:
+    try:
+        return column.take(group.rows)
+    except UnicodeDecodeError as exc:
+        raise DecodeError(
+            f"field {name!r} of chunk {group.chunk}: text that is not UTF-8 ({exc}); read it raw with decode=None, or "
+            "leave it out with columns="
+        ) from exc
 
 
 def _array(arrays: dict[str, AnyArray], name: str, like: AnyArray, num_rows: int, decoders: FieldDecoders) -> AnyArray:

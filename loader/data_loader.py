@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,10 @@ LastBatch = Literal["drop", "pad", "partial"]
 
 _AUTO_MEMORY_SHARE = 0.4  # of what the node's ranks may use together
 _AHEAD_BYTES = 256 << 20  # what "auto" reads ahead, beyond the open windows
+
+
+class MemoryLimitWarning(UserWarning):
+    """The memory limit is below what the order needs open at once; reads are repeated."""
 
 
 class DistributedDataLoader:
@@ -165,6 +170,7 @@ class DistributedDataLoader:
         self._source = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         self._quarantine = Quarantine(self._source, max_bad_chunks)
         self._epoch, self._consumed = 0, 0
+        self._passes = 0
         if audit_dir is not None:
             self._running.log = DeliveryLog(
                 audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
@@ -181,13 +187,23 @@ class DistributedDataLoader:
     # -- iteration ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from the current position to the epoch's end."""
+        """The batches from the current position to the epoch's end, or until another epoch is gone to."""
+        self._passes += 1
+        this_pass, epoch = self._passes, self._epoch
         is_first = True
         left_s = time.perf_counter()
-        while True:
+        while is_first or self._epoch == epoch:
+            if self._passes != this_pass:
+                raise ConfigError(
+                    "another pass over this loader has begun, and a loader has one position; make a loader for each"
+                )
             pipeline = self._pipeline()
             asked_s = time.perf_counter()
-            item = pipeline.get()
+            try:
+                item = pipeline.get()
+            except BaseException:  # an interrupt, too: a batch taken out of the queue is not lost
+                self._running.stop_pipeline()  # the position stands: another pass tries again from it
+                raise
             got_s = time.perf_counter()
             if item.batch is None:
                 self._epoch, self._consumed = item.epoch + 1, 0
@@ -200,7 +216,8 @@ class DistributedDataLoader:
             else:
                 self._counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - left_s)
             is_first = False
-            self._epoch, self._consumed = item.epoch, item.stop
+            epoch = self._epoch = item.epoch
+            self._consumed = item.stop
             if self._running.log is not None:
                 self._running.log.record(item.epoch, item.start, item.stop, item.ids)
             left_s = time.perf_counter()
@@ -367,6 +384,14 @@ class DistributedDataLoader:
         batch_budget = limit // 4
         # Chunks that do not all fit are read again for each span that needs them: then longer spans read less.
         fits = open_bytes < limit - batch_budget
+        if not fits:
+            warnings.warn(
+                f"the {own_lanes} lanes of this rank keep about {open_bytes >> 20} MiB of chunks open, which is above "
+                f"memory_limit={limit >> 20} MiB: chunks will be read several times. Raise memory_limit, give a "
+                "cache_dir, or start with fewer lanes or a smaller window",
+                MemoryLimitWarning,
+                stacklevel=3,
+            )
         return PipelineOptions(
             fetch_threads=4 if self._is_local else 16,
             decode_threads=self._workers,

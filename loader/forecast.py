@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,8 +12,7 @@ from .errors import ConfigError, PartitionError
 from .formats.shard import IntArray
 from .plan import EpochPlan, Order, batch_bounds, count_steps, lane_offsets, share_bounds
 
-_PERIOD_STEPS = 4096  # steps looked at, at most; the pattern of shares repeats after lanes / gcd(lanes, batch) steps
-_TILE = 1 << 22  # elements of the largest array that is worked on at once
+_MOST_EDGES = 1 << 20  # cuts of lanes and ranks looked at, at most: what is worked on at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,9 @@ def forecast(
         )
     owned = _lane_shares(plan, world_size, global_batch_size, steps)
     mean_samples = plan.num_samples / len(chunk_samples)
-    # A rank that takes a part f of a lane's samples needs a chunk of n of them with probability 1 - (1 - f)^n.
-    touched = 1.0 - (1.0 - owned.parts) ** mean_samples
+    # A rank that takes a part f of a lane's samples enters a window of n of them with probability 1 - (1 - f)^n, and
+    # then reads the window's chunks.
+    touched = 1.0 - (1.0 - owned.parts) ** (order.window * mean_samples)
     windows = np.bincount(owned.ranks, minlength=world_size)
     window_bytes = int(windows.max() * order.window * chunk_memory.mean())
     full = share_bounds(np.array([global_batch_size]), world_size)[0]
@@ -94,7 +95,7 @@ def forecast(
         samples_left_out=max(0, plan.num_samples - steps * global_batch_size),
         batch_skew=int(np.diff(full).max() - np.diff(full).min()),
         skew=_skew(plan.num_samples, world_size, global_batch_size, steps),
-        read_amplification=float(touched.sum() / order.lanes),
+        read_amplification=float(touched.sum() / owned.lanes),
         cut_chunks=int(np.isin(plan.lane_starts[1:-1], plan.stream_starts, invert=True).sum()),
         open_windows=int(windows.max()),
         window_bytes=window_bytes,
@@ -111,32 +112,29 @@ def _skew(num_samples: int, world_size: int, global_batch_size: int, steps: int)
 
 @dataclass(frozen=True, slots=True)
 class _LaneShares:
-    """Which rank takes which part of a lane: (pairs,) each; the parts of one lane sum to 1."""
+    """Which rank takes which part of a lane: (pairs,) each; the parts of one of the ``lanes`` with samples sum to 1."""
 
+    lanes: int
     ranks: IntArray
     parts: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 def _lane_shares(plan: EpochPlan, world_size: int, global_batch_size: int, steps: int) -> _LaneShares:
+    """From the first steps, as many as it takes for the pattern of shares to repeat, or as can be looked at."""
     lanes = plan.order.lanes
-    period = min(steps, _PERIOD_STEPS, lanes // int(np.gcd(lanes, global_batch_size)))
-    at_once = max(1, _TILE // (lanes + world_size))
-    totals: dict[int, int] = {}
-    for first in range(0, period, at_once):
-        bounds = batch_bounds(
-            first * global_batch_size, min(at_once, period - first), global_batch_size, plan.num_samples
-        )
-        counts = np.diff(lane_offsets(bounds, plan.turns), axis=0)  # (steps, lanes)
-        ends = np.cumsum(counts, axis=1)
-        cuts = share_bounds(np.diff(bounds), world_size)
-        for lane_ends, rank_cuts in zip(ends, cuts, strict=True):
-            edges = np.unique(np.concatenate(([0], lane_ends, rank_cuts)))
-            sizes = np.diff(edges)
-            lane = np.searchsorted(lane_ends, edges[:-1], side="right")
-            rank = np.searchsorted(rank_cuts, edges[:-1], side="right") - 1
-            for pair, size in zip((lane * world_size + rank).tolist(), sizes.tolist(), strict=True):
-                totals[pair] = totals.get(pair, 0) + size
-    pairs = np.array(sorted(totals), np.int64)
-    amounts = np.array([totals[pair] for pair in pairs.tolist()], np.float64)
+    period = min(steps, lanes // math.gcd(lanes, global_batch_size), max(1, _MOST_EDGES // (lanes + world_size)))
+    bounds = batch_bounds(0, period, global_batch_size, plan.num_samples)
+    lane_ends = np.cumsum(np.diff(lane_offsets(bounds, plan.turns), axis=0), axis=1)  # (steps, lanes)
+    rank_cuts = share_bounds(np.diff(bounds), world_size)  # (steps, world_size + 1)
+    # All steps in a row: between two neighbouring edges lie samples of one lane and one rank.
+    base = bounds[:-1, None]
+    lane_ends, rank_cuts = (lane_ends + base).ravel(), (rank_cuts[:, 1:] + base).ravel()
+    edges = np.unique(np.concatenate((bounds[:1], lane_ends, rank_cuts)))
+    lane = np.searchsorted(lane_ends, edges[:-1], side="right") % lanes
+    rank = np.searchsorted(rank_cuts, edges[:-1], side="right") % world_size
+    pairs, which = np.unique(lane * world_size + rank, return_inverse=True)
+    amounts = np.bincount(which, weights=np.diff(edges))
     by_lane = np.bincount(pairs // world_size, weights=amounts, minlength=lanes)
-    return _LaneShares(ranks=pairs % world_size, parts=amounts / by_lane[pairs // world_size])
+    return _LaneShares(
+        lanes=np.count_nonzero(by_lane), ranks=pairs % world_size, parts=amounts / by_lane[pairs // world_size]
+    )

@@ -21,6 +21,8 @@ from .manifest import Manifest
 
 _KEPT = 256
 _POLL_S = 0.05
+# A builder that was stopped, not killed, holds its lock: after this long another one builds, too.
+_LOCK_PATIENCE_S = 600.0
 
 
 def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -91,8 +93,9 @@ class IndexCache:
     def lock(self, key: str) -> Iterator[None]:
         """Let one process of this node build what ``key`` names; the kernel lets go of it, however a process ends."""
         descriptor = self._open_lock(key)
+        give_up_at = time.monotonic() + _LOCK_PATIENCE_S
         try:
-            while descriptor is not None:
+            while descriptor is not None and time.monotonic() < give_up_at:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break

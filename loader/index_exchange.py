@@ -72,7 +72,7 @@ class Exchange:
         self._thread: threading.Thread | None = None
         self._ordinal = 0
         self._seen: dict[int, tuple[str, float]] = {}
-        self._watched_at = 0.0
+        self._watch_again_at = 0.0
 
     @property
     def leads(self) -> bool:
@@ -179,13 +179,15 @@ class Exchange:
 
     def _watch(self) -> None:
         now = time.monotonic()
-        if now - self._watched_at < BEAT_S / 2:
+        if now < self._watch_again_at:
             return
-        self._watched_at = now
         last = int(self._call("add", "arrived", 0)) if self.leads else _LEADER
         for ordinal in range(_LEADER, last + 1):
             if ordinal != self._ordinal:
                 self._watch_one(ordinal, now)
+        # With a thousand ranks a round takes long: the leader is not to do nothing else.
+        took_s = time.monotonic() - now
+        self._watch_again_at = now + took_s + max(BEAT_S / 2, 2 * took_s)
 
     def _watch_one(self, ordinal: int, now: float) -> None:
         key = f"beat/{ordinal}"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..storage import open_store
+from .checksum import read_chunk
 from .errors import ConfigError
 from .formats.detect import make_format
 from .formats.shard import ArrayColumn, Block, BytesColumn, Column, IntArray, ShardFormat
 from .index import open_manifest
 from .manifest import Manifest
 from .source import Source
-from .verify import read_chunk
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BINS = 40
@@ -41,6 +41,7 @@ class Inspection:
     url: str
     format: str
     config: Mapping[str, Any]
+    schema: Mapping[str, Any]
     fingerprint: str
     shards: int
     chunks: int
@@ -114,6 +115,7 @@ def inspect(
         url=store.url,
         format=manifest.format,
         config=dict(manifest.config),
+        schema=dict(manifest.schema),
         fingerprint=manifest.fingerprint,
         shards=len(manifest.shards),
         chunks=manifest.num_chunks,

@@ -15,16 +15,20 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     """A number of bytes from a number or from text such as '512MiB', '2GB', '1.5 GiB'.
 
     Raises:
-        ConfigError: neither; or not positive. Names ``name`` and the value.
+        ConfigError: neither; or less than a byte. Names ``name`` and the value.
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
-        if not found:
-            raise ConfigError(f"{name}={value!r} is not a size; write bytes as a number, or like '512MiB' or '2GB'")
-        value = float(found.group(1)) * _UNITS[found.group(2)]
-    if isinstance(value, bool) or not value > 0:
-        raise ConfigError(f"{name}={value!r}: must be above 0 bytes")
-    return int(value)
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", value.lower())
+        size = float(found.group(1)) * _UNITS[found.group(2)] if found else None
+    elif isinstance(value, bool) or not hasattr(value, "__float__"):
+        size = None
+    else:
+        size = float(value)
+    if size is None:
+        raise ConfigError(f"{name}={value!r} is not a size; write bytes as a number, or like '512MiB' or '2GB'")
+    if not 1 <= size < float("inf"):
+        raise ConfigError(f"{name}={value!r}: must be at least 1 byte")
+    return int(size)
 
 
 def usable_cores() -> int:

@@ -98,6 +98,15 @@ class Manifest:
             digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
         return digest.hexdigest()
 
+    def _checksum(self) -> str:
+        """32 hex digits over what is kept and no part of the fingerprint."""
+        digest = xxhash.xxh3_128()
+        digest.update(json.dumps([dict(self.schema), [shard.etag for shard in self.shards]]).encode())
+        digest.update(np.ascontiguousarray(self.memory, dtype="<i8").tobytes())
+        if self.checksums is not None:
+            digest.update(np.ascontiguousarray(self.checksums, dtype="<u8").tobytes())
+        return digest.hexdigest()
+
     @staticmethod
     def build(
         url: str,
@@ -148,6 +157,7 @@ class Manifest:
             "schema": json.dumps(dict(self.schema)),
             "shards": json.dumps(shards),
             "fingerprint": self.fingerprint,
+            "checksum": self._checksum(),
         }
         columns = {
             "shard": pa.array(self.shard_index),
@@ -181,6 +191,9 @@ class Manifest:
                 )
             shards = json.loads(metadata["shards"])
             columns = {name: table.column(name).to_numpy() for name in table.column_names}
+            dtypes = {name: np.dtype(np.uint64 if name == "checksum" else np.int64) for name in columns}
+            if any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
+                raise ValueError("columns of other types")
             manifest = Manifest(
                 url=url,
                 format=metadata["format"],
@@ -197,10 +210,10 @@ class Manifest:
                 memory=columns["memory"],
                 checksums=columns.get("checksum"),
             )
-        except (pa.ArrowException, KeyError, ValueError, UnicodeDecodeError) as exc:
+            if (manifest.fingerprint, manifest._checksum()) != (metadata["fingerprint"], metadata["checksum"]):
+                raise ValueError("its checksum does not fit")
+        except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as exc:
             raise DatasetError(
                 f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
             ) from exc
-        if manifest.fingerprint != metadata["fingerprint"]:
-            raise DatasetError(f"{where}: damaged (its fingerprint does not fit); build it anew with `penstock index`")
         return manifest

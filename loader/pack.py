@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from ..storage import NotFoundError, ObjectInfo, Store, open_store
@@ -20,7 +21,7 @@ from .errors import ConfigError, DatasetError
 from .formats.detect import make_format
 from .formats.shard import ShardFormat, ShardIndex, ShardTask
 from .manifest import MANIFEST_NAME, Manifest
-from .pack_shards import ParquetWriter, ShardWriter, TarWriter, TokensWriter, finish_all
+from .pack_shards import ParquetWriter, ShardWriter, TarWriter, TokensWriter
 from .pack_sources import Sample, open_samples
 from .progress import show_progress
 from .source import UNFINISHED
@@ -80,7 +81,8 @@ def pack(
     url = str(target_url).rstrip("/") + "/"
     store = open_store(url, storage_options=storage_options)
     try:
-        with open_samples(source, source_storage_options) as (samples, classes):  # type: ignore[arg-type]
+        batches = format == "parquet"
+        with open_samples(source, source_storage_options, batches=batches) as (samples, classes):  # type: ignore[arg-type]
             before = _check_target(store, shard_format, overwrite=overwrite)
             store.put(MANIFEST_NAME, UNFINISHED)
             with show_progress("packing", None, unit="samples", enabled=progress) as advance:
@@ -167,11 +169,9 @@ def _check_target(store: Store, shard_format: ShardFormat, *, overwrite: bool) -
 
 def _cut(writer: ShardWriter, samples: Iterable[Any], advance: Callable[[int], None]) -> Iterator[bytes]:
     for sample in samples:
-        full = writer.add(sample)
-        advance(1)
-        if full is not None:
-            yield full
-    yield from finish_all(writer)
+        yield from writer.add(sample)
+        advance(sample.num_rows if isinstance(sample, pa.RecordBatch) else 1)
+    yield from writer.finish()
 
 
 def _put_shards(

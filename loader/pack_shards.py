@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,17 +18,17 @@ from .pack_sources import KEY_FIELD, Sample
 # A row group is a chunk: read by one GET, and of one order of size with the chunks of other formats.
 _ROW_GROUP_BYTES = 4 << 20
 _ROW_GROUP_ROWS = 65_536
-_SAMPLED_ROWS = 64
+_TABLE_ROWS = 256
 
 
 class ShardWriter(Protocol):
-    """Takes samples; hands out a shard's bytes when one is full, and the last one at the end."""
+    """Takes samples; hands out the shards that these filled, and at the end what is left."""
 
     suffix: str
 
-    def add(self, sample: Any) -> bytes | None: ...
+    def add(self, sample: Any) -> list[bytes]: ...
 
-    def finish(self) -> bytes | None: ...
+    def finish(self) -> list[bytes]: ...
 
     @property
     def dropped(self) -> str | None:
@@ -53,7 +53,7 @@ class TarWriter:
         self._buffer = io.BytesIO()
         return tarfile.open(fileobj=self._buffer, mode="w", format=tarfile.PAX_FORMAT)
 
-    def add(self, sample: Any) -> bytes | None:
+    def add(self, sample: Any) -> list[bytes]:
         if not isinstance(sample, Mapping):
             raise DatasetError(f"sample {self._count} is a {type(sample).__name__}; tar shards are made of dicts")
         key = str(sample.get(KEY_FIELD, f"{self._count:09d}"))
@@ -66,7 +66,7 @@ class TarWriter:
             raise DatasetError(f"sample {self._count} ({key}) has no fields")
         members = [(f"{key}.{name}", encode_field(name, value, key)) for name, value in fields.items()]
         size = sum(1024 + len(data) for _, data in members)
-        full = None
+        full: list[bytes] = []
         if self._buffer.tell() and self._buffer.tell() + size > self._shard_bytes:
             full = self.finish()
         for name, data in members:
@@ -77,13 +77,13 @@ class TarWriter:
         self._last_key = key
         return full
 
-    def finish(self) -> bytes | None:
+    def finish(self) -> list[bytes]:
         if not self._buffer.tell():
-            return None
+            return []
         self._tar.close()
         data = self._buffer.getvalue()
         self._tar = self._new_tar()
-        return data
+        return [data]
 
 
 def encode_field(name: str, value: Any, key: str) -> bytes:
@@ -117,81 +117,93 @@ def encode_field(name: str, value: Any, key: str) -> bytes:
 
 
 class ParquetWriter:
-    """Parquet with zstd pages and row groups of a chunk's size; the first rows fix the schema."""
+    """Parquet with zstd pages and row groups of a chunk's size; takes dicts, and record batches of many samples.
+
+    The first rows fix the schema.
+    """
 
     suffix = ".parquet"
     dropped = None
 
     def __init__(self, shard_bytes: int) -> None:
         self._shard_bytes = shard_bytes
+        self._group_bytes = min(_ROW_GROUP_BYTES, shard_bytes)
         self._schema: pa.Schema | None = None
         self._rows: list[dict[str, Any]] = []
-        self._group_rows = _SAMPLED_ROWS
+        self._tables: list[pa.Table] = []
         self._count = 0
         self._sink: io.BytesIO | None = None
         self._writer: Any = None
 
-    def add(self, sample: Any) -> bytes | None:
+    def add(self, sample: Any) -> list[bytes]:
+        if isinstance(sample, pa.RecordBatch):
+            self._count += sample.num_rows
+            return self._add_table(self._fit(pa.Table.from_batches([sample])))
         if not isinstance(sample, Mapping):
             raise DatasetError(f"sample {self._count} is a {type(sample).__name__}; parquet shards are made of dicts")
         self._rows.append({name: _plain(value) for name, value in sample.items()})
         self._count += 1
-        if len(self._rows) < self._group_rows:
-            return None
-        if self._group_rows == _SAMPLED_ROWS:
-            # The first rows are the measure: how many of the like fill a row group?
-            row_bytes = max(1, self._table().nbytes // _SAMPLED_ROWS)
-            group_bytes = min(_ROW_GROUP_BYTES, self._shard_bytes)
-            self._group_rows = max(_SAMPLED_ROWS + 1, min(_ROW_GROUP_ROWS, group_bytes // row_bytes))
-            if len(self._rows) * row_bytes < group_bytes:
-                return None
-        self._write_group()
-        return self._close_shard() if self._sink is not None and self._sink.tell() >= self._shard_bytes else None
+        return self._add_table(self._take_rows()) if len(self._rows) >= _TABLE_ROWS else []
 
-    def finish(self) -> bytes | None:
-        if self._rows:
+    def finish(self) -> list[bytes]:
+        full = self._add_table(self._take_rows()) if self._rows else []
+        if self._tables:
             self._write_group()
-        return self._close_shard()
+        return full + self._close_shard()
 
-    def _table(self) -> pa.Table:
+    def _take_rows(self) -> pa.Table:
+        rows, self._rows = self._rows, []
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        first = self._count - len(rows)
+        if self._schema is not None and (unknown := sorted(set(names) - set(self._schema.names))):
+            raise DatasetError(
+                f"samples {first} to {self._count - 1} have the fields {unknown}, which the first {_TABLE_ROWS} lack; "
+                "give every sample the same fields (None where there is no value)"
+            )
         try:
-            table = pa.Table.from_pylist(self._rows, schema=self._schema)
+            if self._schema is not None:
+                return pa.Table.from_pylist(rows, schema=self._schema)
+            return self._fit(pa.table({name: pa.array([row.get(name) for row in rows]) for name in names}))
         except (pa.ArrowException, OverflowError, TypeError) as exc:
-            first = self._count - len(self._rows)
             raise DatasetError(
                 f"samples {first} to {self._count - 1} do not fit the columns of those before them: {exc}"
             ) from exc
-        if self._schema is not None:
-            unknown = {name for row in self._rows for name in row} - set(self._schema.names)
-            if unknown:
-                raise DatasetError(
-                    f"a sample before number {self._count} has the fields {sorted(unknown)}, which the first "
-                    f"{_SAMPLED_ROWS} lack; give every sample the same fields (None where there is no value)"
-                )
-        return table
 
-    def _write_group(self) -> None:
-        table = self._table()
+    def _fit(self, table: pa.Table) -> pa.Table:
         if self._schema is None:
             empty = [field.name for field in table.schema if pa.types.is_null(field.type)]
             if empty:
-                raise DatasetError(
-                    f"the fields {empty} have no value in the first {len(self._rows)} samples; drop them"
-                )
+                raise DatasetError(f"the fields {empty} have no value in the first {len(table)} samples; drop them")
             self._schema = table.schema
+        return table
+
+    def _add_table(self, table: pa.Table) -> list[bytes]:
+        full: list[bytes] = []
+        rows = max(1, -(-len(table) * self._group_bytes // max(1, table.nbytes)))
+        for first in range(0, len(table), rows):
+            self._tables.append(table.slice(first, rows))
+            held = sum(part.nbytes for part in self._tables)
+            if held >= self._group_bytes or sum(map(len, self._tables)) >= _ROW_GROUP_ROWS:
+                self._write_group()
+                if self._sink is not None and self._sink.tell() >= self._shard_bytes:
+                    full += self._close_shard()
+        return full
+
+    def _write_group(self) -> None:
         if self._writer is None:
             self._sink = io.BytesIO()
             self._writer = pyarrow.parquet.ParquetWriter(self._sink, self._schema, compression="zstd")
+        table = pa.concat_tables(self._tables)
         self._writer.write_table(table, row_group_size=len(table))
-        self._rows = []
+        self._tables = []
 
-    def _close_shard(self) -> bytes | None:
+    def _close_shard(self) -> list[bytes]:
         if self._writer is None or self._sink is None:
-            return None
+            return []
         self._writer.close()
         data = self._sink.getvalue()
         self._sink = self._writer = None
-        return data
+        return [data]
 
 
 def _plain(value: Any) -> Any:
@@ -233,20 +245,21 @@ class TokensWriter:
             return None
         return f"the last {self._dropped} tokens, which do not fill a sequence of {self._seq_len}"
 
-    def add(self, sample: Any) -> bytes | None:
+    def add(self, sample: Any) -> list[bytes]:
         tokens = self._tokens(sample)
         self._count += 1
         self._held.append(tokens)
         self._held_tokens += len(tokens)
-        return self._take(self._shard_tokens) if self._held_tokens >= self._shard_tokens else None
+        full = []
+        while self._held_tokens >= self._shard_tokens:
+            full.append(self._take(self._shard_tokens))
+        return full
 
-    def finish(self) -> bytes | None:
-        """The next shard of what is held; called until it gives None."""
-        whole = min(self._held_tokens, self._shard_tokens) // self._seq_len * self._seq_len
-        if not whole:
-            self._dropped = self._held_tokens
-            return None
-        return self._take(whole)
+    def finish(self) -> list[bytes]:
+        whole = self._held_tokens // self._seq_len * self._seq_len
+        last = [self._take(whole)] if whole else []
+        self._dropped = self._held_tokens
+        return last
 
     def _take(self, tokens: int) -> bytes:
         run = np.concatenate(self._held) if len(self._held) > 1 else self._held[0]
@@ -292,8 +305,3 @@ class TokensWriter:
             if name in names:
                 return sample[name]
         raise ConfigError(f"sample {self._count} has the fields {sorted(names)}; say which holds the text with field=")
-
-
-def finish_all(writer: ShardWriter) -> Iterator[bytes]:
-    while (data := writer.finish()) is not None:
-        yield data

@@ -22,14 +22,16 @@ Sample = Mapping[str, Any]
 
 KEY_FIELD = "__key__"
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".csv", ".csv.gz", ".parquet", ".pq")
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 8192
 
 
 @contextmanager
 def open_samples(
-    source: str | Path | Iterable[Sample], storage_options: Mapping[str, Any] | None = None
-) -> Iterator[tuple[Iterator[Sample], tuple[str, ...]]]:
+    source: str | Path | Iterable[Sample], storage_options: Mapping[str, Any] | None = None, *, batches: bool = False
+) -> Iterator[tuple[Iterator[Any], tuple[str, ...]]]:
     """The samples of a source, and the names of its classes where its folders are classes.
+
+    With ``batches`` those of a Parquet or CSV table come as Arrow record batches, for writers that take these.
 
     Raises:
         DatasetError: nothing there.
@@ -41,7 +43,8 @@ def open_samples(
     url = str(source)
     if url.lower().endswith(TABLE_SUFFIXES):
         with _open_object(url, storage_options) as file:
-            yield read_table(file, url), ()
+            columnar = batches and not is_json_lines(url)
+            yield read_batches(file, url) if columnar else read_table(file, url), ()
         return
     store = open_store(url, storage_options=storage_options)
     try:
@@ -101,22 +104,30 @@ def read_folder(store: Store, listing: Iterable[ObjectInfo], classes: tuple[str,
         yield sample
 
 
+def is_json_lines(name: str) -> bool:
+    return ".jsonl" in name.lower() or name.lower().endswith(".ndjson")
+
+
 def read_table(file: Any, name: str) -> Iterator[Sample]:
     """The rows of a JSONL, CSV or Parquet file, as dicts."""
+    if is_json_lines(name):
+        yield from _read_json_lines(file, name)
+        return
+    for batch in read_batches(file, name):
+        yield from batch.to_pylist()
+
+
+def read_batches(file: Any, name: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a CSV or Parquet file, as Arrow record batches."""
     lowered = name.lower()
     try:
         if lowered.endswith((".parquet", ".pq")):
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_BATCH_ROWS):
-                yield from batch.to_pylist()
+            yield from pyarrow.parquet.ParquetFile(file).iter_batches(_BATCH_ROWS)
             return
-        if lowered.endswith((".csv", ".csv.gz")):
-            stream = gzip.GzipFile(fileobj=file) if lowered.endswith(".gz") else file
-            for batch in pyarrow.csv.open_csv(stream):
-                yield from batch.to_pylist()
-            return
+        stream = gzip.GzipFile(fileobj=file) if lowered.endswith(".gz") else file
+        yield from pyarrow.csv.open_csv(stream)
     except (pa.ArrowException, EOFError, gzip.BadGzipFile) as exc:
         raise FormatError(name, f"cannot be read as a table: {exc}") from exc
-    yield from _read_json_lines(file, name)
 
 
 def _read_json_lines(file: Any, name: str) -> Iterator[Sample]:

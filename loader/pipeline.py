@@ -6,10 +6,11 @@ device, one more thread copies. What has been made waits in a bounded hand-over 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from .batch import BatchMaker, BatchOptions, FieldDecoders, PendingBatch, Rows, gather
+from .decode import FieldDecoder
 from .decode_threads import DecodeThreads
 from .device import DeviceFeeder
 from .errors import LoaderClosedError
@@ -289,15 +291,18 @@ class Pipeline:
         low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
         num_valid = int(span.num_valid[step])
         batch_rows = rows.cut(low, high)
-        if self._share.pad and high - low < self._share.batch_size:
-            batch_rows = batch_rows.pick([i % (high - low) for i in range(self._share.batch_size)])
+        num_rows = max(num_valid, self._share.batch_size) if self._share.pad else num_valid
+        if num_rows > high - low:
+            batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
+        elif num_rows < high - low:
+            batch_rows = batch_rows.cut(0, num_rows)  # a row was read for its fields only
         pending = self._maker.start(batch_rows, span.epoch, num_valid)
         item = Delivery(
             epoch=span.epoch,
             start=int(span.bounds[step]),
             stop=int(span.bounds[step + 1]),
             ids=batch_rows.ids[:num_valid],
-            nbytes=_size(batch_rows),
+            nbytes=_size(batch_rows, self._maker.decoders.settled),
             batch=pending,
         )
         delivered = self._host_out.put(item)
@@ -361,16 +366,27 @@ def _with_batch(item: Delivery, batch: Any) -> Delivery:
     return replace(item, batch=batch)
 
 
-def _size(rows: Rows) -> int:
-    """Bytes of gathered rows; lists of Python values are counted by the values that have a length in bytes."""
+def _size(rows: Rows, decoders: Mapping[str, FieldDecoder | None]) -> int:
+    """Bytes of gathered rows, and of what they will be decoded into.
+
+    Lists of Python values are counted by the values that have a length in bytes.
+    """
     total = 0
-    for values in rows.fields.values():
+    for name, values in rows.fields.items():
         if isinstance(values, np.ndarray):
             total += values.nbytes
-        else:
-            total += sum(len(value) for value in values if isinstance(value, (bytes, memoryview, str)))
+            continue
+        encoded = sum(len(value) for value in values if isinstance(value, (bytes, memoryview, str)))
+        total += encoded
+        decoder = decoders.get(name)
+        if decoder is not None and decoder.slot is not None:
+            shape, dtype = decoder.slot
+            total += len(values) * math.prod(shape) * np.dtype(dtype).itemsize
+        elif decoder is not None and decoder.is_image:
+            total += _IMAGE_GROWTH * encoded
     return total
 
 
 _CLOSING_S = 1.0
+_IMAGE_GROWTH = 10  # an image's pixels take about so many times the bytes of its file
 _NO_IDS: IntArray = np.empty(0, np.int64)

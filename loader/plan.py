@@ -14,6 +14,7 @@ Ranks appear only in step 6, so everything before it, and with it a checkpointed
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,13 @@ class Order:
     window: int = 4
 
     def __post_init__(self) -> None:
+        for name in ("seed", "lanes", "window"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, int(operator.index(value)))  # numpy's integers are not JSON-able
+            except TypeError as exc:
+                raise ConfigError(f"{name}={value!r} is not a whole number") from exc
+        object.__setattr__(self, "shuffle", bool(self.shuffle))
         if self.lanes < 1 or self.lanes & (self.lanes - 1):
             raise ConfigError(f"lanes={self.lanes} is not a power of two; use {next_power_of_two(max(1, self.lanes))}")
         if self.window < 1:
@@ -216,25 +224,17 @@ class EpochPlan:
         first = int(np.searchsorted(self.stream_starts, start, side="right")) - 1
         return first, int(np.searchsorted(self.stream_starts, stop, side="left"))
 
-    def _phase(self, lane: int) -> int:
-        """How many chunks the lane's first window is shorter than the others.
-
-        Lanes have different phases, spread evenly, so that they do not all reach their windows' ends, and want new
-        chunks, in the same step.
-        """
-        return int(self.turns[lane]) * self.order.window // self.order.lanes if self.order.shuffle else 0
-
     def window_at(self, lane: int, offset: int) -> int:
         """The index of the window that holds an offset of a lane."""
         first, _ = self._lane_pieces(lane)
         piece = int(np.searchsorted(self.stream_starts, self.lane_starts[lane] + offset, side="right")) - 1 - first
-        return (piece + self._phase(lane)) // self.order.window
+        return piece // self.order.window
 
     def open_window(self, lane: int, index: int) -> LaneWindow:
         """Work a window out: its chunks and the order of its samples; O(samples of the window)."""
         first, stop = self._lane_pieces(lane)
-        base = first - self._phase(lane)
-        low, high = max(first, base + index * self.order.window), min(stop, base + (index + 1) * self.order.window)
+        low = first + index * self.order.window
+        high = min(stop, low + self.order.window)
         edges = np.clip(self.stream_starts[low : high + 1], self.lane_starts[lane], self.lane_starts[lane + 1])
         bounds = edges - edges[0]
         chunks = self.chunks[low:high]

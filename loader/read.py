@@ -74,8 +74,12 @@ class ChunkSource:
 
     def _forget(self, chunk: ChunkRef) -> None:
         """Drop what is kept of a chunk, in memory and on the node's disk."""
+        try:
+            header = self._header(chunk.shard)  # another thread may have forgotten it a moment ago
+        except FormatError:
+            return  # then nothing of the chunk was read
         with self._lock:
-            header = self._headers.pop(chunk.shard.key, None)
+            self._headers.pop(chunk.shard.key, None)
         if isinstance(self._store, CacheStore) and chunk.shard.etag is not None:
             for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
@@ -225,9 +229,9 @@ class ChunkReader:
         while self._current:
             with self._changed:
                 chunk, block = self._wait_for_any()
-                del self._current[chunk]
             yield chunk, block
             with self._changed:
+                del self._current[chunk]
                 if self._urgent:
                     self._changed.notify_all()  # the chunk just used may now be evicted
 
@@ -262,6 +266,8 @@ class ChunkReader:
             thread.join(max(0.0, until - time.monotonic()))
         with self._changed:
             self._slots.clear()
+            self._current.clear()
+            self._reserved = self._requested_bytes = 0
 
     @property
     def resident_bytes(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from .formats.shard import AnyArray, ArrayColumn, Block, Records
 
 _FEWEST = 4  # columns of one item size that are worth it
+_KINDS = "biuf"  # bool, integers, floats; others have sizes that no integer has, or hold references
 _TILE_BYTES = 1 << 20
 
 
@@ -24,7 +25,7 @@ def pack_records(block: Block) -> Block:
     """The block with its scalar columns, where there are enough of one item size, as records."""
     by_size: dict[int, list[str]] = defaultdict(list)
     for name, column in block.columns.items():
-        if isinstance(column, ArrayColumn) and column.values.ndim == 1:
+        if isinstance(column, ArrayColumn) and column.values.ndim == 1 and column.values.dtype.kind in _KINDS:
             by_size[column.values.itemsize].append(name)
     packed = {size: names for size, names in by_size.items() if len(names) >= _FEWEST}
     if not packed:

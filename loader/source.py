@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from ..storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from .errors import ConfigError, DatasetError
 from .manifest import MANIFEST_NAME
+from .progress import show_progress
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -73,7 +74,9 @@ def expand_braces(pattern: str) -> list[str]:
     return [f"{before}{word}{rest}" for word in words for rest in rests]
 
 
-def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, Selection]:
+def select(
+    source: Source, storage_options: Mapping[str, Any] | None = None, *, progress: bool = False
+) -> tuple[Store, Selection]:
     """Open the store of a source and list what the source names; the caller closes the store.
 
     Raises:
@@ -84,7 +87,7 @@ def select(source: Source, storage_options: Mapping[str, Any] | None = None) -> 
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
     if len(urls) == 1:
-        return _select_one(urls[0], storage_options)
+        return _select_one(urls[0], storage_options, progress)
     root, keys = _common_root(urls)
     store = open_store(root, storage_options=storage_options)
     try:
@@ -130,10 +133,11 @@ def _split(url: str) -> tuple[str, str]:
     return f"{scheme}://{authority}/", path
 
 
-def _select_one(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, Selection]:
+def _select_one(url: str, storage_options: Mapping[str, Any] | None, progress: bool) -> tuple[Store, Selection]:
     base, path = _split(url)
-    if path and not path.endswith("/"):
-        folder, _, name = path.rpartition("/")
+    folder, _, name = path.rpartition("/")
+    # A web server answers for a folder's name with the page of its index, as if that were an object.
+    if name and not (base.startswith("http") and "." not in name):
         root = f"{base}{folder}/" if folder else base
         store = open_store(root, storage_options=storage_options)
         try:
@@ -144,10 +148,14 @@ def _select_one(url: str, storage_options: Mapping[str, Any] | None) -> tuple[St
         except BaseException:
             store.close()
             raise
-        url += "/"
+    url = url.rstrip("/") + "/"
     store = open_store(url, storage_options=storage_options)
     try:
-        objects = list(store.list())
+        objects = []
+        with show_progress("listing", None, unit="objects", enabled=progress) as advance:
+            for info in store.list():
+                objects.append(info)
+                advance(1)
         saved = next((info for info in objects if info.key == MANIFEST_NAME), None)
         listing = tuple(info for info in objects if not info.key.endswith(MANIFEST_NAME))
         if not listing:
@@ -199,7 +207,7 @@ def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, nam
         seen: set[str] = set()
         twice = next(info.key for info in order if info.key in seen or seen.add(info.key))  # type: ignore[func-returns-value]
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
-    listing.update(find_keys(store, sorted(_companions(named) - listing.keys())))
+    listing.update((info.key, info) for info in _find_companions(store, named) if info.key not in listing)
     try:
         saved = store.head(MANIFEST_NAME)
     except StorageError:
@@ -209,15 +217,13 @@ def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, nam
     )
 
 
-def _companions(keys: Iterable[str]) -> set[str]:
-    """Where formats keep what belongs to a shard: MDS in the folder's index.json, Megatron in a .idx of its own."""
-    companions = set()
-    for key in keys:
-        if ".mds" in key:
-            companions.add(key.rpartition("/")[0] + "/index.json" if "/" in key else "index.json")
-        elif key.endswith(".bin"):
-            companions.add(key.removesuffix(".bin") + ".idx")
-    return companions
+def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
+    """What belongs to shards: of MDS their whole folder, whose index.json names every shard; of Megatron an .idx."""
+    folders = {key.rpartition("/")[0] for key in keys if ".mds" in key.rpartition("/")[2]}
+    for folder in sorted(folders):
+        yield from store.list(f"{folder}/" if folder else "")
+    indexes = [key.removesuffix(".bin") + ".idx" for key in sorted(keys) if key.endswith(".bin")]
+    yield from find_keys(store, indexes).values()
 
 
 def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:

@@ -21,7 +21,8 @@ from .plan import EpochPlan, LaneWindow, Segments, batch_bounds, lane_offsets, r
 class Share:
     """Which part of every global batch is this rank's. ``weights``: a positive number a rank, or None for equal parts.
 
-    With ``pad`` a rank that has no sample of the last, smaller batch takes one all the same, to have a row to repeat.
+    With ``pad`` a rank that has no sample of the last, smaller batch takes one all the same, to have a row to repeat;
+    and so it does, pad or not, where it has no sample of any step of a span, to know which fields a batch has.
     """
 
     rank: int
@@ -95,7 +96,7 @@ class EpochSpans:
         cuts = share_bounds(np.diff(bounds), share.world_size, share.weights)
         num_valid = cuts[:, share.rank + 1] - cuts[:, share.rank]
         num_rows = num_valid
-        if share.pad and share.batch_size and not num_valid[-1]:
+        if not num_valid[-1] and ((share.pad and share.batch_size) or not num_valid.any()):
             # As if there were as many ranks as samples: the first one's share is one sample.
             borrowed = rank_segments(bounds[-2:], self.plan.turns, 0, int(bounds[-1] - bounds[-2]))
             segments = segments.join(borrowed, steps - 1)

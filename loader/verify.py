@@ -10,28 +10,25 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import xxhash
 
 from ..storage import ObjectInfo, PenstockError, Store, open_store
-from .errors import ChecksumError, ConfigError, DatasetError, FormatError
+from .checksum import READ_THREADS, read_chunk
+from .errors import ConfigError, DatasetError, FormatError
 from .formats.detect import make_format
 from .formats.shard import Block, BytesColumn, ChunkRef, ObjectColumn, ShardFormat
-from .index import (
+from .index import read_saved_manifest
+from .index_build import (
     PendingIndex,
     assemble,
     index_one,
     load_saved_manifest,
     prepare_index,
-    read_saved_manifest,
     same_object,
 )
 from .manifest import Manifest
 from .progress import show_progress
 from .source import Selection, Source, select
-
-VERIFY_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ def verify(
     *,
     storage_options: Mapping[str, Any] | None = None,
     format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
-    threads: int = VERIFY_THREADS,
+    threads: int = READ_THREADS,
     progress: bool = True,
 ) -> VerifyResult:
     """Read and check every chunk of a data set; flaws are gathered, not raised.
@@ -95,7 +92,7 @@ def verify(
         store: Store = open_store(source.url, storage_options=storage_options)
         manifest: Manifest | None = source
     else:
-        store, selection = select(source, storage_options)
+        store, selection = select(source, storage_options, progress=progress)
         given = make_format(format) if isinstance(format, str) else format
     try:
         if not isinstance(source, Manifest):
@@ -273,66 +270,6 @@ def _check_chunk(
     except Exception as exc:  # noqa: BLE001 - whatever a shard's bytes do to its reader is a flaw of theirs to report
         return _flaw_of(chunk.shard.key, exc, chunk)
     return None
-
-
-def sum_chunks(
-    manifest: Manifest,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    threads: int = VERIFY_THREADS,
-    progress: bool = True,
-) -> Manifest:
-    """The manifest with a checksum for every chunk, for which all of the data is read."""
-    sums = np.zeros(manifest.num_chunks, np.uint64)
-
-    def sum_one(index: int) -> None:
-        chunk = manifest.chunk(index)
-        sums[index] = xxhash.xxh3_64_intdigest(store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag))
-        advance(chunk.length)
-
-    store = open_store(manifest.url, storage_options=storage_options)
-    try:
-        with (
-            show_progress("reading", manifest.num_bytes, unit="B", enabled=progress) as advance,
-            ThreadPoolExecutor(threads, "penstock-sum") as pool,
-        ):
-            for _ in pool.map(sum_one, range(manifest.num_chunks)):
-                pass
-    finally:
-        store.close()
-    return replace(manifest, checksums=sums)
-
-
-def read_chunk(
-    store: Store,
-    shard_format: ShardFormat,
-    header: Any,
-    chunk: ChunkRef,
-    schema: Mapping[str, Any],
-    *,
-    checksum: int | None = None,
-) -> Block:
-    """Fetch a chunk whole, compare its checksum if there is one, and open it.
-
-    Raises:
-        ChecksumError, FormatError: the bytes are not those of the manifest, or no such chunk.
-        StorageError: they cannot be read, or the object is another one by now.
-    """
-    whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
-    got = None if checksum is None else xxhash.xxh3_64_intdigest(whole)
-    if got is not None and got != checksum:
-        raise ChecksumError(
-            chunk.shard.key,
-            f"the {chunk.length} bytes of the chunk have checksum {got:016x}, the manifest says {checksum:016x}",
-            offset=chunk.offset,
-        )
-    ranges = shard_format.chunk_ranges(chunk, header, None)
-    parts = []
-    for wanted in ranges:
-        start, stop = wanted.start - chunk.offset, wanted.stop - chunk.offset
-        inside = start >= 0 and stop <= chunk.length
-        parts.append(whole[start:stop] if inside else store.get(chunk.shard.key, wanted, etag=chunk.shard.etag))
-    return shard_format.open_chunk(chunk, header, parts, None, schema)
 
 
 def _touch_values(block: Block, chunk: ChunkRef) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,8 @@ from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavail
 from .options import find_secrets
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
+
+_PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
 
 # Where file systems of fsspec keep what identifies a version of a file, best first.
 _ETAG_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "checksum", "uid", "mtime", "LastModified", "last_modified",
@@ -28,9 +31,11 @@ class BridgeStore:
         Raises:
             UnsupportedURLError: no such scheme, or the package that reads it is missing.
         """
-        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self._source = url
+        shown = _PASSWORD.sub("://", url)
+        self._url = shown.rstrip("/") if not shown.endswith("://") else shown
         self._options = dict(storage_options or {})
-        self._secrets = find_secrets(self._options)
+        self._secrets = find_secrets(self._options) | {text[3:-1] for text in _PASSWORD.findall(url)}
         scheme = url.partition("://")[0]
         try:
             self._fs, root = url_to_fs(url, **self._options)
@@ -44,7 +49,7 @@ class BridgeStore:
         self._root = str(root).rstrip("/")
 
     def __reduce__(self) -> tuple[type[BridgeStore], tuple[str, dict[str, Any]]]:
-        return (BridgeStore, (self._url, self._options))
+        return (BridgeStore, (self._source, self._options))
 
     def __repr__(self) -> str:
         return f"BridgeStore({self._url!r})"

@@ -5,6 +5,8 @@ obstore's own retry is off: RetryStore decides what is tried again, and when.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from http.client import HTTPException
@@ -19,7 +21,7 @@ from obstore.store import HTTPStore, from_url
 
 from .autoindex import list_index
 from .checks import check_etag, check_inside, check_key, check_length, past_the_end
-from .errors import UnsupportedURLError
+from .errors import StorageError, UnsupportedURLError
 from .options import configure, find_secrets
 from .ranges import read_ranges
 from .remote_errors import Translator
@@ -29,10 +31,25 @@ CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs
 HTTP_SCHEMES = frozenset({"http", "https"})
 
 PAGE_TIMEOUT_S = 30.0
+_PORT = re.compile(r"[^:\[\]]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 # What obstore raises: its own errors, and for bad arguments and missing objects those of Python.
 _FOREIGN = (obstore.exceptions.BaseError, OSError, ValueError, TypeError)
+
+
+class _Runtime:
+    """obstore's threads: one set for a process, started by the first request, and gone in the child of a fork."""
+
+    used = False
+    lost = False
+
+    @classmethod
+    def _note_fork(cls) -> None:
+        cls.lost = cls.lost or cls.used
+
+
+os.register_at_fork(after_in_child=_Runtime._note_fork)
 
 
 class RemoteStore:
@@ -49,9 +66,11 @@ class RemoteStore:
         parts = urlsplit(url)
         if parts.scheme not in CLOUD_SCHEMES | HTTP_SCHEMES or not parts.netloc:
             raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
-        if parts.username or parts.password or parts.query:
+        # 'container@account' is how Azure's abfs names things; a ':' before an '@' is a password, or a part of one.
+        if ":" in parts.netloc.rpartition("@")[0] or parts.query or not _PORT.fullmatch(parts.netloc):
             raise UnsupportedURLError(
-                f"the URL of {parts.hostname} carries credentials or a query; use storage_options= for credentials"
+                f"the {parts.scheme} URL carries credentials or a query, or its port is no number; "
+                "use storage_options= for credentials"
             )
         self._options = dict(storage_options or {})
         self._is_http = parts.scheme in HTTP_SCHEMES
@@ -87,6 +106,7 @@ class RemoteStore:
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         check_key(self._url, key)
+        self._check_process()
         if byte_range is not None and not len(byte_range):
             info = self.head(key)
             check_etag(self._url, key, etag, info.etag)
@@ -116,6 +136,7 @@ class RemoteStore:
 
     def head(self, key: str) -> ObjectInfo:
         check_key(self._url, key)
+        self._check_process()
         try:
             meta: Any = obstore.head(self._client, self._prefix + key)
         except _FOREIGN as exc:
@@ -125,12 +146,14 @@ class RemoteStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if prefix.rpartition("/")[0]:
             check_key(self._url, prefix.rpartition("/")[0])
+        self._check_process()
         found = self._list_index(prefix) if self._is_http else self._list_bucket(prefix)
         found.sort(key=lambda info: info.key)
         return iter(found)
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         check_key(self._url, key)
+        self._check_process()
         try:
             result: Any = obstore.put(self._client, self._prefix + key, data)
         except _FOREIGN as exc:
@@ -141,6 +164,15 @@ class RemoteStore:
     def close(self) -> None:
         """Let go of the client; its connections close when the last read that uses them ends."""
         self._client = None
+
+    def _check_process(self) -> None:
+        """Refuse to hang: in the child of a fork no thread would answer."""
+        if _Runtime.lost:
+            raise StorageError(
+                f"{self._url} can't be read in a process that was forked after the first request to a remote store; "
+                "start workers with the 'spawn' or 'forkserver' method"
+            )
+        _Runtime.used = True
 
     def _list_bucket(self, prefix: str) -> _Infos:
         """List the folder around ``prefix``: obstore knows prefixes of whole path parts only."""
@@ -156,7 +188,7 @@ class RemoteStore:
         except _FOREIGN as exc:
             error = self._errors.translate(exc, prefix, listing=True)
             raise error from self._errors.cause(exc)
-        return found
+        return drop_folder_markers(found)
 
     def _list_index(self, prefix: str) -> _Infos:
         """List through the server's own index pages, each file's size and ETag by a HEAD."""
@@ -177,6 +209,19 @@ class RemoteStore:
                 raise self._errors.translate(exc, folder, listing=True) from self._errors.cause(exc)
 
         return list_index(self._url, prefix, read_page, self.head)
+
+
+def drop_folder_markers(found: Sequence[ObjectInfo]) -> _Infos:
+    """Leave out the empty objects 'a/' that some tools make for folders; obstore lists them as 'a'."""
+    folders = {info.key[:end] for info in found for end in _ends_of_folders(info.key)}
+    return [info for info in found if info.size or info.key not in folders]
+
+
+def _ends_of_folders(key: str) -> Iterator[int]:
+    end = key.find("/")
+    while end >= 0:
+        yield end
+        end = key.find("/", end + 1)
 
 
 def _bare(etag: str | None) -> str | None:

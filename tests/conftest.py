@@ -13,6 +13,11 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings
+
+# Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")
 
 S3_SERVER = Path(__file__).parent / "servers" / "s3_server.sh"
 
@@ -39,7 +44,8 @@ def s3_endpoint() -> Iterator[dict[str, Any]]:
     # A short path of its own: the daemons' sockets may not have long names, and several test runs may go on at once.
     folder = tempfile.mkdtemp(prefix="penstock-s3-")
     try:
-        started = subprocess.run([S3_SERVER, "start", folder], stdout=subprocess.PIPE, text=True, timeout=120)
+        command = [S3_SERVER, "start", folder]
+        started = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=120)
         if started.returncode:
             pytest.fail(f"{S3_SERVER} did not start a server; its messages are above")
         yield {"endpoint": started.stdout.strip(), "access_key": "test", "secret_key": "testsecret"}

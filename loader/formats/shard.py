@@ -98,11 +98,14 @@ class BytesColumn:
             return [str(buffer[a:b], "utf-8") if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
         return [bytes(buffer[a:b]) if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
 
-    def views(self, rows: IntArray) -> list[memoryview | None]:
-        """The values of ``rows`` as views into the buffer, for decoders; None where missing."""
+    def copies(self, rows: IntArray) -> list[memoryview | None]:
+        """The values of ``rows`` as views of bytes of their own, for decoders; None where missing.
+
+        Views into the buffer would keep it in memory until the last of them is decoded.
+        """
         buffer = self.buffer
         starts, stops = self.starts[rows].tolist(), self.stops[rows].tolist()
-        return [buffer[a:b] if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
+        return [memoryview(bytes(buffer[a:b])) if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

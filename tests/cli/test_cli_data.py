@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,11 +123,14 @@ def test_index_writes_the_manifest_beside_the_data(shards: Path, capsys: pytest.
     assert call_json(capsys, "verify", shards)[1]["checksums"] is True
 
 
-def test_index_mends_a_manifest_without_a_warning(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (shards / "shard-000000.tar").unlink()
+def test_index_mends_a_manifest_with_its_checksums_and_without_a_warning(
+    shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(shards / "shard-000000.tar", shards / "another.tar")
     code, _, err = call(capsys, "index", shards)
     assert (code, err) == (0, "")
-    assert call(capsys, "verify", shards)[0] == 0
+    code, result = call_json(capsys, "verify", shards)
+    assert (code, result["checksums"]) == (0, True)
 
 
 def test_other_commands_warn_of_a_stale_manifest_in_one_line(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +213,7 @@ sys.stdin.close()
 from penstock.loader.formats.tar import TarFormat
 read = TarFormat.index_shard
 def slow(self, store, task):
-    time.sleep(0.8)
+    time.sleep(0.4)
     return read(self, store, task)
 TarFormat.index_shard = slow
 sys.argv = ["penstock", *sys.argv[1:]]
@@ -245,7 +249,7 @@ def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -
 
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
-    slow = _SLOW.replace("time.sleep(0.8)", "print('begun', flush=True); time.sleep(30)")
+    slow = _SLOW.replace("time.sleep(0.4)", "print('begun', flush=True); time.sleep(30)")
     process = subprocess.Popen(
         [sys.executable, "-c", slow, "index", str(shards)],
         stdout=subprocess.PIPE,
@@ -260,3 +264,13 @@ def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     assert process.returncode == 130
     assert time.monotonic() - begun < 10
     assert err.strip() == "penstock index: interrupted"
+
+
+def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("see [bold] and [/red]")
+    target = tmp_path / "out[red]"
+    assert call(capsys, "pack", tmp_path / "in", target)[0] == 0
+    out = call(capsys, "inspect", target)[1].replace("\n", "")
+    assert "see [bold] and [/red]" in out
+    assert "[red]" in out

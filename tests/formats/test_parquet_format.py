@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ def mixed_table(rows: int, seed: int = 0) -> pa.Table:
             "name": pa.array([None if n % 7 == 0 else "é" * (n % 5) for n in numbers]),
             "raw": pa.array([bytes([n % 256]) * (n % 9) for n in numbers], pa.binary()),
             "list": pa.array([None if n % 5 == 0 else [int(n)] * (n % 3) for n in numbers], pa.list_(pa.int32())),
+            "map": pa.array([[(str(n), int(n))] for n in numbers], pa.map_(pa.string(), pa.int32())),
             "struct": pa.array([{"x": int(n), "y": {"z": str(n)}} for n in numbers]),
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(rng.random(rows * 4, dtype=np.float32)), 4),
             "when": pa.array(numbers, pa.timestamp("us", tz="UTC")),
@@ -70,6 +72,7 @@ def test_every_row_reads_as_pyarrow_reads_it(parquet_store, compression, row_gro
         "name": BytesColumn,
         "raw": BytesColumn,
         "list": ObjectColumn,
+        "map": ObjectColumn,
         "struct": ObjectColumn,
         "vector": ArrayColumn,
         "when": ArrayColumn,
@@ -141,6 +144,16 @@ def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store):
     assert np.isnan(first.columns["f"].values[1])
 
 
+def test_nulls_of_and_in_fixed_size_lists_are_marked_by_place(parquet_store):
+    kind = pa.list_(pa.int16(), 2)
+    write(parquet_store, "a.parquet", pa.table({"v": pa.array([[1, 2], None, [3, None]], kind)}))
+    write(parquet_store, "b.parquet", pa.table({"v": pa.array([[5, 6]], kind)}))
+    first, second = open_all(parquet_store, ParquetFormat())
+    assert values_of(first, "v") == [[1, 2], [0, 0], [3, 0]]
+    assert values_of(first, "v__null") == [[False, False], [True, True], [False, True]]
+    assert values_of(second, "v__null") == [[False, False]]
+
+
 def test_nulls_are_taken_for_possible_where_the_footer_does_not_count_them(parquet_store):
     table = pa.table({"n": pa.array([1, 2], pa.int32())})
     write(parquet_store, "a.parquet", table, write_statistics=False)
@@ -178,6 +191,12 @@ def test_an_empty_table_is_a_shard_without_chunks(parquet_store):
     write(parquet_store, "t.parquet", pa.table({"x": pa.array([], pa.int32())}))
     _, ((_, index),) = index_all(parquet_store, ParquetFormat())
     assert list(index.chunks) == []
+
+
+def test_a_shard_without_columns_is_an_error(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": [1]}).select([]))
+    with pytest.raises(FormatError, match="has no columns"):
+        index_all(parquet_store, ParquetFormat())
 
 
 def test_shards_of_other_types_or_names_are_refused_naming_both(parquet_store):
@@ -241,6 +260,48 @@ def test_damaged_data_is_an_error_that_names_shard_and_offset(parquet_store, sta
     with pytest.raises(FormatError, match="cannot be decoded") as caught:
         open_all(parquet_store, ParquetFormat())
     assert (caught.value.shard, caught.value.offset) == ("t.parquet", 4)
+
+
+def test_flipped_bytes_never_escape_as_a_foreign_error_nor_end_the_process(parquet_store):
+    write(parquet_store, "whole", mixed_table(60).drop_columns(["half"]), row_group_size=20)
+    whole = (parquet_store.root / "whole").read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at in rng.integers(0, len(whole), 200):
+        parquet_store.put("t.parquet", whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        try:
+            open_all(parquet_store, ParquetFormat())
+        except FormatError as exc:
+            refused += exc.shard == "t.parquet"
+    assert refused > 20
+
+
+def test_a_footer_that_pyarrow_would_abort_on_is_an_error(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": pa.array([1, 2], pa.int32())}), store_schema=False)
+    data = (parquet_store.root / "t.parquet").read_bytes()
+    # The type of the column's chunk: field 1 of ColumnMetaData, an enum; INT32 is 1 and stored as 2.
+    at = data.rindex(b"\x15\x02\x19")
+    parquet_store.put("t.parquet", data[: at + 1] + b"\x04" + data[at + 2 :])
+    with pytest.raises(FormatError, match=r"other types than its schema|damaged"):
+        index_all(parquet_store, ParquetFormat())
+
+
+def test_many_threads_open_chunks_at_once(parquet_store):
+    table = mixed_table(4000)
+    write(parquet_store, "t.parquet", table, row_group_size=100)
+    fmt = ParquetFormat(chunk_bytes=1)
+    schema, ((task, index),) = index_all(parquet_store, fmt)
+    header = fmt.open_shard(parquet_store, task.info)
+
+    def open_ids(number: int) -> list[int]:
+        span = index.chunks[number]
+        chunk = ChunkRef(task.info, span.offset, span.length, span.samples, number * 100)
+        parts = parquet_store.get_ranges("t.parquet", fmt.chunk_ranges(chunk, header, ["id", "struct"]))
+        return fmt.open_chunk(chunk, header, parts, ["id", "struct"], schema).columns["id"].values.tolist()
+
+    with ThreadPoolExecutor(16) as pool:
+        found = [i for ids in pool.map(open_ids, range(len(index.chunks))) for i in ids]
+    assert found == list(range(4000))
 
 
 def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store):

@@ -254,6 +254,26 @@ def test_an_error_in_a_transform_names_the_sample_and_ends_the_pass(tars):
         assert "shard-0" in "".join(caught.value.__notes__)
 
 
+def test_after_an_error_another_pass_goes_on_from_the_same_position(tars):
+    broken = {"is": True}
+
+    def transform(sample):
+        if broken["is"] and int(sample["txt"]) % 100 == 50:
+            raise RuntimeError("broken")
+        return sample
+
+    with DistributedDataLoader(tars, batch_size=8, transform=transform, with_ids=True, last_batch="partial") as loader:
+        seen = []
+        with pytest.raises(RuntimeError, match="broken"):
+            seen.extend(sample for batch in loader for sample in ids_of(batch))
+        assert not any(name.startswith("penstock") for name in penstock_threads())
+        seen = []
+        broken["is"] = False
+        state = loader.state_dict()
+        seen = [sample for batch in loader for sample in ids_of(batch)]
+        assert len(set(seen)) == len(seen) == sum(SIZES) - state["consumed"]
+
+
 def test_table_rows_come_as_tensors_and_python_values(tmp_path):
     rows = 1000
     numbers = np.arange(rows)

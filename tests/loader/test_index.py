@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import functools
+import http.server
+import json
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
-from penstock.loader.index import StaleManifestWarning, open_manifest
+from penstock.loader.index import open_manifest
+from penstock.loader.index_build import StaleManifestWarning
 from penstock.loader.index_cache import IndexCache
 from penstock.loader.manifest import MANIFEST_NAME
-from penstock.loader.source import expand_braces
+from penstock.loader.source import expand_braces, select
 from penstock.storage import NotFoundError, open_store
 from penstock.storage.memory import MemoryStore
 
@@ -302,3 +308,57 @@ def test_the_store_is_closed_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"a\.parquet"):
         open_manifest(tmp_path)
     open_store(str(tmp_path)).close()
+
+
+def test_one_mds_shard_of_a_folder_is_a_source(tmp_path: Path) -> None:
+    shards = []
+    for number, count in enumerate((30, 40, 50)):
+        offsets = [4 * (count + 2) + 8 * row for row in range(count + 1)]
+        data = struct.pack(f"<I{count + 1}I{count}q", count, *offsets, *range(count))
+        name = f"shard.{number:05d}.mds"
+        (tmp_path / name).write_bytes(data)
+        file = {"basename": name, "bytes": len(data), "hashes": {}}
+        columns = {"column_names": ["n"], "column_encodings": ["int"], "column_sizes": [8]}
+        shard = {"version": 2, "format": "mds", "samples": count, "size_limit": 400, "hashes": [], "compression": None}
+        shards.append(shard | columns | {"raw_data": file, "zip_data": None})
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    assert open_manifest(tmp_path).num_samples == 120
+    one = open_manifest(tmp_path / "shard.00001.mds")
+    assert (one.num_samples, keys(one)) == (40, ["shard.00001.mds"])
+
+
+def test_one_megatron_file_is_found_with_its_index(tmp_path: Path) -> None:
+    from penstock.loader.formats.tokens import TokensFormat
+
+    (tmp_path / "a.bin").write_bytes(bytes(400))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<iqqq", 100, 0, 0, 1)
+    (tmp_path / "a.idx").write_bytes(index)
+    for source in (tmp_path, tmp_path / "a.bin"):
+        manifest = open_manifest(source, format=TokensFormat(seq_len=10))
+        assert (manifest.num_samples, manifest.schema["columns"]["tokens"]["type"]) == (10, "int32")
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_folder_on_a_web_server_is_no_object_though_the_server_answers_for_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a.tar", "b.tar"):
+        (tmp_path / "data" / name).write_bytes(b"x")
+    handler = functools.partial(_QuietHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/data"
+        for source, chosen in ((url, None), (f"{url}/a.tar", ("a.tar",)), (f"{url}/{{b,a}}.tar", ("b.tar", "a.tar"))):
+            store, selection = select(source)
+            store.close()
+            assert selection.chosen == chosen
+        assert [info.key for info in select(url)[1].listing] == ["a.tar", "b.tar"]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

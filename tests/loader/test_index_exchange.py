@@ -132,6 +132,16 @@ def test_a_silent_rank_is_named_after_the_time_out() -> None:
             leader.wait_for("part/0")
 
 
+def test_a_silent_leader_is_named_by_those_who_wait_for_it() -> None:
+    store = dist.HashStore()
+    assert store.add("t/arrived", 1) == 1
+    store.set("t/beat/1", json.dumps([0, 4, "elsewhere process 1", "listing"]))
+    with Exchange(store, "t", 5, 8, dead_after_s=1.0) as follower:
+        assert not follower.leads
+        with pytest.raises(DatasetError, match=r"rank 4 .*no sign of life for . s while listing"):
+            follower.wait_for("plan")
+
+
 def test_a_waiting_rank_is_told_the_leaders_error() -> None:
     store = dist.HashStore()
     leader = Exchange(store, "t", 0, 2)

@@ -11,13 +11,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.loader.checksum import read_chunk
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
 from penstock.loader.formats.detect import make_format
 from penstock.loader.formats.shard import ArrayColumn
-from penstock.loader.index import UnfinishedDatasetError, open_manifest
+from penstock.loader.index import open_manifest
+from penstock.loader.index_build import UnfinishedDatasetError
 from penstock.loader.manifest import MANIFEST_NAME, Manifest
 from penstock.loader.pack import pack
-from penstock.loader.verify import read_chunk, verify
+from penstock.loader.verify import verify
 from penstock.storage import AccessDeniedError, open_store
 from penstock.storage.memory import Fault, MemoryStore
 
@@ -238,7 +240,7 @@ def test_bad_tables_are_named_with_their_line(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_of_late_fields_are_refused_not_dropped(memory_store: MemoryStore) -> None:
-    rows: list[dict[str, Any]] = [{"a": "x" * 200_000}] * 70 + [{"a": "x", "b": 1}]
+    rows: list[dict[str, Any]] = [{"a": "x"}] * 300 + [{"a": "x", "b": 1}]
     with pytest.raises(DatasetError, match=r"fields \['b'\]"):
         pack(rows, memory_store.url, format="parquet", shard_bytes=1000)
 
@@ -247,3 +249,25 @@ def test_the_manifest_that_pack_writes_is_the_one_that_indexing_finds(memory_sto
     pack(({"txt": f"{number}"} for number in range(40)), memory_store.url, shard_bytes=4000)
     saved = Manifest.from_bytes(memory_store.get(MANIFEST_NAME), "mem://x/")
     assert open_manifest(memory_store.url, rebuild=True).fingerprint == saved.fingerprint
+
+
+def test_fields_that_only_some_of_the_first_rows_have_are_kept(memory_store: MemoryStore) -> None:
+    pack([{"a": 1}, {"b": 2}, {"a": 3, "b": 4}], memory_store.url, format="parquet")
+    shard = pq.read_table(io.BytesIO(memory_store.get("shard-000000.parquet"))).to_pylist()
+    assert shard == [{"a": 1, "b": None}, {"a": None, "b": 2}, {"a": 3, "b": 4}]
+
+
+def test_fat_rows_are_cut_into_row_groups_and_shards_of_the_size_asked_for(memory_store: MemoryStore) -> None:
+    noise = np.random.default_rng(0)
+    rows = [{"image": noise.bytes(100_000)} for _ in range(40)]
+    pack(rows, memory_store.url, format="parquet", shard_bytes=1 << 20)
+    sizes = [info.size for info in memory_store.list() if info.key.endswith(".parquet")]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.3 * (1 << 20)
+    assert read_samples(memory_store.url) == rows
+
+
+def test_one_long_document_fills_several_token_shards(tmp_path: Path) -> None:
+    summary = pack([np.arange(1000)], tmp_path, format="tokens", seq_len=10, shard_bytes=600)
+    assert (summary.shards, summary.samples, summary.dropped) == (4, 100, None)
+    assert sum((sample["tokens"] for sample in read_samples(str(tmp_path))), []) == list(range(1000))  # noqa: RUF017

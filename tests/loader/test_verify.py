@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.loader.checksum import sum_chunks
 from penstock.loader.errors import DatasetError
 from penstock.loader.formats.shard import ArrayColumn, Block, BytesColumn
 from penstock.loader.index import open_manifest
 from penstock.loader.inspect import describe_bytes, draw_bars, inspect, sample_sizes, size_histogram
 from penstock.loader.manifest import MANIFEST_NAME
 from penstock.loader.pack import pack
-from penstock.loader.verify import sum_chunks, verify
+from penstock.loader.verify import verify
 from penstock.storage.memory import MemoryStore
 
 PutShards = Callable[..., list[int]]
@@ -118,6 +119,7 @@ def test_nothing_to_verify_is_an_error(memory_store: MemoryStore) -> None:
 def test_inspect_counts_what_is_there(packed: MemoryStore) -> None:
     seen = inspect(packed.url)
     assert (seen.format, seen.samples, seen.checksums) == ("tar", 100, True)
+    assert seen.schema["fields"] == ["cls", "txt"]
     assert seen.sizes_of == sum(seen.histogram) == 100
     assert [(field.name, field.value) for field in seen.fields] == [
         ("__key__", "000000000"),

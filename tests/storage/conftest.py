@@ -26,7 +26,7 @@ http {{
   server {{
     listen 127.0.0.1:{port}; root {folder}/www;
     location / {{ autoindex on; dav_methods PUT DELETE; create_full_put_path on; }}
-    location /blind/ {{ autoindex off; }}
+    location /blind/ {{ autoindex off; dav_methods PUT; }}
     location /busy/ {{ return 503; }}
     location /broken/ {{ return 500; }}
     location /denied/ {{ return 403; }}
@@ -131,6 +131,12 @@ def serve_nginx(folder: Path) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def _own_throttle_marks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what one process tells the others of the node out of this machine's folder for it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.getbasetemp()))
 
 
 def _make_www(tmp_path_factory: pytest.TempPathFactory) -> Path:

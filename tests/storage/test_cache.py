@@ -77,19 +77,22 @@ def test_a_corrupt_entry_is_evicted_and_fetched_again(memory: MemoryStore, tmp_p
 
 
 def test_the_bound_holds_and_the_least_recently_used_go_first(memory: MemoryStore, tmp_path: Path) -> None:
-    store, etag = CacheStore(memory, tmp_path, 6 * CHUNK), memory.head("x").etag
-    for i in range(20):
+    limit = 6 * CHUNK
+    store, etag = CacheStore(memory, tmp_path, limit), memory.head("x").etag
+    for i in range(5):
         store.get("x", _chunk(i), etag=etag)
-        for age, entry in enumerate(sorted(_entries(tmp_path), key=lambda path: path.stat().st_mtime_ns)):
-            os.utime(entry, (time.time() - 25 + age,) * 2)
-        if i:
-            store.get("x", _chunk(i), etag=etag)
-        assert sum(path.stat().st_size for path in _entries(tmp_path)) <= 6 * CHUNK
-    before = _gets(memory)
-    store.get("x", _chunk(19), etag=etag)
-    assert _gets(memory) == before
-    store.get("x", _chunk(0), etag=etag)
-    assert _gets(memory) == before + 1
+    for entry in _entries(tmp_path):
+        os.utime(entry, (time.time() - 100,) * 2)
+    store.get("x", _chunk(0), etag=etag)  # the oldest entry, and now the last used one
+    for i in range(5, 9):
+        store.get("x", _chunk(i), etag=etag)
+        assert sum(path.stat().st_size for path in _entries(tmp_path)) <= limit
+    fetched = _gets(memory)
+    for i in (0, 5, 6, 7, 8):
+        assert store.get("x", _chunk(i), etag=etag) == DATA[i * CHUNK : (i + 1) * CHUNK]
+    assert _gets(memory) == fetched == 9
+    store.get("x", _chunk(1), etag=etag)
+    assert _gets(memory) == 10
 
 
 def test_the_bytes_used_are_found_again_when_their_count_is_lost(memory: MemoryStore, tmp_path: Path) -> None:
@@ -203,7 +206,8 @@ def test_a_full_disk_costs_speed_and_one_warning_never_the_run(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
 def test_on_a_disk_smaller_than_the_limit_old_entries_make_room(memory: MemoryStore, tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
         pytest.skip("mounting is not allowed here; a full disk is also tested by an injected error")
     try:
         store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
