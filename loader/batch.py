@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from .collate import collate_samples, collate_values
 from .decode import DecodeChoice, FieldDecoder, field_decoder
+from .decode_threads import DecodeThreads
 from .errors import ConfigError, DecodeError, LoaderClosedError
 from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from .manifest import Manifest
@@ -197,7 +198,7 @@ class BatchMaker:
     options: BatchOptions
     decoders: FieldDecoders
     manifest: Manifest
-    pool: ThreadPoolExecutor
+    pool: DecodeThreads
     workers: WorkerPool | None
     parts: int
     counters: Counters
@@ -208,8 +209,8 @@ class BatchMaker:
         return PendingBatch(self, rows, epoch, num_valid)
 
     def is_stopped(self) -> bool:
-        """Whether nobody waits for batches any more: closed, or the interpreter is about to exit."""
-        return self.stopping.is_set() or not threading.main_thread().is_alive()
+        """Whether nobody waits for batches any more."""
+        return self.stopping.is_set()
 
 
 class PendingBatch:

@@ -419,13 +419,14 @@ class _Running:
 
     def close(self) -> None:
         with self._closing:
-            if self.workers is not None:
-                self.workers.close()
+            if self.pipeline is not None:
+                self.pipeline.stop()
+            for owned in (self.workers, self.store):  # before the threads, which wait for these two
+                if owned is not None:
+                    owned.close()
             self.stop_pipeline()
             if self.log is not None:
                 self.log.close()
-            if self.store is not None:
-                self.store.close()
             self.workers = self.log = self.store = None
 
 

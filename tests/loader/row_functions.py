@@ -68,5 +68,10 @@ def sleep_a_while(sample):
     return sample
 
 
+def rest_a_moment(sample):
+    time.sleep(0.01)
+    return sample
+
+
 def reverse_bytes(data):
     return data[::-1]

@@ -175,9 +175,7 @@ def test_a_killed_worker_is_an_error_at_once(tars):
 
 
 def test_a_worker_killed_while_idle_is_an_error_of_the_next_batch_and_no_hang(tars):
-    with DistributedDataLoader(
-        tars, batch_size=4, processes=2, transform=row_functions.keep, memory_limit="1MiB"
-    ) as loader:
+    with DistributedDataLoader(tars, batch_size=4, processes=2, transform=row_functions.keep) as loader:
         next(iter(loader))
         for pid in children():
             os.kill(pid, signal.SIGKILL)
