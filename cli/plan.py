@@ -127,7 +127,7 @@ _ROWS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
     ("skew of a batch, samples", lambda f: f"{f.batch_skew}"),
     ("skew of an epoch, samples", lambda f: f"{f.skew}"),
     ("read amplification", lambda f: f"{f.read_amplification:.2f}"),
-    ("chunks on a cut, read twice", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
+    ("further reads, at the lanes' cuts", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
     ("open windows per rank", lambda f: f"{f.open_windows:,}"),
     ("memory of open windows per rank", lambda f: format_bytes(f.window_bytes)),
     ("read before the first batch", lambda f: f"≤ {format_bytes(f.first_batch_bytes)}"),

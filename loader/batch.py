@@ -77,8 +77,11 @@ class FieldDecoders:
         return decoder
 
     def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
-        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened."""
-        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize > 1
+        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened.
+
+        But for uint64, for which there is no wider one.
+        """
+        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
         return np.dtype(np.int64) if wide else values.dtype
 
 
@@ -115,7 +118,9 @@ def gather(
             if not isinstance(column, ArrayColumn):
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
-                if isinstance(column, BytesColumn) and decoders.of(name, column) is not None and not column.text:
+                # Settled for text, too: a decoder of a text column is given str.
+                is_encoded = isinstance(column, BytesColumn) and decoders.of(name, column) is not None
+                if isinstance(column, BytesColumn) and is_encoded and not column.text:
                     values.extend(column.copies(group.rows))
                 else:
                     values.extend(_take(column, name, group))
@@ -204,9 +209,12 @@ class BatchMaker:
     counters: Counters
     stopping: threading.Event
 
-    def start(self, rows: Rows, epoch: int, num_valid: int) -> PendingBatch:
-        """Begin to make a batch of ``rows``, of which the first ``num_valid`` count."""
-        return PendingBatch(self, rows, epoch, num_valid)
+    def start(self, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> PendingBatch:
+        """Begin to make a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
+
+        A batch without rows is made of one, for its fields, types and shapes, and handed out empty.
+        """
+        return PendingBatch(self, rows, epoch, num_rows, num_valid)
 
     def is_stopped(self) -> bool:
         """Whether nobody waits for batches any more."""
@@ -216,9 +224,10 @@ class BatchMaker:
 class PendingBatch:
     """A batch in the making. ``result`` waits for it; called once, by one thread."""
 
-    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_valid: int) -> None:
+    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> None:
         self._maker = maker
         self._rows = rows
+        self._num_rows = num_rows
         self._num_valid = num_valid
         settled = maker.decoders.settled
         encoded = {
@@ -283,17 +292,22 @@ class PendingBatch:
         options, values = self._maker.options, self._results.values
         if options.transform is None and options.collate is None:
             images = {name for name, decoder in self._task.encoded.items() if decoder.is_image}
-            batch = {name: _collate(of_field, is_image=name in images) for name, of_field in values.items()}
-            return {**batch, **self._extras()}
+            return self._finish({n: _collate(of_field, is_image=n in images) for n, of_field in values.items()})
         samples = self._results.samples or [
             {name: of_field[row] for name, of_field in values.items()} for row in range(len(self._rows.ids))
         ]
         if options.collate is None:
-            return {**collate_samples(samples), **self._extras()}
+            return self._finish(collate_samples(samples))
         for name, extra in self._extras().items():
             for sample, value in zip(samples, extra.tolist(), strict=True):
                 sample[name] = value
-        return options.collate(samples)
+        return options.collate(samples[: self._num_rows])
+
+    def _finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch = {**batch, **self._extras()}
+        if self._num_rows < len(self._rows.ids):
+            return {name: values[: self._num_rows] for name, values in batch.items()}
+        return batch
 
     def _wait(self) -> RowError | None:
         """The first row's error, in the order of rows."""

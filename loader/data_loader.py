@@ -15,8 +15,9 @@ import torch
 
 from ..storage import LocalStore, open_store
 from .audit import DeliveryLog
-from .batch import Batch, BatchOptions, FieldDecoders
-from .decode import DecodeChoice
+from .batch import KEY, Batch, BatchOptions, FieldDecoders
+from .decode import DecodeChoice, check_choice
+from .device import resolve_cuda
 from .errors import ConfigError, LoaderClosedError, PartitionError
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
@@ -133,9 +134,7 @@ class DistributedDataLoader:
             pad=last_batch == "pad",
             seed=seed,
         )
-        self._device = None if device is None else torch.device(device)
-        if self._device is not None and self._device.type == "cpu":
-            self._device = None
+        self._device = None if device is None or str(device) == "cpu" else resolve_cuda(device)
         self._workers = max(1, usable_cores() // local_world_size()) if workers == "auto" else workers
         _check_at_least("workers", self._workers, 1)
         _check_at_least("processes", processes, 0)
@@ -155,6 +154,8 @@ class DistributedDataLoader:
                 f"the data set's {self._manifest.num_samples}, and last_batch='drop' leaves nothing; "
                 "use a smaller batch, or last_batch='pad' or 'partial'"
             )
+        names = None if columns is None else list(columns)
+        _check_names(self._manifest, names, decode)
         self._decoders = FieldDecoders(decode)
         self._counters = Counters()
         store = open_store(
@@ -166,7 +167,6 @@ class DistributedDataLoader:
         self._running.store = store
         self._is_local = isinstance(store, LocalStore)
         shard_format = make_format(self._manifest.format, self._manifest.config)
-        names = None if columns is None else list(columns)
         self._source = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         self._quarantine = Quarantine(self._source, max_bad_chunks)
         self._epoch, self._consumed = 0, 0
@@ -376,7 +376,8 @@ class DistributedDataLoader:
 
     def _pipeline_options(self) -> PipelineOptions:
         own_lanes = -(-self._order.lanes // self._share.world_size) + 1
-        open_bytes = int(own_lanes * self._order.window * self._manifest.memory.mean())
+        all_bytes = int(self._manifest.memory.sum())
+        open_bytes = min(all_bytes, int(own_lanes * self._order.window * self._manifest.memory.mean()))
         limit = self._memory_limit
         if limit is None:
             share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
@@ -386,8 +387,9 @@ class DistributedDataLoader:
         fits = open_bytes < limit - batch_budget
         if not fits:
             warnings.warn(
-                f"the {own_lanes} lanes of this rank keep about {open_bytes >> 20} MiB of chunks open, which is above "
-                f"memory_limit={limit >> 20} MiB: chunks will be read several times. Raise memory_limit, give a "
+                f"the {own_lanes} lanes of this rank keep about {open_bytes:,} bytes of chunks open, and "
+                f"memory_limit={limit:,} has room for {limit - batch_budget:,}: chunks will be read several times. "
+                "Raise memory_limit, give a "
                 "cache_dir, or start with fewer lanes or a smaller window",
                 MemoryLimitWarning,
                 stacklevel=3,
@@ -451,6 +453,15 @@ def _share(
             f"use {nearest}, or give batch_size= per rank"
         )
     return Share(rank, world_size, global_batch_size, pad=pad)
+
+
+def _check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
+    """Refuse fields that the data set does not have before anything is read."""
+    if columns is not None:
+        unknown = [name for name in columns if name not in (*manifest.fields, KEY)]
+        if unknown or not columns:
+            raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
+    check_choice(decode, [*manifest.fields, KEY])
 
 
 def _check_at_least(name: str, value: object, least: int) -> None:

@@ -6,7 +6,7 @@ import inspect
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -73,19 +73,16 @@ def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
     return _auto(field) if key is None else _wrap(field, choice[key])
 
 
-def field_decoders(fields: Iterable[str], choice: DecodeChoice) -> dict[str, FieldDecoder]:
-    """The decoders of ``fields``; those left raw are not in the result.
+def check_choice(choice: DecodeChoice, fields: Sequence[str]) -> None:
+    """Refuse a mapping that names a field which none of ``fields`` is.
 
     Raises:
-        ConfigError: as ``field_decoder``; also where a key of the mapping fits none of the fields.
+        ConfigError: names the keys that fit nothing, and the fields there are.
     """
-    names = list(fields)
     if isinstance(choice, Mapping):
-        unused = sorted(set(choice) - {_matching_key(name, choice) for name in names})
+        unused = sorted(set(choice) - {_matching_key(name, choice) for name in fields})
         if unused:
-            raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(names)}")
-    found = {name: field_decoder(name, choice) for name in names}
-    return {name: decoder for name, decoder in found.items() if decoder is not None}
+            raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
 
 
 def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
@@ -146,14 +143,15 @@ class _Named:
 
 
 class _UserFunction:
-    """A user's function of bytes, perhaps with the sample's generator."""
+    """A user's function of bytes, or of str where the column holds text; perhaps with the sample's generator."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.takes_rng = has_rng_parameter(function)
 
-    def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
-        return self._function(bytes(data), rng=rng) if self.takes_rng else self._function(bytes(data))
+    def __call__(self, data: memoryview | str, rng: np.random.Generator | None) -> Any:
+        value = data if isinstance(data, str) else bytes(data)
+        return self._function(value, rng=rng) if self.takes_rng else self._function(value)
 
 
 class _Calling:
@@ -179,10 +177,11 @@ class _Calling:
         raise ConfigError(f"field {self._field!r} has no slot to be decoded into; call its decoder instead")
 
 
-def _field_error(field: str, data: memoryview, exc: Exception) -> Exception:
+def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exception:
     if isinstance(exc, ConfigError):
         return exc
-    cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({len(data)} bytes)"
+    unit = "characters" if isinstance(data, str) else "bytes"
+    cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({len(data)} {unit})"
     return DecodeError(f"field {field!r}: {cause}")
 
 
@@ -194,8 +193,8 @@ def has_rng_parameter(function: Callable[..., Any]) -> bool:
         return False
 
 
-def _read_text(data: memoryview) -> str:
-    return str(data, "utf-8")
+def _read_text(data: memoryview | str) -> str:
+    return data if isinstance(data, str) else str(data, "utf-8")
 
 
 def _read_int(data: memoryview) -> int:

@@ -56,6 +56,11 @@ class Manifest:
     def num_bytes(self) -> int:
         return int(self.lengths.sum())
 
+    @property
+    def fields(self) -> list[str]:
+        """The names of the fields or columns that samples have."""
+        return list(self.schema.get("fields") or self.schema.get("columns") or ())
+
     @cached_property
     def first_ids(self) -> IntArray:
         """(chunks + 1,) int64: the sample id of each chunk's first sample, and at the end the number of samples."""

@@ -82,10 +82,10 @@ class LoaderMetrics:
 
 
 def find_bottleneck(totals: dict[str, Any]) -> str:
-    """The stage that bounds the throughput: 'consumer', 'storage', 'open', 'assemble' or 'decode'.
+    """The stage that bounds the throughput: 'consumer', 'storage', 'open', 'assemble', 'decode' or 'copy'.
 
     The consumer bounds it if it hardly waits. Else, if the assembler mostly waits for chunks, it is storage or opening,
-    whichever the fetch threads spend longer on; else it is assembling or decoding, whichever takes longer.
+    whichever the fetch threads spend longer on; else it is assembling, decoding or copying, whichever takes longest.
     """
     waited, busy = totals["consumer_wait_s"], totals["consumer_busy_s"]
     if totals["batches"] == 0:
@@ -94,4 +94,4 @@ def find_bottleneck(totals: dict[str, Any]) -> str:
         return "consumer"
     if totals["chunk_wait_s"] > max(totals["assemble_s"], 0.5 * totals["decode_s"]):
         return "storage" if totals["fetch_s"] >= totals["open_s"] else "open"
-    return "assemble" if totals["assemble_s"] >= totals["decode_s"] else "decode"
+    return max(("assemble", "decode", "copy"), key=lambda stage: float(totals[f"{stage}_s"]))

@@ -294,9 +294,7 @@ class Pipeline:
         num_rows = max(num_valid, self._share.batch_size) if self._share.pad else num_valid
         if num_rows > high - low:
             batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
-        elif num_rows < high - low:
-            batch_rows = batch_rows.cut(0, num_rows)  # a row was read for its fields only
-        pending = self._maker.start(batch_rows, span.epoch, num_valid)
+        pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
         item = Delivery(
             epoch=span.epoch,
             start=int(span.bounds[step]),

@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 # Deflate cannot shrink by more; a hint beyond it is damage. Zstandard can, but then starts small and grows.
 _MAX_RATIO = 1032
 
-_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd"}
 _MAGICS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 
 

@@ -25,11 +25,11 @@ _CLASSES = {
 FORMAT_NAMES = tuple(_CLASSES)
 
 _SUFFIXES = {
-    "tar": (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst"),
+    "tar": (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst"),
     "parquet": (".parquet", ".parq", ".pq"),
     "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
     "tokens": (".bin", ".tokens", ".u16", ".u32"),
-    "mds": (".mds", ".mds.zstd", ".mds.zst"),
+    "mds": (".mds", ".mds.zstd", ".mds.zst", ".mds.gz", ".mds.bz2"),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"),
 }
 _SNIFFED_BYTES = 1024

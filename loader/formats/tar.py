@@ -23,7 +23,7 @@ from .tar_headers import read_members, refuse_truncation
 from .tar_names import KEY_COLUMN, RESERVED_FIELDS, NameTable, group_names
 from .windows import PieceWindows, ShardWindows
 
-_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd")
+_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst")
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,50 @@ def test_auto_lanes_and_window_are_taken_over_from_a_state(tars):
 def test_columns_choose_what_is_read(tars):
     with DistributedDataLoader(tars, batch_size=16, columns=["txt"]) as loader:
         assert set(next(iter(loader))) == {"__key__", "txt"}
-    with DistributedDataLoader(tars, batch_size=16, columns=["jpg"]) as loader, pytest.raises(ConfigError, match="jpg"):
-        next(iter(loader))
+    with pytest.raises(ConfigError, match=r"\['jpg'\] is not among \['bin', 'txt'\]"):
+        DistributedDataLoader(tars, batch_size=16, columns=["jpg"])
+    with pytest.raises(ConfigError, match="nothing"):
+        DistributedDataLoader(tars, batch_size=16, columns=[])
+
+
+def test_a_decoder_for_a_field_that_is_not_there_is_refused_with_those_that_are(tars):
+    with pytest.raises(ConfigError, match=r"\['tyt'\].*'bin', 'txt'"):
+        DistributedDataLoader(tars, batch_size=16, decode={"tyt": int})
+
+
+def test_a_rank_without_samples_of_the_last_batch_gets_empty_tensors_of_the_right_type(tmp_path):
+    write_tars(tmp_path, [9])
+    decode = {"txt": int, "bin": lambda data: np.frombuffer(data, np.uint8)}
+    loaders = ranks(str(tmp_path), 4, batch_size=2, last_batch="partial", decode=decode, with_ids=True)
+    first, *_, last = [list(loader)[-1] for loader in loaders]
+    assert len(first["__id__"]) == 1
+    assert (last["txt"].dtype, last["txt"].shape) == (torch.int64, (0,))
+    assert (last["bin"].dtype, last["bin"].shape) == (torch.uint8, (0, 40))
+    assert last["__id__"].shape == (0,)
+    assert last["__key__"] == []
+
+
+def test_a_decoder_of_a_text_column_is_given_its_text(tmp_path):
+    pq.write_table(pa.table({"caption": ["a cat", "a dog", "ein Bär"]}), tmp_path / "t.parquet")
+    with DistributedDataLoader(str(tmp_path), batch_size=3, decode={"caption": len}) as loader:
+        assert sorted(next(iter(loader))["caption"].tolist()) == [5, 5, 7]
+    with DistributedDataLoader(str(tmp_path), batch_size=3, decode={"caption": str}) as loader:
+        assert "ein Bär" in next(iter(loader))["caption"]
+
+
+def test_hashes_of_64_bits_keep_their_sign(tmp_path):
+    values = np.array([1, 2**63, 2**64 - 1], np.uint64)
+    pq.write_table(pa.table({"hash": values}), tmp_path / "t.parquet")
+    with DistributedDataLoader(str(tmp_path), batch_size=3, shuffle=False) as loader:
+        assert next(iter(loader))["hash"].tolist() == values.tolist()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused_at_once(tars):
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        DistributedDataLoader(tars, batch_size=4, device="cuda")
+    with pytest.raises(ConfigError, match="mps"):
+        DistributedDataLoader(tars, batch_size=4, device="mps")
 
 
 def test_decode_none_gives_the_bytes_of_the_shard(tars):

@@ -11,7 +11,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from penstock.loader.decode import FieldDecoder, field_decoder, field_decoders
+from penstock.loader.decode import FieldDecoder, check_choice, field_decoder
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.images import ImageDecoder
 from penstock.loader.randomness import sample_rng
@@ -221,9 +221,9 @@ def test_a_choice_that_means_nothing_is_refused():
 
 
 def test_a_key_that_fits_no_field_is_refused_with_the_fields_there_are():
-    assert set(field_decoders(["jpg", "cls", "bin"], {"jpg": None})) == {"cls"}
+    check_choice({"jpg": None, "png": len}, ["jpg", "seg.png", "bin"])
     with pytest.raises(ConfigError, match=r"\['jpgg'\].*\['cls', 'jpg'\]"):
-        field_decoders(["jpg", "cls"], {"jpgg": len})
+        check_choice({"jpgg": len}, ["jpg", "cls"])
 
 
 def test_without_the_extra_only_images_are_refused_and_the_error_names_it():
