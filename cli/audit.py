@@ -25,7 +25,7 @@ class AuditArguments:
     example:  penstock audit runs/digits/audit
     """
 
-    folder: Annotated[str, tyro.conf.Positional]
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
     """The folder that audit_dir= named."""
 
     json: bool = False
@@ -63,6 +63,6 @@ def show_report(report: AuditReport) -> None:
     screen.print(table)
     screen.print()
     if report.is_exact:
-        screen.print("[green]every sample of what was reached was delivered exactly once[/green]")
+        screen.print("every sample of what was reached was delivered exactly once", style="green")
     else:
-        screen.print("[red]samples are missing or came more than once[/red]")
+        screen.print("samples are missing or came more than once", style="red")

@@ -18,6 +18,7 @@ from .common import (
     console,
     fact_table,
     format_bytes,
+    format_count,
     format_seconds,
     parse,
     parse_options,
@@ -127,7 +128,9 @@ def _report(summary: PackSummary) -> None:
     table = fact_table()
     table.add_row("data set", summary.url)
     table.add_row("samples", f"{summary.samples:,}")
-    table.add_row("shards", f"{summary.shards:,} {summary.format} shards of {format_bytes(summary.bytes)} in all")
+    table.add_row(
+        "shards", f"{format_count(summary.shards, f'{summary.format} shard')} of {format_bytes(summary.bytes)} in all"
+    )
     if summary.classes:
         shown = ", ".join(f"{number} = {name}" for number, name in enumerate(summary.classes[:10]))
         table.add_row("classes", shown + (f", ... ({len(summary.classes)})" if len(summary.classes) > 10 else ""))

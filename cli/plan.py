@@ -30,7 +30,9 @@ class PlanArguments(SourceArguments):
     example:  penstock plan --samples 1000000000 --shards 100000 --sample-bytes 110000 --world-size 1024
     """
 
-    source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE ...]")] = ()
+    source: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE ...]", help_behavior_hint="")
+    ] = ()
     """URL or path of a folder of shards, of one shard, or a quoted pattern; none for a made-up data set."""
 
     world_size: tuple[int, ...] = (1, 8, 64)
@@ -48,8 +50,8 @@ class PlanArguments(SourceArguments):
     window: int | None = None
     """Chunks of a lane whose samples are mixed; chosen if not given."""
 
-    shuffle: bool = True
-    """Whether the order is shuffled."""
+    shuffle: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """Plan an order that is not shuffled."""
 
     last_batch: Literal["drop", "pad", "partial"] = "drop"
     """What becomes of samples that do not fill a global batch."""

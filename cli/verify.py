@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..loader.checksum import READ_THREADS
 from ..loader.verify import VerifyResult, verify
-from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
+from .common import SourceArguments, console, fact_table, format_bytes, format_count, format_seconds, parse, print_json
 
 _SHOWN = 50
 
@@ -50,14 +50,16 @@ def _report(result: VerifyResult) -> None:
     rate = result.bytes / max(result.seconds, 1e-9)
     table = fact_table()
     table.add_row("data set", result.url)
-    table.add_row("read", f"{result.samples:,} samples in {result.chunks:,} chunks of {result.shards:,} shards")
+    chunks, shards = format_count(result.chunks, "chunk"), format_count(result.shards, "shard")
+    table.add_row("read", f"{format_count(result.samples, 'sample')} in {chunks} of {shards}")
     table.add_row("", f"{format_bytes(result.bytes)} in {format_seconds(result.seconds)}, {format_bytes(rate)}/s")
     table.add_row("checksums", "compared" if result.checksums else "none in the manifest; `penstock index --checksums`")
     if result.ok:
         table.add_row("result", Text("all is well", style="green"))
         screen.print(table)
         return
-    table.add_row("result", Text(f"{len(result.flaws):,} flaws in {len(result.bad_shards):,} shards", style="red"))
+    flawed = f"{format_count(len(result.flaws), 'flaw')} in {format_count(len(result.bad_shards), 'shard')}"
+    table.add_row("result", Text(flawed, style="red"))
     screen.print(table)
     flaws = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     flaws.add_column("shard", style="cyan", overflow="fold")

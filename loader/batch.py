@@ -5,13 +5,13 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,18 @@ import torch
 
 from .collate import collate_samples, collate_values
 from .decode import DecodeChoice, FieldDecoder, field_decoder
+from .decode_threads import DecodeThreads
 from .errors import ConfigError, DecodeError, LoaderClosedError
 from .formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from .manifest import Manifest
 from .metrics import Counters
-from .randomness import sample_rng
 from .records import unpack_records
+from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .spans import ChunkRows
+from .worker_pool import WorkerPool
 
 IDS, VALID, KEY = "__id__", "__valid__", "__key__"
 
-Sample = dict[str, Any]
 Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
 
 _WIDE_ROW_BYTES = 1024
@@ -189,19 +190,27 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """Makes batches of gathered rows: decodes and transforms on a pool of ``threads`` threads, then collates."""
+    """Makes batches of gathered rows: has them decoded and transformed, in ``parts`` or so at once, then collates.
+
+    That is done by the threads of ``pool``, or by ``workers``, which are processes.
+    """
 
     options: BatchOptions
     decoders: FieldDecoders
     manifest: Manifest
-    pool: ThreadPoolExecutor
-    threads: int
+    pool: DecodeThreads
+    workers: WorkerPool | None
+    parts: int
     counters: Counters
     stopping: threading.Event
 
     def start(self, rows: Rows, epoch: int, num_valid: int) -> PendingBatch:
         """Begin to make a batch of ``rows``, of which the first ``num_valid`` count."""
         return PendingBatch(self, rows, epoch, num_valid)
+
+    def is_stopped(self) -> bool:
+        """Whether nobody waits for batches any more."""
+        return self.stopping.is_set()
 
 
 class PendingBatch:
@@ -210,106 +219,92 @@ class PendingBatch:
     def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_valid: int) -> None:
         self._maker = maker
         self._rows = rows
-        self._epoch = epoch
         self._num_valid = num_valid
-        self._values: dict[str, Any] = {}
-        self._samples: list[Sample] = []
-        self._decoding: list[tuple[str, FieldDecoder, list[Any]]] = []
-        self._futures: list[Future[None]] = []
-        self._prepare()
-
-    def _prepare(self) -> None:
-        maker, count = self._maker, len(self._rows.ids)
         settled = maker.decoders.settled
-        for name, values in self._rows.fields.items():
-            decoder = settled.get(name)
-            if decoder is None or not isinstance(values, list):
-                self._values[name] = values
-            else:
-                self._decoding.append((name, decoder, values))
-                self._values[name] = (
-                    [None] * count if decoder.slot is None else np.empty((count, *decoder.slot[0]), decoder.slot[1])
-                )
-        if maker.options.transform is not None:
-            self._samples = [{} for _ in range(count)]
-        if self._decoding or maker.options.transform is not None:
-            size = max(1, -(-count // (2 * maker.threads)))
-            self._futures = [
-                maker.pool.submit(self._work, start, min(start + size, count)) for start in range(0, count, size)
-            ]
+        encoded = {
+            name: decoder
+            for name, values in rows.fields.items()
+            if isinstance(values, list) and (decoder := settled.get(name)) is not None
+        }
+        self._task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        self._work = RowWork(transform=maker.options.transform, seed=maker.options.seed)
+        self._results = self._work.allocate(self._task)
+        self._futures: list[Future[None]] = []
+        if encoded or maker.options.transform is not None:
+            count = len(rows.ids)
+            size = max(1, -(-count // (2 * maker.parts)))
+            self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def _work(self, start: int, stop: int) -> None:
-        """Decode and transform some of the rows; on a thread of the pool."""
+    def _submit(self, start: int, stop: int) -> Future[None]:
+        maker = self._maker
+        if maker.workers is None:
+            return maker.pool.submit(self._run, start, stop)
+        task = self._task.cut(start, stop, with_plain=maker.options.transform is not None)
+        return maker.workers.submit(task, partial(self._place, start, stop), maker.is_stopped)
+
+    def _run(self, start: int, stop: int) -> None:
+        """Work on some of the rows; on a thread of the pool."""
         started = time.perf_counter()
-        for i in range(start, stop):
-            if self._maker.stopping.is_set():
-                raise CancelledError
-            for name, decoder, values in self._decoding:
-                self._decode(i, name, decoder, values[i])
-            if self._maker.options.transform is not None:
-                self._samples[i] = self._transform(i, self._maker.options.transform)
-        self._maker.counters.add(decode_s=time.perf_counter() - started)
-
-    def _decode(self, i: int, name: str, decoder: FieldDecoder, data: Any) -> None:
-        out = self._values[name]
-        if data is None:
-            if decoder.slot is not None:
-                raise DecodeError(f"{self._describe(i)}: has no field {name!r}, which is decoded into a tensor")
-            return
-        rng = self._rng(i) if decoder.takes_rng else None
         try:
-            if decoder.slot is not None:
-                decoder.decode_into(data, out[i], rng)
-            else:
-                out[i] = decoder(data, rng)
-        except DecodeError as exc:
-            raise DecodeError(f"{self._describe(i)}: {exc}") from exc
+            self._work.run(self._task, self._results, start, stop, self._maker.is_stopped)
+        finally:
+            self._maker.counters.add(decode_s=time.perf_counter() - started)
 
-    def _transform(self, i: int, transform: Callable[..., Sample]) -> Sample:
-        try:
-            sample = self._sample(i)
-            changed = transform(sample, rng=self._rng(i)) if _takes_rng(transform) else transform(sample)
-        except Exception as exc:
-            exc.add_note(f"in transform= of {self._describe(i)}")
-            raise
-        if not isinstance(changed, dict):
-            raise ConfigError(
-                f"transform= returned {type(changed).__name__} for {self._describe(i)}; it must return a dict"
-            )
-        return changed
+    def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
+        """Put a process's results in their places."""
+        for name, values in results.values.items():
+            self._results.values[name][start:stop] = values
+        self._results.samples[start:stop] = results.samples
+        self._maker.counters.add(decode_s=busy_s)
 
-    def _rng(self, i: int) -> np.random.Generator:
-        return sample_rng(self._maker.options.seed, self._epoch, int(self._rows.ids[i]))
+    def _explain(self, error: RowError) -> Exception:
+        """What a user sees of it: our own errors name the sample; those of a transform keep their type, with a note."""
+        where, cause = self._describe(error.row), error.cause
+        if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
+            kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
+            explained: Exception = kind(f"{where}: {cause}")
+            explained.__cause__ = cause
+            return explained
+        cause.add_note(f"in {'transform=' if error.step == 'transform' else 'decoding'} of {where}")
+        return cause
 
-    def _sample(self, i: int) -> Sample:
-        return {name: values[i] for name, values in self._values.items()}
-
-    def _describe(self, i: int) -> str:
-        sample_id = int(self._rows.ids[i])
-        shard, row = self._maker.manifest.shard_of(sample_id)
+    def _describe(self, row: int) -> str:
+        sample_id = int(self._rows.ids[row])
+        shard, number = self._maker.manifest.shard_of(sample_id)
         key = self._rows.fields.get(KEY)
-        named = f", key {key[i]!r}" if key is not None else ""
-        return f"sample {sample_id} (number {row} of {shard}{named})"
+        named = f", key {key[row]!r}" if key is not None else ""
+        return f"sample {sample_id} (number {number} of {shard}{named})"
 
     def result(self) -> Batch:
         """The batch. Raises what decoding, the transform or the collation raised; LoaderClosedError if cancelled."""
+        failed = self._wait()
+        if failed is not None:
+            raise self._explain(failed)
+        options, values = self._maker.options, self._results.values
+        if options.transform is None and options.collate is None:
+            images = {name for name, decoder in self._task.encoded.items() if decoder.is_image}
+            batch = {name: _collate(of_field, is_image=name in images) for name, of_field in values.items()}
+            return {**batch, **self._extras()}
+        samples = self._results.samples or [
+            {name: of_field[row] for name, of_field in values.items()} for row in range(len(self._rows.ids))
+        ]
+        if options.collate is None:
+            return {**collate_samples(samples), **self._extras()}
+        for name, extra in self._extras().items():
+            for sample, value in zip(samples, extra.tolist(), strict=True):
+                sample[name] = value
+        return options.collate(samples)
+
+    def _wait(self) -> RowError | None:
+        """The first row's error, in the order of rows."""
         try:
             for future in self._futures:
                 future.result()
+        except RowError as exc:
+            return exc
         except CancelledError as exc:
             raise LoaderClosedError("the loader was closed while a batch was being decoded") from exc
-        options = self._maker.options
-        if options.transform is None and options.collate is None:
-            images = {name for name, decoder, _ in self._decoding if decoder.is_image}
-            batch = {name: _collate(values, is_image=name in images) for name, values in self._values.items()}
-            return {**batch, **self._extras()}
-        samples = self._samples or [self._sample(i) for i in range(len(self._rows.ids))]
-        if options.collate is None:
-            return {**collate_samples(samples), **self._extras()}
-        for name, values in self._extras().items():
-            for sample, value in zip(samples, values.tolist(), strict=True):
-                sample[name] = value
-        return options.collate(samples)
+        return None
 
     def _extras(self) -> dict[str, torch.Tensor]:
         extras = {}
@@ -329,10 +324,3 @@ def _collate(values: AnyArray | list[Any], *, is_image: bool) -> Any:
         return collate_values(values, is_image=is_image)
     tensor = torch.from_numpy(values)
     return tensor.permute(0, 3, 1, 2) if is_image else tensor
-
-
-def _takes_rng(function: Callable[..., Any]) -> bool:
-    try:
-        return "rng" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # builtins without a signature
-        return False

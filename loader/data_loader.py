@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 import weakref
@@ -14,7 +15,7 @@ import torch
 
 from ..storage import LocalStore, open_store
 from .audit import DeliveryLog
-from .batch import Batch, BatchOptions, FieldDecoders, Sample
+from .batch import Batch, BatchOptions, FieldDecoders
 from .decode import DecodeChoice
 from .errors import ConfigError, LoaderClosedError, PartitionError
 from .formats.detect import make_format
@@ -28,8 +29,10 @@ from .plan import Order, auto_lanes, auto_window, count_steps
 from .quarantine import BadChunk, Quarantine
 from .ranks import find_rank, local_world_size
 from .read import ChunkSource
+from .row_work import RowWork, Sample
 from .spans import Share
 from .state import LoaderState
+from .worker_pool import WorkerPool
 
 LastBatch = Literal["drop", "pad", "partial"]
 
@@ -68,6 +71,9 @@ class DistributedDataLoader:
         device: None leaves batches in host memory; "cuda" copies them ahead of need, through pinned buffers, on a
             stream of the loader's own.
         workers: threads that decode and transform; "auto" is the node's cores over its ranks.
+        processes: worker processes that decode and transform in the threads' stead, with the same results: for a
+            transform in pure Python, which holds the GIL. It must be defined at the top level of a module. Samples
+            are sent to and fro, and the processes' own memory is not under ``memory_limit``.
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" goes by the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: default to torch.distributed's, then torchrun's environment's, then 0 of 1.
@@ -100,6 +106,7 @@ class DistributedDataLoader:
         last_batch: LastBatch = "drop",
         device: str | torch.device | None = None,
         workers: int | Literal["auto"] = "auto",
+        processes: int = 0,
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
@@ -132,6 +139,10 @@ class DistributedDataLoader:
             self._device = None
         self._workers = max(1, usable_cores() // local_world_size()) if workers == "auto" else workers
         _check_at_least("workers", self._workers, 1)
+        _check_at_least("processes", processes, 0)
+        if processes:
+            work = RowWork(transform=transform, seed=seed)
+            self._running.workers = WorkerPool(work, decode, processes)
         _check_at_least("max_bad_chunks", max_bad_chunks, 0)
         self._fixed_lanes = None if lanes == "auto" else lanes
         self._fixed_window = None if window == "auto" else window
@@ -319,8 +330,12 @@ class DistributedDataLoader:
         )
 
     def close(self) -> None:
-        """Stop all threads and close the store; the loader cannot be used again. Safe at any time, and twice."""
+        """Stop all threads and processes, and close the store; the loader cannot be used again.
+
+        Safe at any time, and twice.
+        """
         self._finalizer()
+        self._running.close()  # waits where another thread is closing it
 
     def __enter__(self) -> DistributedDataLoader:
         return self
@@ -342,6 +357,8 @@ class DistributedDataLoader:
     def _pipeline(self) -> Pipeline:
         self._check_open()
         if self._running.pipeline is None:
+            if self._running.workers is not None:
+                self._running.workers.start()
             self._running.pipeline = Pipeline(
                 source=self._source,
                 order=self._order,
@@ -354,6 +371,7 @@ class DistributedDataLoader:
                 epoch=self._epoch,
                 position=self._consumed,
                 counters=self._counters,
+                workers=self._running.workers,
             )
         return self._running.pipeline
 
@@ -391,7 +409,9 @@ class _Running:
     def __init__(self) -> None:
         self.store: Any = None
         self.pipeline: Pipeline | None = None
+        self.workers: WorkerPool | None = None
         self.log: DeliveryLog | None = None
+        self._closing = threading.RLock()
 
     def stop_pipeline(self) -> None:
         if self.pipeline is not None:
@@ -399,11 +419,16 @@ class _Running:
             self.pipeline = None
 
     def close(self) -> None:
-        self.stop_pipeline()
-        if self.log is not None:
-            self.log.close()
-        if self.store is not None:
-            self.store.close()
+        with self._closing:
+            if self.pipeline is not None:
+                self.pipeline.stop()
+            for owned in (self.workers, self.store):  # before the threads, which wait for these two
+                if owned is not None:
+                    owned.close()
+            self.stop_pipeline()
+            if self.log is not None:
+                self.log.close()
+            self.workers = self.log = self.store = None
 
 
 def _share(

@@ -150,7 +150,7 @@ class _UserFunction:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.takes_rng = _has_rng_parameter(function)
+        self.takes_rng = has_rng_parameter(function)
 
     def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
         return self._function(bytes(data), rng=rng) if self.takes_rng else self._function(bytes(data))
@@ -186,7 +186,8 @@ def _field_error(field: str, data: memoryview, exc: Exception) -> Exception:
     return DecodeError(f"field {field!r}: {cause}")
 
 
-def _has_rng_parameter(function: Callable[..., Any]) -> bool:
+def has_rng_parameter(function: Callable[..., Any]) -> bool:
+    """Whether a user's function wants the sample's generator."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # builtins without a signature

@@ -38,6 +38,10 @@ class DecodeError(PenstockError):
     """A sample's field could not be decoded; the message names sample, shard, field and cause."""
 
 
+class WorkerError(PenstockError, RuntimeError):
+    """A worker process could not be started, or ended; the message names how, and the samples that it worked on."""
+
+
 class PartitionError(PenstockError, ValueError):
     """Samples, lanes, ranks and batches cannot be cut as asked."""
 

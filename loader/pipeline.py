@@ -1,7 +1,7 @@
 """The pipeline of one rank: plan ahead, fetch ahead, gather, decode ahead, hand over in order.
 
-One assembler thread plans and gathers; the reader's threads fetch; the pool's decode; with a device, one more thread
-copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
+One assembler thread plans and gathers; the reader's threads fetch; the pool's decode, or worker processes do; with a
+device, one more thread copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 
 from .batch import BatchMaker, BatchOptions, FieldDecoders, PendingBatch, Rows, gather
 from .decode import FieldDecoder
+from .decode_threads import DecodeThreads
 from .device import DeviceFeeder
 from .errors import LoaderClosedError
 from .formats.shard import Block, IntArray
@@ -28,6 +28,7 @@ from .plan import EpochPlan, Order, count_steps
 from .quarantine import Quarantine
 from .read import ChunkReader, ChunkSource
 from .spans import EpochSpans, Share, Span, chunks_by_first_use
+from .worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,7 @@ class Pipeline:
         epoch: int,
         position: int,
         counters: Counters,
+        workers: WorkerPool | None = None,
     ) -> None:
         self._source = source
         self._order = order
@@ -146,9 +148,16 @@ class Pipeline:
         self._counters = counters
         self._stopping = threading.Event()
         self._out = Handover(options.batch_budget_bytes)
-        self._pool = ThreadPoolExecutor(options.decode_threads, thread_name_prefix="penstock-decode")
+        self._pool = DecodeThreads(options.decode_threads if workers is None else 0)
         self._maker = BatchMaker(
-            batch_options, decoders, source.manifest, self._pool, options.decode_threads, counters, self._stopping
+            options=batch_options,
+            decoders=decoders,
+            manifest=source.manifest,
+            pool=self._pool,
+            workers=workers,
+            parts=options.decode_threads if workers is None else workers.processes,
+            counters=counters,
+            stopping=self._stopping,
         )
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
@@ -187,16 +196,26 @@ class Pipeline:
     def peak_bytes(self) -> int:
         return self._reader.peak_bytes
 
-    def close(self) -> None:
-        """Stop every thread and let go of every buffer; safe at any moment, and more than once."""
+    def stop(self) -> None:
+        """Tell every thread to end, and wake who waits for a batch; does not wait."""
         self._stopping.set()
         self._out.close()
         self._host_out.close()
-        self._reader.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._reader.stop()
+
+    def close(self) -> None:
+        """Stop every thread and let go of every buffer; safe at any moment, and more than once.
+
+        Waits for requests in flight for a second, not for as long as a slow store may take.
+        """
+        self.stop()
+        until = time.monotonic() + _CLOSING_S
+        self._reader.close(until)
+        assembler, *others = self._threads
+        assembler.join(max(0.1, until - time.monotonic()))  # it may read a replacement of a bad chunk
+        for thread in others:
+            thread.join()
+        self._pool.close()
         if self._feeder is not None:
             self._feeder.close()
 
@@ -287,6 +306,8 @@ class Pipeline:
             batch=pending,
         )
         delivered = self._host_out.put(item)
+        if not delivered:
+            pending.cancel()
         self._counters.add(backpressure_s=time.perf_counter() - started)
         return delivered
 
@@ -366,5 +387,6 @@ def _size(rows: Rows, decoders: Mapping[str, FieldDecoder | None]) -> int:
     return total
 
 
+_CLOSING_S = 1.0
 _IMAGE_GROWTH = 10  # an image's pixels take about so many times the bytes of its file
 _NO_IDS: IntArray = np.empty(0, np.int64)

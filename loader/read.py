@@ -23,8 +23,6 @@ from .manifest import Manifest
 from .metrics import Counters
 from .records import pack_records
 
-_CLOSE_TIMEOUT_S = 5.0
-
 
 @dataclass(slots=True)
 class _Slot:
@@ -253,16 +251,22 @@ class ChunkReader:
                     return chunk, loaded
             self._changed.wait()
 
-    def close(self) -> None:
-        """Stop the threads and drop everything. A fetch in flight ends on its own; its result is dropped."""
+    def stop(self) -> None:
+        """Begin no more fetches, and wake who waits."""
         with self._changed:
             self._closed = True
             self._ahead.clear()
             self._urgent.clear()
             self._changed.notify_all()
-        give_up = time.monotonic() + _CLOSE_TIMEOUT_S
+
+    def close(self, until: float) -> None:
+        """Drop everything, and wait for the threads until ``time.monotonic()`` is ``until``.
+
+        A request cannot be broken off: one that lasts longer ends in its daemon thread, and its result is dropped.
+        """
+        self.stop()
         for thread in self._threads:
-            thread.join(timeout=max(0.0, give_up - time.monotonic()))
+            thread.join(max(0.0, until - time.monotonic()))
         with self._changed:
             self._slots.clear()
             self._current.clear()

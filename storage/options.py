@@ -75,7 +75,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Turn ``storage_options`` into obstore's (store config, client options).
 
     Raises:
-        UnsupportedURLError: a value is None, or two names mean one thing.
+        UnsupportedURLError: two names mean one thing, or an option means nothing to a web server.
     """
     config: dict[str, Any] = {}
     client: dict[str, Any] = dict(_CLIENT_DEFAULTS)

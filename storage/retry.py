@@ -23,7 +23,7 @@ _Views = list[memoryview]  # inside the class, list is a verb
 
 # Requests of one get_ranges that run side by side.
 RANGES_AT_ONCE = 8
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
 # A request that may be hedged runs in another thread, which costs some 50 microseconds: not worth it below this p95.
 WORTH_HEDGING_S = 1e-3
 

@@ -503,7 +503,7 @@ def test_bad_chunks_are_replaced_alike_on_any_number_of_ranks_up_to_the_limit(tm
 def test_metrics_count_what_was_done_and_name_the_bottleneck(tars):
     with DistributedDataLoader(tars, batch_size=16, last_batch="partial") as loader:
         for _ in loader:
-            time.sleep(0.005)
+            time.sleep(0.02)
         metrics = loader.metrics()
         assert metrics.samples == sum(SIZES)
         assert metrics.batches == len(loader)

@@ -1,0 +1,64 @@
+# Works on a bare machine with Python 3.11 or newer, make and a package index. Everything is installed into .venv.
+
+PYTHON ?= python3
+STORE ?= local
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean servers
+
+help:
+	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
+	@echo 'make demo STORE=s3    the same, with the shards on a real S3 server; or STORE=s3://bucket/prefix'
+	@echo 'make test             install what the tests need, and run them; ARGS="-k resume" goes to pytest'
+	@echo 'make lint             ruff check, ruff format --check, mypy'
+	@echo 'make bench            throughput against other loaders'
+	@echo 'make clean            remove the virtual environment and everything that was made'
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/demo/run.py --store $(STORE)
+
+test: $(VENV)/.test servers
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	$(BIN)/penstock bench $(ARGS)
+
+# A real S3 server and a real web server, where Debian's apt and root are there. Elsewhere their tests say what to do.
+servers:
+	@if command -v radosgw >/dev/null && command -v nginx >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo 'installing the servers that the tests talk to (Ceph gateway, nginx)'; \
+	  tests/servers/s3_server.sh install && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nginx-light >/dev/null || \
+	  echo 'they could not be installed; tests that need one will say so'; \
+	else echo 'no apt or no root: tests that need an S3 or web server will say what to do'; fi
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'penstock needs Python 3.11 or newer: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@echo 'making a virtual environment in $(VENV)'
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo 'on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+
+# One stamp for each set of extras: installing is skipped until what it depends on changes.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing penstock[$(EXTRAS)] into $(VENV), which takes some minutes the first time'
+	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.demo: EXTRAS := demo
+$(VENV)/.test: EXTRAS := test
+$(VENV)/.lint: EXTRAS := test,lint
+$(VENV)/.bench: EXTRAS := bench,images
+
+clean:
+	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,165 @@
+"""What the demo shows: a line or two for what happens, progress while it lasts, and the account at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 100
+MARGIN = 12  # of the labels, and of what stands beside them
+
+_console = Console(highlight=False)
+_console.width = min(_console.width, WIDTH) if _console.is_terminal else WIDTH
+
+Event = dict[str, Any]
+
+
+def say(label: str, text: str, style: str = "cyan") -> None:
+    """A label in the left margin, and what there is to say beside it, with rich's markup."""
+    line = Table.grid()
+    line.add_column(width=MARGIN - 2, justify="right", style=f"bold {style}")
+    line.add_column(overflow="fold")
+    line.add_row(label, Padding(Text.from_markup(text), (0, 0, 0, 2), expand=False))
+    _console.print(line)
+
+
+def show_title() -> None:
+    _console.print()
+    _console.print(Rule("[bold]penstock[/] · a rank is killed, every sample counts once", style="dim"))
+    _console.print()
+
+
+def show_data(url: str, train: Sequence[int], test: Sequence[int]) -> None:
+    sizes = ", ".join(map(str, train))
+    say("data", f"{sum(train) + sum(test):,} handwritten digits as WebDataset tar shards in [bold]{_shorten(url)}[/]")
+    say("", f"{len(train)} training shards of {sizes} images; {sum(test)} held out")
+    _console.print()
+
+
+@contextmanager
+def show_waiting(text: str) -> Iterator[None]:
+    """Say what is waited for; on a terminal with a sign of life, until it is there."""
+    if _console.is_terminal:
+        with _console.status(f"{' ' * (MARGIN - 2)}{text}"):
+            yield
+    else:
+        say("wait", text)
+        yield
+
+
+@contextmanager
+def show_training(world_size: int, epochs: int) -> Iterator[Callable[[Event], None]]:
+    """Give a function that takes what rank 0 reports, and shows it: as a bar on a terminal, else a line an epoch."""
+    say("train", f"torchrun [bold]--nproc-per-node={world_size}[/]")
+    columns = (
+        TextColumn(" " * (MARGIN - 1)),
+        BarColumn(bar_width=28, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(compact=True),
+    )
+    tally = _Tally()
+    with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as progress:
+        task = progress.add_task("the ranks start", total=None)
+
+        def show(event: Event) -> None:
+            match event.get("event"):
+                case "start":
+                    tally.steps = event["steps"]
+                    progress.update(task, total=epochs * tally.steps)
+                    if event["epoch"] or event["consumed"]:
+                        say("", f"resumed from the checkpoint: epoch {event['epoch']}, position {event['consumed']:,}")
+                case "step":
+                    tally.add(event)
+                    progress.update(task, completed=tally.done, description=tally.describe())
+                    if not _console.is_terminal and event["step"] + 1 == tally.steps:
+                        say("", tally.describe())
+
+        yield show
+    if tally.count:
+        say("", f"{tally.count} steps, loss {tally.loss:.3f}, {tally.rate:,.0f} samples/s")
+    _console.print()
+
+
+class _Tally:
+    """The steps of one attempt: where it is, its smoothed loss, and its samples per second since its first step."""
+
+    def __init__(self) -> None:
+        self.steps = 1
+        self.done = self.count = 0
+        self.loss = self.rate = 0.0
+        self._at = (0, 0)
+        self._samples = 0
+        self._started_s = 0.0
+
+    def add(self, step: Event) -> None:
+        now_s = time.monotonic()
+        if self.count:
+            self._samples += step["samples"]
+            self.rate = self._samples / max(now_s - self._started_s, 1e-9)
+            self.loss += 0.1 * (step["loss"] - self.loss)
+        else:
+            self._started_s, self.loss = now_s, step["loss"]
+        self.count += 1
+        self._at = (step["epoch"], step["step"])
+        self.done = step["epoch"] * self.steps + step["step"] + 1
+
+    def describe(self) -> str:
+        epoch, step = self._at
+        where = f"epoch {epoch:>2}  step {step + 1:>2} of {self.steps}"
+        return f"{where}  loss {self.loss:.3f}  {self.rate:>5,.0f} samples/s"
+
+
+def show_kill(kill: Event, checkpoint: Event, ending_s: float) -> None:
+    where = f"in epoch {kill['epoch']}, at position {kill['consumed']:,} of {kill['samples']:,}"
+    say("SIGKILL", f"[bold]kill -9[/] of rank {kill['rank']} (pid {kill['pid']}) {where}", style="red")
+    say("", f"torchrun ended the other ranks in {ending_s:.1f} s; the last checkpoint is at position "
+            f"{checkpoint['consumed']:,}")  # fmt: skip
+    _console.print()
+
+
+def show_result(end: Event, least_accuracy: float) -> None:
+    accuracy = end["right"] / end["count"]
+    is_enough = accuracy >= least_accuracy
+    short = "" if is_enough else f"; [red]less than {least_accuracy}[/]"
+    share = f"accuracy [bold]{accuracy:.4f}[/] ({end['right']} of {end['count']} held-out digits)"
+    say("result", f"loss {end['loss']:.3f}, {share}{short}", style="green" if is_enough else "red")
+    _console.print()
+
+
+def show_audit(folder: Path) -> int:
+    """Have ``penstock audit`` account for the run, and show what it says; gives its exit code."""
+    say("audit", f"[bold]penstock audit {_shorten(str(folder))}[/]")
+    environment = {**os.environ, "COLUMNS": str(_console.width - MARGIN)}
+    if _console.is_terminal and not _console.no_color:
+        environment["FORCE_COLOR"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli", "audit", str(folder)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    _console.print(Padding(Text.from_ansi(done.stdout.rstrip()), (1, 0, 1, MARGIN)))
+    return done.returncode
+
+
+def show_verdict(is_exact: bool, epochs: int, samples: int) -> None:
+    if is_exact:
+        say("exact", f"all {samples:,} samples in each of {epochs} epochs, once each", style="green")
+    else:
+        say("not exact", f"some epoch has not all of {samples:,} samples, once each", style="red")
+    _console.print()
+
+
+def _shorten(path: str) -> str:
+    return path.removeprefix(f"{Path.cwd()}/")

@@ -1,0 +1,77 @@
+"""Transforms and decoders that worker processes can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+
+
+class OddError(Exception):
+    """Can be pickled, but not made again from its pickle."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def augment(sample, rng):
+    number = int(sample["txt"])
+    return {
+        "number": number,
+        "noise": rng.random(3),
+        "bin": sample["bin"],
+        "ragged": np.arange(number % 5),
+        "nested": {"a": [number, None]},
+    }
+
+
+def make_tensors(sample):
+    import torch
+
+    number = int(sample["txt"])
+    return {"full": torch.full((2, 3), number, dtype=torch.float32), "half": torch.ones(3, dtype=torch.bfloat16)}
+
+
+def fail_at_seven(sample):
+    if sample["txt"] == "7":
+        raise LookupError("seven is not wanted")
+    return sample
+
+
+def keep(sample):
+    return sample
+
+
+def fail_oddly(sample):
+    raise OddError("this", "that")
+
+
+def make_unsendable(sample):
+    return {"lock": threading.Lock()} if sample["txt"] == "7" else sample
+
+
+def return_a_list(sample):
+    return [sample]
+
+
+def kill_at_hundred(sample):
+    if sample["txt"] == "100":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def sleep_a_while(sample):
+    time.sleep(0.2)
+    return sample
+
+
+def rest_a_moment(sample):
+    time.sleep(0.01)
+    return sample
+
+
+def reverse_bytes(data):
+    return data[::-1]

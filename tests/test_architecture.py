@@ -1,0 +1,194 @@
+"""Arrows between rooms go storage <- loader <- trainer <- benchmarks and cli, and there are no cycles inside a room."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("storage", "loader", "trainer", "benchmarks", "cli")
+
+ALLOWED = {
+    "storage": {"storage"},
+    "loader": {"loader", "storage"},
+    "trainer": {"trainer", "storage"},
+    "benchmarks": {"benchmarks", "trainer", "loader", "storage", ""},
+    "cli": {"cli", "benchmarks", "trainer", "loader", "storage", ""},
+}
+# The trainer takes any iterable of batches; only its entry point knows the loader.
+ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}}
+
+
+@dataclass(frozen=True)
+class Import:
+    """``module`` imports ``target``, or from it, at ``line``; ``at_import``: not only when a function is called."""
+
+    module: str
+    target: str
+    line: int
+    at_import: bool
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(("penstock", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def read_modules(root: Path) -> dict[str, ast.Module]:
+    """Every module of the rooms by its full name."""
+    files = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
+    return {module_name(path, root): ast.parse(path.read_text(), str(path)) for path in files}
+
+
+def packages_of(root: Path) -> set[str]:
+    return {module_name(path, root) for room in ROOMS for path in (root / room).rglob("__init__.py")} | {"penstock"}
+
+
+def find_imports(module: str, tree: ast.Module, modules: set[str], packages: set[str]) -> Iterator[Import]:
+    """The imports of a module that are not for type checkers alone; of ``from x import y``, x.y where that is one."""
+    package = module if module in packages else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import(module, name.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join((*above, *([base] if base else [])))
+            for name in node.names:
+                full = f"{base}.{name.name}"
+                yield Import(module, full if full in modules | packages else base, node.lineno, at_import)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for child in node.orelse:
+                yield from visit(child, at_import)
+        else:
+            inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, inside)
+
+    yield from visit(tree, True)
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of ours ('' for the face), None for anybody else's."""
+    top, _, rest = module.partition(".")
+    if top != "penstock":
+        return None
+    room = rest.partition(".")[0]
+    return room if room in ROOMS else ""
+
+
+def find_wrong_arrows(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        source, target = room_of(found.module), room_of(found.target)
+        if source is None or target is None:
+            continue
+        if target not in ALLOWED[source] | ALSO_ALLOWED.get(found.module, set()):
+            wrong.append(f"{found.module}:{found.line} imports {found.target}")
+    return wrong
+
+
+def find_cycle(imports: list[Import]) -> list[str]:
+    graph: dict[str, set[str]] = {}
+    for found in imports:
+        if found.at_import and found.target != found.module:
+            graph.setdefault(found.module, set()).add(found.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as exc:
+        return list(exc.args[1])
+    return []
+
+
+def all_imports(root: Path) -> list[Import]:
+    modules = read_modules(root)
+    packages = packages_of(root)
+    return [found for name, tree in modules.items() for found in find_imports(name, tree, set(modules), packages)]
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    found = all_imports(ROOT)
+    assert len({one.module for one in found}) > 40  # the tree was read
+    return found
+
+
+def test_arrows_between_rooms_go_one_way(imports: list[Import]) -> None:
+    assert find_wrong_arrows(imports) == []
+
+
+def test_no_module_is_imported_in_a_cycle(imports: list[Import]) -> None:
+    assert find_cycle(imports) == []
+
+
+def test_storage_does_without_torch(imports: list[Import]) -> None:
+    with_torch = [
+        one for one in imports if room_of(one.module) == "storage" and one.target.partition(".")[0] == "torch"
+    ]
+    assert with_torch == []
+
+
+def test_rooms_are_imported_as_parts_of_penstock(imports: list[Import]) -> None:
+    assert [one for one in imports if one.target.partition(".")[0] in ROOMS] == []
+
+
+FOLDERS: Mapping[str, str] = {
+    "storage/__init__.py": "",
+    "storage/store.py": "",
+    "loader/__init__.py": "from .plan import x",
+    "loader/plan.py": "from ..storage import store",
+    "trainer/__init__.py": "",
+    "trainer/__main__.py": "from ..loader.plan import x",
+    "benchmarks/__init__.py": "from ..trainer import x\nfrom .. import x",
+    "cli/__init__.py": "import penstock.loader.plan",
+}
+
+
+def write_tree(root: Path, changes: Mapping[str, str] = FOLDERS) -> list[Import]:
+    for name, text in {**FOLDERS, **changes}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return all_imports(root)
+
+
+def test_a_tree_in_order_passes(tmp_path: Path) -> None:
+    imports = write_tree(tmp_path)
+    assert len(imports) == 6
+    assert find_wrong_arrows(imports) == []
+    assert find_cycle(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("storage/store.py", "from ..loader import plan"),
+        ("storage/store.py", "import penstock.loader.plan"),
+        ("storage/store.py", "def f():\n    from ..loader.plan import x"),
+        ("storage/store.py", "from .. import loader"),
+        ("loader/plan.py", "from ..trainer import x"),
+        ("loader/plan.py", "try:\n    from penstock import x\nexcept ImportError:\n    pass"),
+        ("trainer/step.py", "from ..loader.plan import x"),
+        ("trainer/step.py", "from ..benchmarks import x"),
+        ("benchmarks/run.py", "from ..cli import x"),
+    ],
+)
+def test_a_wrong_arrow_is_found_wherever_it_stands(tmp_path: Path, module: str, text: str) -> None:
+    assert len(find_wrong_arrows(write_tree(tmp_path, {module: text}))) == 1
+
+
+def test_a_cycle_is_found_but_not_one_of_functions_or_types(tmp_path: Path) -> None:
+    back = "from .read import y"
+    typed = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {back}"
+    late = f"def f():\n    {back}"
+    read = "from .plan import x"
+    assert find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": back}))
+    assert not find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": typed}))
+    assert not find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": late}))

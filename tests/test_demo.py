@@ -1,0 +1,81 @@
+"""The demo, for real: torchrun, SIGKILL, resume on fewer ranks, audit; and Ctrl-C in the middle of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.loader.audit import audit
+
+pytest.importorskip("sklearn", reason="install penstock[demo] for the digits")
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo" / "run.py"
+EPOCHS = 5
+
+
+def start_demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(DEMO), "--folder", str(folder), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def running_ranks(folder: Path) -> list[int]:
+    """The processes whose command line names the demo's folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(entry.name) != os.getpid() and str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_demo_survives_a_killed_rank_and_accounts_for_every_sample(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path / "run", "--epochs", str(EPOCHS))
+    shown, _ = demo.communicate(timeout=170)
+    logs = "\n".join(path.read_text() for path in sorted((tmp_path / "run").glob("*.log")))
+    assert demo.returncode == 0, shown + logs
+    assert "\x1b" not in shown  # colours are for terminals
+    assert "kill -9 of rank 1" in shown
+
+    report = audit(tmp_path / "run" / "audit")
+    assert report.is_exact
+    assert [world_size for world_size, _, _ in report.attempts] == [3, 2]
+    assert report.attempts[1] == (2, EPOCHS // 3, 480)  # the last checkpoint before the kill: 10 global batches of 48
+    assert [(account.epoch, account.delivered) for account in report.epochs] == [(e, 1437) for e in range(EPOCHS)]
+    replayed = {account.epoch: account.replayed for account in report.epochs if account.replayed}
+    assert list(replayed) == [EPOCHS // 3]
+    assert 0 < replayed[EPOCHS // 3] <= 7 * 48
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    demo = start_demo(folder, "--epochs", "1000")
+    try:
+        until = time.monotonic() + 90
+        while not list(folder.glob("audit/*")):  # a rank has its loader, and trains
+            assert demo.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert len(running_ranks(folder)) >= 3
+        demo.send_signal(signal.SIGINT)
+        shown, _ = demo.communicate(timeout=30)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130
+    assert "interrupted" in shown
+    assert running_ranks(folder) == []
+
+
+def test_demo_says_what_is_wrong_with_its_arguments(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path, "--store", "bucket")
+    shown, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 2
+    assert "s3://bucket/prefix" in shown
