@@ -49,8 +49,9 @@ class DistributedDataLoader:
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch; the next pass is the next epoch. Leaving the loop early keeps the
-    position, and the next pass goes on with the batch after it. A batch is a dict of field name to tensor, or to a list
-    where values have no common shape. Every rank gets the same number of batches.
+    position, and the next pass goes on with the batch after it. There is one position, so a pass that is asked for more
+    after a newer one has begun is refused; going to another epoch within a pass ends it. A batch is a dict of field
+    name to tensor, or to a list where values have no common shape. Every rank gets the same number of batches.
 
     Args:
         source: URL or path of a prefix, of one shard, a brace pattern (``s3://b/x-{000..099}.tar``), a list of these,

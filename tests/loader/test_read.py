@@ -57,6 +57,10 @@ def make_reader(source: FakeSource, budget: int, threads: int = 4, next_use=None
     )
 
 
+def close(reader: ChunkReader, within_s: float = 5.0) -> None:
+    reader.close(time.monotonic() + within_s)
+
+
 def fetch_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-fetch")]
 
@@ -115,7 +119,7 @@ def test_whatever_the_order_all_is_delivered_within_the_budget_and_accounts_end_
     assert reader._requested_bytes == 0
     assert reader._slots == {}
     assert reader.peak_bytes <= budget + max(sizes)
-    reader.close()
+    close(reader)
 
 
 def test_chunks_are_fetched_ahead_in_the_order_of_first_use_until_the_budget_is_full():
@@ -129,7 +133,7 @@ def test_chunks_are_fetched_ahead_in_the_order_of_first_use_until_the_budget_is_
     reader.release([0, 1])
     wait_until(lambda: len(source.loads) == 7, "what was let go did not make room")
     assert source.loads[5:] == [5, 6]
-    reader.close()
+    close(reader)
 
 
 def test_the_chunk_whose_next_use_is_furthest_off_is_evicted():
@@ -143,7 +147,7 @@ def test_the_chunk_whose_next_use_is_furthest_off_is_evicted():
     assert {0, 1, 3, 4} <= {chunk for chunk, slot in reader._slots.items() if slot.block is not None}
     assert [chunk for chunk, _ in reader.take([2])] == [2]
     assert source.loads.count(2) == 2
-    reader.close()
+    close(reader)
 
 
 def test_a_chunk_is_not_evicted_while_it_is_used():
@@ -157,7 +161,7 @@ def test_a_chunk_is_not_evicted_while_it_is_used():
     assert source.loads == [first]
     assert [chunk for chunk, _ in taking] == [1 - first]
     assert reader.peak_bytes == 10
-    reader.close()
+    close(reader)
 
 
 def test_a_chunk_larger_than_the_budget_is_read_all_the_same():
@@ -166,7 +170,7 @@ def test_a_chunk_larger_than_the_budget_is_read_all_the_same():
     assert sorted(chunk for chunk, _ in reader.take([0, 1, 2])) == [0, 1, 2]
     reader.release([0, 1, 2])
     wait_until(lambda: reader.resident_bytes == 0, "bytes are still counted")
-    reader.close()
+    close(reader)
 
 
 def test_a_failure_of_a_fetch_thread_itself_is_raised_where_the_chunk_is_waited_for():
@@ -178,7 +182,7 @@ def test_a_failure_of_a_fetch_thread_itself_is_raised_where_the_chunk_is_waited_
     wait_until(lambda: reader.resident_bytes == 10, "the first chunk was not fetched")
     with pytest.raises(ZeroDivisionError):
         list(reader.take([1]))
-    reader.close()
+    close(reader)
 
 
 def test_a_chunk_in_two_windows_stays_until_both_are_closed():
@@ -192,7 +196,7 @@ def test_a_chunk_in_two_windows_stays_until_both_are_closed():
     assert source.loads == [0]
     reader.release([0])
     assert reader.resident_bytes == 0
-    reader.close()
+    close(reader)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -211,7 +215,7 @@ def test_a_chunk_released_while_in_flight_is_dropped_unless_it_is_requested_agai
         reader.release([0])
     wait_until(lambda: reader.resident_bytes == 0, "a chunk that nobody needs is kept")
     assert reader._slots == {}
-    reader.close()
+    close(reader)
 
 
 def test_a_chunk_released_before_it_was_fetched_is_not_fetched():
@@ -223,7 +227,7 @@ def test_a_chunk_released_before_it_was_fetched_is_not_fetched():
     source.gate.set()
     list(reader.take([2]))
     assert source.loads == [0, 2]
-    reader.close()
+    close(reader)
 
 
 def test_an_error_is_given_to_every_take_until_the_chunk_is_released_and_then_tried_again():
@@ -240,7 +244,7 @@ def test_an_error_is_given_to_every_take_until_the_chunk_is_released_and_then_tr
     reader.request([0])
     ((_, block),) = reader.take([0])
     assert isinstance(block, Block)
-    reader.close()
+    close(reader)
 
 
 def test_closing_wakes_the_one_who_waits_for_a_chunk():
@@ -258,20 +262,19 @@ def test_closing_wakes_the_one_who_waits_for_a_chunk():
     waiting = threading.Thread(target=take)
     waiting.start()
     threading.Timer(0.1, source.gate.set).start()
-    reader.close()
+    close(reader)
     waiting.join(5)
     assert failed
     assert (reader.resident_bytes, reader._requested_bytes) == (0, 0)
 
 
-def test_closing_does_not_wait_for_each_of_many_hanging_fetches(monkeypatch):
-    monkeypatch.setattr("penstock.loader.read._CLOSE_TIMEOUT_S", 0.2)
+def test_closing_does_not_wait_for_each_of_many_hanging_fetches():
     source = FakeSource([10] * 8, held=frozenset(range(8)))
     reader = make_reader(source, 1000, threads=8)
     reader.request(range(8))
     wait_until(lambda: len(source.loads) == 8, "not all were fetched")
     started = time.monotonic()
-    reader.close()
+    close(reader, within_s=0.2)
     assert time.monotonic() - started < 1.0
     source.gate.set()
     wait_until(lambda: not fetch_threads(), "a thread is left")
