@@ -274,10 +274,14 @@ def _unusable(answer: Unusable) -> str:
 
 
 def _sendable(values: Any, *, is_encoded: bool) -> Any:
-    """Views of encoded bytes travel beside the pickle, as they are."""
+    """Encoded bytes travel beside the pickle, as they are.
+
+    The buffers are of the bytes, not of the views on them: where an error's traceback makes a cycle of both, the
+    garbage collector of CPython 3.11 clears the view first, and releasing it again by the PickleBuffer crashes.
+    """
     if not is_encoded:
         return values
-    return [None if value is None else pickle.PickleBuffer(value) for value in values]
+    return [pickle.PickleBuffer(value.obj) if isinstance(value, memoryview) else value for value in values]
 
 
 def _row_error(failed: Failed) -> RowError:
