@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tar_dataset import write_tars
+
 from penstock import DistributedDataLoader, ImageDecoder, TokensFormat
 from penstock.loader.errors import (
     ConfigError,
@@ -22,7 +24,6 @@ from penstock.loader.errors import (
     PartitionError,
     StateMismatchError,
 )
-from tar_dataset import write_tars
 
 SIZES = [37, 5, 80, 1, 64, 23, 90, 12]
 

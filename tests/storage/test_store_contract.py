@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+
 from penstock.storage import (
     ByteRange,
     CacheStore,
