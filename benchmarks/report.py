@@ -16,19 +16,6 @@ from .ratios import best_peer
 
 _COLOURS = {OURS: "#0b6e8a", "webdataset": "#e0a458", "mosaicml-streaming": "#b56576", "litdata": "#6d6875"}
 
-_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
-    ("samples/s", lambda s: f"{s['samples_per_s']:,.0f}"),
-    ("MB/s", lambda s: f"{s['mb_per_s']:,.1f}"),
-    ("first batch", lambda s: format_duration(s["first_batch_s"])),
-    ("first batch after a resume", lambda s: _resume(s)),
-    ("wait per batch, p50", lambda s: format_duration(s["wait_p50_ms"] / 1000)),
-    ("wait per batch, p99", lambda s: format_duration(s["wait_p99_ms"] / 1000)),
-    ("time spent waiting", lambda s: f"{s['wait_share']:.0%}"),
-    ("CPU per sample", lambda s: f"{s['cpu_us_per_sample']:,.1f} us"),
-    ("peak memory", lambda s: f"{s['peak_bytes'] / 2**20:,.0f} MiB"),
-    ("bounded by", lambda s: s.get("bottleneck", "–")),
-)
-
 
 def format_duration(seconds: float) -> str:
     if seconds < 1e-3:
@@ -42,15 +29,27 @@ def _resume(summary: Mapping[str, Any]) -> str:
     return f"{format_duration(summary['resumed_first_batch_s'])} ({summary['resume_ratio']:.2f}x)"
 
 
+_ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("samples/s", lambda s: f"{s['samples_per_s']:,.0f}"),
+    ("MB/s", lambda s: f"{s['mb_per_s']:,.1f}"),
+    ("first batch", lambda s: format_duration(s["first_batch_s"])),
+    ("first batch after a resume", _resume),
+    ("wait per batch, p50", lambda s: format_duration(s["wait_p50_ms"] / 1000)),
+    ("wait per batch, p99", lambda s: format_duration(s["wait_p99_ms"] / 1000)),
+    ("time spent waiting", lambda s: f"{s['wait_share']:.0%}"),
+    ("CPU per sample", lambda s: f"{s['cpu_us_per_sample']:,.1f} us"),
+    ("peak memory", lambda s: f"{s['peak_bytes'] / 2**20:,.0f} MiB"),
+    ("bounded by", lambda s: s.get("bottleneck", "–")),
+)
+
+
 def print_result(result: Mapping[str, Any], screen: Console) -> None:
     """The data, the machine, and a column for each contender; then who was left out, and why."""
     data, machine, summary = result["data"], result["machine"], result["summary"]
     fields = ", ".join(data["fields"])
     screen.print(Text(data["url"], style="bold"))
-    screen.print(
-        f"{data['samples']:,} samples, {data['bytes'] / 1e6:,.1f} MB, {data['shards']:,} {data['format']} shards; {fields}",
-        markup=False,
-    )
+    size = f"{data['bytes'] / 1e6:,.1f} MB in {data['shards']:,} {data['format']} shards"
+    screen.print(f"{data['samples']:,} samples, {size}; {fields}", markup=False)
     settings = result["settings"]
     screen.print(
         f"batches of {settings['batch_size']}, decode {settings['decode']}; "
