@@ -187,7 +187,8 @@ class _OpenCVCrop(_RandomCrop):
         shrinks = min(part.shape[:2]) > _SIDE
         part = cv2.resize(part, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
         part = cv2.cvtColor(part, cv2.COLOR_BGR2RGB)
-        return cv2.flip(part, 1) if flip else part
+        pixels = cv2.flip(part, 1) if flip else part
+        return np.asarray(pixels)
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:

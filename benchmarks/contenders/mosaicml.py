@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 from ...loader.errors import ConfigError
 from ..job import Job
 from ..layout import Layout
 from ..peer_decode import SampleDecoder, collate, collate_wide, make_decoder
 from ..s3 import aws_environment
+
+# Its ready-made vision data sets import torchvision, which fails where that was built for another torch. Unused here.
+sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
+
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 
 
 def convert(samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int) -> dict[str, Any]:
