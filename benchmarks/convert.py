@@ -76,9 +76,12 @@ def main() -> None:
     os.dup2(2, 1)
     message = json.loads(sys.stdin.read())
     job, folder = Job(**message["job"]), Path(message["folder"])
-    layout, groups = group_scalars(job.fields)
+    blocks = message["layout"] == "packed"
+    # A tar member for each column of each row would be six times the bytes, all of them headers and padding.
+    grouped = blocks or job.contender == "webdataset"
+    layout, groups = group_scalars(job.fields) if grouped else (job.fields, {})
     samples = read_samples(job, layout, groups)
-    shape = find_module(job.contender).convert(samples, layout, folder, message["shard_bytes"])
+    shape = find_module(job.contender).convert(samples, layout, folder, message["shard_bytes"], blocks)
     result.write_text(json.dumps({"shape": shape, "fields": layout}))
 
 

@@ -17,17 +17,20 @@ import numpy as np
 from ..loader.errors import ConfigError
 from ..loader.pack import pack
 from ..storage import open_store
-from .job import Decode
+from .job import Decode, PeerLayout
 
 _DISTINCT = 400  # pictures; a data set repeats them, and nothing in its way could profit from that
 _SEQ_LEN = 2048
-_ROWS_IN_SHARD, _ROWS_IN_GROUP = 250_000, 62_500
+_ROWS_IN_SHARD, _ROWS_IN_GROUP = 62_500, 62_500
 _DENSE, _CATEGORIES = 13, 26
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison: a data set of ``samples`` at scale 1, how it is read, and the ratio to the best peer to reach."""
+    """One comparison: a data set of ``samples`` at scale 1, how it is read, and the ratio to the best peer to reach.
+
+    Cases of one ``data`` share a data set.
+    """
 
     name: str
     title: str
@@ -36,18 +39,27 @@ class Case:
     decode: Decode
     target: float
     write: Callable[[str, int], None]
+    data: str
+    peer_layout: PeerLayout = "plain"
 
 
 def write_thumbnails(folder: str, samples: int) -> None:
     """Tar shards of JPEGs of about 10 KB, each with a class."""
     pictures = make_pictures(_DISTINCT, 160, 208, quality=84)
-    pack(_labelled(pictures, samples), folder, format="tar", progress=False)
+    shard_bytes = _shard_bytes(samples * sum(map(len, pictures)) // len(pictures))
+    pack(_labelled(pictures, samples), folder, format="tar", shard_bytes=shard_bytes, progress=False)
 
 
 def write_photos(folder: str, samples: int) -> None:
     """Tar shards of JPEGs of about 500 x 375 pixels, each with a class."""
     pictures = make_pictures(_DISTINCT, 375, 500, quality=90)
-    pack(_labelled(pictures, samples), folder, format="tar", progress=False)
+    shard_bytes = _shard_bytes(samples * sum(map(len, pictures)) // len(pictures))
+    pack(_labelled(pictures, samples), folder, format="tar", shard_bytes=shard_bytes, progress=False)
+
+
+def _shard_bytes(total: int) -> int:
+    """16 shards or more, so that small data sets too have a shard for every worker of a peer, but none above 64 MiB."""
+    return max(1 << 18, min(64 << 20, total // 16))
 
 
 def _labelled(pictures: list[bytes], samples: int) -> Iterator[dict[str, Any]]:
@@ -82,8 +94,9 @@ def make_pictures(count: int, height: int, width: int, *, quality: int) -> list[
 def write_tokens(folder: str, samples: int) -> None:
     """Token files of sequences of 2,048 uint16."""
     rng = np.random.default_rng(0)
-    sequences = (rng.integers(0, 50_257, _SEQ_LEN, dtype=np.uint16) for _ in range(samples))
-    pack(sequences, folder, format="tokens", seq_len=_SEQ_LEN, progress=False)
+    sequences: Any = (rng.integers(0, 50_257, _SEQ_LEN, dtype=np.uint16) for _ in range(samples))
+    shard_bytes = _shard_bytes(samples * _SEQ_LEN * 2)
+    pack(sequences, folder, format="tokens", seq_len=_SEQ_LEN, shard_bytes=shard_bytes, progress=False)
 
 
 def write_clicks(folder: str, samples: int) -> None:
@@ -116,6 +129,7 @@ CASES = {
             decode="none",
             target=2.0,
             write=write_thumbnails,
+            data="thumbnails",
         ),
         Case(
             name="tokens",
@@ -125,15 +139,28 @@ CASES = {
             decode="none",
             target=3.0,
             write=write_tokens,
+            data="tokens",
         ),
         Case(
             name="rows",
             title="click-log rows, parquet",
-            samples=2_000_000,
+            samples=1_000_000,
             batch_size=2048,
             decode="none",
             target=20.0,
             write=write_clicks,
+            data="clicks",
+        ),
+        Case(
+            name="rows-packed",
+            title="the same, packed by hand for peers",
+            samples=1_000_000,
+            batch_size=2048,
+            decode="none",
+            target=1.0,
+            write=write_clicks,
+            data="clicks",
+            peer_layout="packed",
         ),
         Case(
             name="images",
@@ -143,6 +170,7 @@ CASES = {
             decode="224",
             target=1.0,
             write=write_photos,
+            data="photos",
         ),
     )
 }
@@ -151,7 +179,7 @@ CASES = {
 def make_case(case: Case, root: Path, scale: float) -> Path:
     """The folder of a case's data set at a scale, written where it is not there yet."""
     samples = max(64, int(case.samples * scale))
-    folder = root / f"{case.name}-{samples}"
+    folder = root / f"{case.data}-{samples}"
     done = folder.with_suffix(".done")
     if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from ..loader.errors import ConfigError
 
 Decode = Literal["none", "auto", "224"]
 PeerDecode = Literal["auto", "pil", "opencv", "penstock"]
+PeerLayout = Literal["plain", "packed"]
 Mode = Literal["epoch", "first-batch", "check"]
 
 
@@ -18,10 +19,10 @@ Mode = Literal["epoch", "first-batch", "check"]
 class Job:
     """What a process is to measure. Sent on its standard input, since storage options may hold credentials.
 
-    ``mode``: "epoch" reads ``epochs`` passes, or for ``seconds``; "first-batch" stops after one batch; "check" reads
-    one pass and sums up its content. ``state`` is a position to resume from. ``fields`` is the layout of a sample;
-    ``shape`` says how the peer's conversion was laid out, and is the peer's own affair. ``scratch`` is an empty folder
-    of this job alone.
+    ``mode``: "epoch" reads until ``epochs`` passes or ``seconds`` are over, whichever is first; "first-batch" stops
+    after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``
+    is the layout of a sample; ``shape`` says how the peer's conversion was laid out, and is the peer's own affair.
+    ``scratch`` is an empty folder of this job alone.
     """
 
     contender: str
@@ -36,7 +37,7 @@ class Job:
     decode: Decode = "auto"
     peer_decode: PeerDecode = "auto"
     workers: int = 1
-    epochs: int = 1
+    epochs: int | None = 1
     seconds: float | None = None
     step_ms: float = 0.0
     cache_dir: str | None = None
@@ -45,9 +46,10 @@ class Job:
     shape: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "workers"):
-            if getattr(self, name) < (0 if name == "workers" else 1):
-                raise ConfigError(f"{name}={getattr(self, name)} is too small; it must be at least 1")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: must be 1 or more")
+        if self.epochs is None and self.seconds is None:
+            raise ConfigError("a run needs an end: give epochs or seconds")
         if self.seconds is not None and self.seconds <= 0:
             raise ConfigError(f"seconds={self.seconds}: must be above 0")
         if self.step_ms < 0:

@@ -53,9 +53,11 @@ class _Run:
         self._state: Any = None
 
     def read(self) -> None:
-        epochs = self._job.epochs
-        while self._read_epoch() and (epochs := epochs - 1 if self._job.seconds is None else epochs):
-            pass
+        passes = 0
+        while self._read_epoch():
+            passes += 1
+            if passes == self._job.epochs:
+                return
 
     def _read_epoch(self) -> bool:
         """Read one pass; False if the run is over before the pass is."""

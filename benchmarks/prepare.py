@@ -42,7 +42,7 @@ def prepare_peers(
     if config.decode != "none" and any(field.get("image") for field in layout.values()):
         ours = replace(ours, peer_decode=_settle_decoder(config, manifest, layout))
     say("penstock: checking that every sample is delivered")
-    truth = run_job(replace(ours, mode="check", decode="none", seconds=None, step_ms=0.0))
+    truth = run_job(replace(ours, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
     jobs: dict[str, Job] = {}
     refused: dict[str, str] = {}
     for name in config.against:
@@ -52,9 +52,9 @@ def prepare_peers(
             continue
         try:
             say(f"{name}: converting the data set")
-            job = _convert(replace(ours, contender=name), config.conversions, manifest, layout)
+            job = _convert(replace(ours, contender=name), config, manifest)
             say(f"{name}: checking that every sample is delivered")
-            check = run_job(replace(job, mode="check", decode="none", seconds=None, step_ms=0.0))
+            check = run_job(replace(job, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
             if (check.samples, check.checksum) != (truth.samples, truth.checksum):
                 refused[name] = (
                     f"one epoch gave {check.samples} samples, of {truth.samples}, with the content's sum "
@@ -89,23 +89,24 @@ def _choose_workers(job: Job, say: Callable[[str], None]) -> Job:
     rates = {}
     for workers in (0, job.workers, 2 * job.workers):
         say(f"{job.contender}: trying {workers} workers")
-        trial = run_job(replace(job, workers=workers, seconds=_TRIAL_S, step_ms=0.0))
+        trial = run_job(replace(job, workers=workers, epochs=None, seconds=_TRIAL_S, step_ms=0.0))
         rates[workers] = trial.samples_per_s
     return replace(job, workers=max(rates, key=lambda workers: rates[workers]))
 
 
-def _convert(job: Job, conversions: str | None, manifest: Manifest, layout: Layout) -> Job:
+def _convert(job: Job, config: BenchConfig, manifest: Manifest) -> Job:
     """The job on the peer's own copy of the data, which is made if it is not there yet."""
     if job.contender == "webdataset" and manifest.format == "tar" and _is_plain_tar(manifest):
-        shape = {"keys": [info.key for info in manifest.shards], "blocks": None}
+        shape = {"keys": [info.key for info in manifest.shards], "rows": None}
         return replace(job, url=_local(manifest.url), shape=shape, format=None)
-    root = f"{_conversions(conversions, manifest).rstrip('/')}/{manifest.fingerprint[:16]}/{job.contender}/"
+    place = _conversions(config.conversions, manifest).rstrip("/")
+    root = f"{place}/{manifest.fingerprint[:16]}/{job.contender}-{config.peer_layout}/"
     options = job.storage_options if is_s3(root) else {}
     store = open_store(root, storage_options=options or None)
     try:
         made = _read_marker(store)
         if made is None:
-            made = _make(job, store, root, manifest)
+            made = _make(job, config, store, root, manifest)
     finally:
         store.close()
     return replace(job, url=root.rstrip("/"), shape=made["shape"], fields=made["fields"], storage_options=options)
@@ -138,7 +139,7 @@ def _read_marker(store: Store) -> dict[str, Any] | None:
     return made if made.get("version") == _VERSION else None
 
 
-def _make(job: Job, store: Store, root: str, manifest: Manifest) -> dict[str, Any]:
+def _make(job: Job, config: BenchConfig, store: Store, root: str, manifest: Manifest) -> dict[str, Any]:
     """Convert in a folder of the local disk, put what came of it in its place, and the marker last."""
     shard_bytes = max(_LEAST_SHARD_BYTES, min(_MOST_SHARD_BYTES, int(manifest.memory.sum()) // _SHARDS))
     remote = "://" in root
@@ -147,7 +148,12 @@ def _make(job: Job, store: Store, root: str, manifest: Manifest) -> dict[str, An
         Path(root).mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         folder = Path(scratch) if remote else Path(root)
-        message = {"job": asdict(job), "folder": str(folder), "shard_bytes": shard_bytes}
+        message = {
+            "job": asdict(job),
+            "folder": str(folder),
+            "shard_bytes": shard_bytes,
+            "layout": config.peer_layout,
+        }
         what = f"converting for {job.contender}"
         made, _ = run_module("penstock.benchmarks.convert", json.dumps(message), what, timeout_s=_CONVERSION_TIMEOUT_S)
         if remote:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,7 @@ from ..storage.errors import PenstockError
 from .job import Job, Measurement
 
 _SAMPLE_EVERY_S = 0.1
+_SIGNATURE = re.compile(r"(?<=X-Amz-)(Signature|Credential|Security-Token)=[^&'\"\s]+")  # of a signed URL
 
 
 class MeasurementError(PenstockError):
@@ -109,9 +113,6 @@ def memory_of(pid: int) -> int:
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    import os
-    import signal
-
     for pid in find_tree(process.pid):
         try:
             os.kill(pid, signal.SIGKILL)

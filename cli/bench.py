@@ -35,8 +35,11 @@ class BenchArguments(SourceArguments):
     batch_size: int = 64
     """Samples per batch."""
 
+    epochs: int | None = None
+    """Passes over the data in each run; 1 if neither this nor --seconds is given."""
+
     seconds: float | None = None
-    """Read for so long, pass after pass, instead of one whole epoch."""
+    """End a run after so long, pass after pass unless --epochs is given too."""
 
     decode: Literal["none", "auto", "224"] = "auto"
     """Raw bytes; by extension and type; or images to 224 x 224, randomly cropped and flipped."""
@@ -55,6 +58,9 @@ class BenchArguments(SourceArguments):
 
     conversions: str | None = None
     """Folder or URL for the copies in peers' formats; a cache folder, or a sibling of the data in S3, if not given."""
+
+    peer_layout: Literal["plain", "packed"] = "plain"
+    """Give peers a field a column and a record a sample, or what an expert would: columns and rows packed in arrays."""
 
     rounds: int = 3
     """How often each contender is measured."""
@@ -81,7 +87,9 @@ def run(arguments: Sequence[str]) -> int:
         batch_size=given.batch_size,
         decode=given.decode,
         peer_decode=given.peer_decode,
+        peer_layout=given.peer_layout,
         workers=given.workers,
+        epochs=given.epochs if given.epochs or given.seconds else 1,
         seconds=given.seconds,
         rounds=given.rounds,
         step_ms=given.step_ms,

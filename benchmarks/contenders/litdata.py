@@ -21,7 +21,9 @@ from ..peer_decode import collate, collate_wide, make_decoder
 from ..s3 import aws_environment
 
 
-def convert(samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int) -> dict[str, Any]:
+def convert(
+    samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int, blocks: bool
+) -> dict[str, Any]:
     """Write optimized chunks: of token sequences by its loader for tokens, of anything else as trees of values."""
     unfit = [name for name, field in layout.items() if field["kind"] == "object"]
     if unfit:

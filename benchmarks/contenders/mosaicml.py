@@ -23,7 +23,9 @@ sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 
 
-def convert(samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int) -> dict[str, Any]:
+def convert(
+    samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int, blocks: bool
+) -> dict[str, Any]:
     """Write MDS shards, without compression, which would only cost time."""
     columns = {name: _encoding(name, field) for name, field in layout.items()}
     with MDSWriter(out=str(folder), columns=columns, size_limit=shard_bytes) as writer:

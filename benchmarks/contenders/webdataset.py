@@ -1,7 +1,7 @@
 """webdataset: tar shards read in sequence by DataLoader workers, shuffled in a buffer, batched in the workers.
 
-Tars are read as they are. Numbers, for which it has no format, are kept in blocks of rows, a tar member a field, and
-taken apart after reading: one member a row would spend most of its bytes and time on tar headers.
+Tars are read as they are. Samples of numbers alone, for which it has no format, become one tar member each, which is
+read in the least time that its model of samples allows; "packed", a member holds many, taken apart after reading.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ _BUFFER = 1000  # samples that its manual's examples shuffle among
 _BUFFER_ROWS = 10_000
 
 
-def convert(samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int) -> dict[str, Any]:
-    """Write tar shards; gives their keys, and the fields of blocks."""
-    if all(field["kind"] == "array" for field in layout.values()):
-        rows = max(1, int(_BLOCK_BYTES // max(1.0, sum(field["mean_bytes"] for field in layout.values()))))
-        members: Iterable[dict[str, Any]] = _blocks(samples, list(layout), rows)
+def convert(
+    samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int, blocks: bool
+) -> dict[str, Any]:
+    """Write tar shards; numbers alone as one tar member for each sample, or, with ``blocks``, for many.
+
+    Gives the shards' keys and the fields in such members.
+    """
+    numbers = all(field["kind"] == "array" for field in layout.values())
+    if numbers:
+        row_bytes = sum(field["mean_bytes"] for field in layout.values())
+        rows = max(1, int(_BLOCK_BYTES // max(1.0, row_bytes))) if blocks else 1
+        members: Iterable[dict[str, Any]] = _make_blocks(samples, list(layout), rows)
     else:
         members = ({name: _encode(value) for name, value in sample.items()} for sample in samples)
     pattern = str(folder / "shard-%06d.tar")
@@ -37,23 +44,23 @@ def convert(samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, sha
         for number, sample in enumerate(members):
             writer.write({"__key__": f"{number:09d}", **sample})
     keys = sorted(path.name for path in folder.glob("*.tar"))
-    blocks = layout if all(field["kind"] == "array" for field in layout.values()) else None
-    return {"keys": keys, "blocks": blocks}
+    return {"keys": keys, "rows": layout if numbers else None}
 
 
-def _blocks(samples: Iterable[dict[str, Any]], names: list[str], rows: int) -> Iterator[dict[str, bytes]]:
+def _make_blocks(samples: Iterable[dict[str, Any]], names: list[str], rows: int) -> Iterator[dict[str, bytes]]:
+    """Members of ``rows`` samples, one field after the other."""
     block: list[dict[str, Any]] = []
     for sample in samples:
         block.append(sample)
         if len(block) == rows:
-            yield _block(block, names)
+            yield _make_block(block, names)
             block = []
     if block:
-        yield _block(block, names)
+        yield _make_block(block, names)
 
 
-def _block(block: list[dict[str, Any]], names: list[str]) -> dict[str, bytes]:
-    return {f"f{i}.bin": np.stack([each[name] for each in block]).tobytes() for i, name in enumerate(names)}
+def _make_block(block: list[dict[str, Any]], names: list[str]) -> dict[str, bytes]:
+    return {"bin": b"".join(np.stack([each[name] for each in block]).tobytes() for name in names)}
 
 
 def _encode(value: Any) -> bytes:
@@ -67,27 +74,31 @@ def _encode(value: Any) -> bytes:
 
 
 class _TakeApart:
-    """Yields the rows of blocks, as views."""
+    """Yields the rows of members, as views."""
 
     def __init__(self, layout: Layout) -> None:
-        self._fields = [
-            (f"f{i}.bin", name, np.dtype(field["dtype"]), tuple(field["shape"]))
-            for i, (name, field) in enumerate(layout.items())
+        self._names = list(layout)
+        self._kinds = [
+            (np.dtype((np.dtype(field["dtype"]), tuple(field["shape"]))), int(field["mean_bytes"]))
+            for field in layout.values()
         ]
+        self._row_bytes = sum(size for _, size in self._kinds)
 
-    def __call__(self, blocks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        names = [name for _, name, _, _ in self._fields]
-        for block in blocks:
-            columns = [
-                np.frombuffer(block[member], dtype).reshape(-1, *shape) for member, _, dtype, shape in self._fields
-            ]
+    def __call__(self, members: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for member in members:
+            data = member["bin"]
+            rows = len(data) // self._row_bytes
+            columns, start = [], 0
+            for dtype, size in self._kinds:
+                columns.append(np.frombuffer(data, dtype, count=rows, offset=start))
+                start += rows * size
             for row in zip(*columns, strict=True):
-                yield dict(zip(names, row, strict=True))
+                yield dict(zip(self._names, row, strict=True))
 
 
 class WebDataset:
     def __init__(self, job: Job) -> None:
-        keys, blocks = job.shape["keys"], job.shape.get("blocks")
+        keys, rows = job.shape["keys"], job.shape.get("rows")
         assert isinstance(job.url, str)
         urls = (
             [str(Path(job.url, key)) for key in keys]
@@ -98,9 +109,9 @@ class WebDataset:
             raise ConfigError("webdataset's pipe: cannot take URLs with quotes")
         self._workers = min(job.workers, len(urls))
         dataset = wds.WebDataset(urls, shardshuffle=len(urls), empty_check=False)
-        if blocks is not None:
-            dataset = dataset.compose(_TakeApart(blocks))
-        dataset = dataset.shuffle(_BUFFER if blocks is None else _BUFFER_ROWS)
+        if rows is not None:
+            dataset = dataset.compose(_TakeApart(rows))
+        dataset = dataset.shuffle(_BUFFER if rows is None else _BUFFER_ROWS)
         decoder = make_decoder(job.fields, job.decode, job.peer_decode)
         if decoder is not None:
             dataset = dataset.map(decoder)
