@@ -36,7 +36,7 @@ def _summarize_one(name: str, runs: Runs) -> dict[str, Any]:
     own = runs[name]
     summary: dict[str, Any] = {key: statistics.median(getattr(run, key) for run in own["epoch"]) for key in _MEDIANS}
     summary["cpu_us_per_sample"] = statistics.median(run.cpu_s / max(run.samples, 1) * 1e6 for run in own["epoch"])
-    summary["first_batch_s"] = statistics.median(run.first_batch_s for run in own["fresh"])
+    summary["first_batch_s"] = statistics.median(run.first_batch_s for run in own["fresh"] or own["epoch"])
     if own["resumed"]:
         summary["resumed_first_batch_s"] = statistics.median(run.first_batch_s for run in own["resumed"])
         summary["resume_ratio"] = median_ratio(

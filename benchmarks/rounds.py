@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 class BenchConfig:
     """What to measure. A run ends after ``epochs`` passes or ``seconds``, whichever is first; None is no limit.
 
+    ``startup`` measures the time to the first batch by itself too, fresh and after a resume in mid-epoch.
     ``conversions`` is the folder or URL that peers' copies of the data are kept in; None chooses one. ``peer_layout``
     "plain" gives peers a record a sample and a field a column, as their manuals do; "packed" groups a table's columns
     into one array a type, and for webdataset also rows into blocks, as an expert would who needs speed from them.
@@ -41,6 +42,7 @@ class BenchConfig:
     seconds: float | None = None
     rounds: int = 3
     step_ms: float = 0.0
+    startup: bool = True
     cache_dir: str | None = None
     storage_options: Mapping[str, str] = field(default_factory=dict)
     format: ShardFormat | None = None
@@ -96,7 +98,7 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
 
         prepared, refused = prepare_peers(config, manifest, layout, ours, say)
         jobs |= prepared
-    runs = _run_rounds(jobs, config.rounds, say)
+    runs = _run_rounds(jobs, config.rounds, startup=config.startup, say=say)
     contenders = {
         name: {kind: [asdict(run) for run in done] for kind, done in kinds.items()} for name, kinds in runs.items()
     }
@@ -113,7 +115,9 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
     }
 
 
-def _run_rounds(jobs: Mapping[str, Job], rounds: int, say: Say) -> dict[str, dict[str, list[Measurement]]]:
+def _run_rounds(
+    jobs: Mapping[str, Job], rounds: int, *, startup: bool, say: Say
+) -> dict[str, dict[str, list[Measurement]]]:
     """A B C A B C ...: each contender's epoch, then its first batch, from fresh and from the middle of an epoch."""
     runs: dict[str, dict[str, list[Measurement]]] = {name: {"epoch": [], "fresh": [], "resumed": []} for name in jobs}
     for number in range(1, rounds + 1):
@@ -121,6 +125,8 @@ def _run_rounds(jobs: Mapping[str, Job], rounds: int, say: Say) -> dict[str, dic
             say(f"round {number} of {rounds}: {name}")
             run = run_job(job)
             runs[name]["epoch"].append(replace(run, state=None))
+            if not startup:
+                continue
             runs[name]["fresh"].append(run_job(replace(job, mode="first-batch")))
             if run.state is not None:
                 resumed = run_job(replace(job, mode="first-batch", state=run.state))

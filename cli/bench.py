@@ -65,6 +65,9 @@ class BenchArguments(SourceArguments):
     rounds: int = 3
     """How often each contender is measured."""
 
+    startup: bool = True
+    """Measure the time to the first batch in runs of its own too, from fresh and after a resume in mid-epoch."""
+
     step_ms: float = 0.0
     """Let the consumer take so long over each batch, as training would."""
 
@@ -93,6 +96,7 @@ def run(arguments: Sequence[str]) -> int:
         seconds=given.seconds,
         rounds=given.rounds,
         step_ms=given.step_ms,
+        startup=given.startup,
         cache_dir=given.cache_dir,
         storage_options=given.options() or {},
         format=given.chosen_format(),
