@@ -22,7 +22,7 @@ def touch(batch: Any) -> tuple[int, int]:
         if isinstance(values, torch.Tensor | np.ndarray):
             samples, payload = len(values), payload + values.nbytes
         else:
-            plain = isinstance(values[0], bytes) if values else True
+            plain = set(map(type, values)) == {bytes}
             samples, payload = len(values), payload + sum(map(len if plain else _size, values))
     return samples, payload
 
