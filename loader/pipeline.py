@@ -332,12 +332,17 @@ def _with_batch(item: Delivery, batch: Any) -> Delivery:
     return replace(item, batch=batch)
 
 
+_SIZED = {bytes, memoryview, str}
+
+
 def _size(rows: Rows) -> int:
     """Bytes of gathered rows; lists of Python values are counted by the values that have a length in bytes."""
     total = 0
     for values in rows.fields.values():
         if isinstance(values, np.ndarray):
             total += values.nbytes
+        elif set(map(type, values)) <= _SIZED:
+            total += sum(map(len, values))
         else:
             total += sum(len(value) for value in values if isinstance(value, (bytes, memoryview, str)))
     return total
