@@ -104,16 +104,18 @@ class Litdata:
         del self._loader
 
 
-_CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_WORDS = {
+    "aws_access_key_id": "AWS_ACCESS_KEY_ID",
+    "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "aws_session_token": "AWS_SESSION_TOKEN",
+    "endpoint_url": "AWS_ENDPOINT_URL",
+}
 
 
 def _storage_options(options: dict[str, str]) -> dict[str, str]:
     environment = aws_environment(options)
     os.environ.update(environment)
-    words: dict[str, str] = {name: environment[name] for name in _CREDENTIALS if name in environment}
-    if "AWS_ENDPOINT_URL" in environment:
-        words["S3_ENDPOINT_URL"] = environment["AWS_ENDPOINT_URL"]
-    return words
+    return {word: environment[name] for word, name in _WORDS.items() if name in environment}
 
 
 def open_contender(job: Job) -> Litdata:
