@@ -115,6 +115,8 @@ _WORDS = {
 def _storage_options(options: dict[str, str]) -> dict[str, str]:
     environment = aws_environment(options)
     os.environ.update(environment)
+    if environment.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+        os.environ["AWS_ALLOW_HTTP"] = "true"  # its faster client, obstore, takes this from the environment alone
     return {word: environment[name] for word, name in _WORDS.items() if name in environment}
 
 
