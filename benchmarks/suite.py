@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -209,6 +210,7 @@ def print_targets(results: Sequence[Mapping[str, Any]], screen: Console) -> bool
 def main() -> None:
     config = tyro.cli(SuiteConfig, prog="python -m penstock.benchmarks.suite", config=(tyro.conf.FlagCreatePairsOff,))
     screen = Console(highlight=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the S3 server is stopped then too
     try:
         results = run_suite(config, screen)
     except PenstockError as exc:
