@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "show what a data set is made of: format, fields, sizes, its first sample",
     "verify": "read and check everything, and name every bad shard",
     "plan": "tell what a run will be like, on any number of ranks, without reading data",
+    "bench": "measure how fast a data set is read, alone or against other loaders",
     "audit": "prove that every sample of a run was delivered exactly once",
 }
 

@@ -148,7 +148,7 @@ def gather(
     fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
     for name, values in lists.items():
         values.extend([None] * (num_rows - len(values)))
-        fields[name] = [values[i] for i in order.tolist()]
+        fields[name] = list(map(values.__getitem__, order.tolist()))
     return Rows(ids, fields)
 
 

@@ -364,6 +364,9 @@ def _with_batch(item: Delivery, batch: Any) -> Delivery:
     return replace(item, batch=batch)
 
 
+_SIZED = {bytes, memoryview, str}
+
+
 def _size(rows: Rows, decoders: Mapping[str, FieldDecoder | None]) -> int:
     """Bytes of gathered rows, and of what they will be decoded into.
 
@@ -374,7 +377,8 @@ def _size(rows: Rows, decoders: Mapping[str, FieldDecoder | None]) -> int:
         if isinstance(values, np.ndarray):
             total += values.nbytes
             continue
-        encoded = sum(len(value) for value in values if isinstance(value, (bytes, memoryview, str)))
+        sized = values if set(map(type, values)) <= _SIZED else [value for value in values if type(value) in _SIZED]
+        encoded = sum(map(len, sized))
         total += encoded
         decoder = decoders.get(name)
         if decoder is not None and decoder.slot is not None:

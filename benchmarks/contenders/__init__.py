@@ -1,0 +1,59 @@
+"""The loaders that are measured: ours and its peers, each behind one small interface, each imported on its own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ...loader.errors import ConfigError
+from ..job import Job
+
+OURS = "penstock"
+
+# Name on the command line -> (module of this folder, the import that must succeed, its package's name for pip)
+CONTENDERS = {
+    OURS: ("ours", "penstock", "penstock"),
+    "webdataset": ("webdataset", "webdataset", "webdataset"),
+    "mosaicml-streaming": ("mosaicml", "streaming", "mosaicml-streaming"),
+    "litdata": ("litdata", "litdata", "litdata"),
+}
+
+
+class Contender(Protocol):
+    """One loader over one data set. Made after its imports are done; making it is part of the timed start-up."""
+
+    def epoch(self) -> Iterator[Any]:
+        """One pass over the data set, or what is left of it after a resume, in batches of the loader's own kind."""
+        ...
+
+    def state(self) -> Any:
+        """The position, as something that JSON can hold; None where the loader cannot tell or resume."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """``settings``: how it was set up; of ours also ``bottleneck`` and ``stages``."""
+        ...
+
+    def close(self) -> None:
+        """Stop its threads and processes, and wait for them."""
+        ...
+
+
+def find_module(name: str) -> Any:
+    """The module of a contender, imports done; it has ``open_contender(job)`` and, for peers, ``convert``.
+
+    Raises:
+        ConfigError: there is no such contender, or it is not installed.
+    """
+    if name not in CONTENDERS:
+        raise ConfigError(f"there is no contender {name!r}; there are {', '.join(CONTENDERS)}")
+    module, _, package = CONTENDERS[name]
+    try:
+        return importlib.import_module(f".{module}", __name__)
+    except ImportError as exc:
+        raise ConfigError(f"{name} cannot be imported ({exc}); pip install {package}, or 'penstock[bench]'") from exc
+
+
+def open_contender(job: Job) -> Contender:
+    return find_module(job.contender).open_contender(job)  # type: ignore[no-any-return]

@@ -1,0 +1,65 @@
+"""penstock's own loader, as its users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...loader import DistributedDataLoader
+from ...loader.decode import DecodeChoice
+from ...loader.formats.detect import make_format
+from ..job import Job
+from ..layout import image_fields
+
+
+class Ours:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._loader = DistributedDataLoader(
+            job.url,
+            batch_size=job.batch_size,
+            last_batch="partial",
+            decode=choose_decode(job),
+            workers=job.workers or "auto",
+            cache_dir=job.cache_dir,
+            storage_options=job.storage_options or None,
+            format=None if job.format is None else make_format(job.format, job.format_config),
+            rank=0,
+            world_size=1,
+        )
+        if job.state is not None:
+            self._loader.load_state_dict(job.state)
+
+    def epoch(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def report(self) -> dict[str, Any]:
+        metrics = self._loader.metrics().to_dict()
+        order = self._loader.order
+        return {
+            "settings": {"threads": self._job.workers or "auto", "lanes": order.lanes, "window": order.window},
+            "bottleneck": metrics.pop("bottleneck"),
+            "stages": metrics,
+        }
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def choose_decode(job: Job) -> DecodeChoice:
+    """The loader's ``decode=`` for the tool's ``--decode``."""
+    if job.decode == "none":
+        return None
+    if job.decode == "auto":
+        return "auto"
+    from ...loader.images import ImageDecoder
+
+    image = ImageDecoder(size=224, crop="random", flip=0.5)
+    return dict.fromkeys(image_fields(job.fields), image)
+
+
+def open_contender(job: Job) -> Ours:
+    return Ours(job)

@@ -1,0 +1,98 @@
+"""One measurement as a message: what is to be run in a fresh process, and what comes back from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..loader.errors import ConfigError
+
+Decode = Literal["none", "auto", "224"]
+PeerDecode = Literal["auto", "pil", "opencv", "penstock"]
+PeerLayout = Literal["plain", "packed"]
+Mode = Literal["epoch", "first-batch", "check"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process is to measure. Sent on its standard input, since storage options may hold credentials.
+
+    ``mode``: "epoch" reads until ``epochs`` passes or ``seconds`` are over, whichever is first; "first-batch" stops
+    after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``
+    is the layout of a sample; ``shape`` says how the peer's conversion was laid out, and is the peer's own affair.
+    ``scratch`` is an empty folder of this job alone.
+    """
+
+    contender: str
+    url: str | list[str]
+    num_samples: int
+    scratch: str
+    mode: Mode = "epoch"
+    storage_options: dict[str, str] = field(default_factory=dict)
+    format: str | None = None
+    format_config: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 64
+    decode: Decode = "auto"
+    peer_decode: PeerDecode = "auto"
+    workers: int = 1
+    epochs: int | None = 1
+    seconds: float | None = None
+    step_ms: float = 0.0
+    cache_dir: str | None = None
+    state: Any = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: must be 1 or more")
+        if self.epochs is None and self.seconds is None:
+            raise ConfigError("a run needs an end: give epochs or seconds")
+        if self.seconds is not None and self.seconds <= 0:
+            raise ConfigError(f"seconds={self.seconds}: must be above 0")
+        if self.step_ms < 0:
+            raise ConfigError(f"step_ms={self.step_ms}: must be 0 or above")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        return Job(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one run gave.
+
+    ``samples_per_s`` and ``mb_per_s`` (10^6 bytes of payload) count from the first batch on, so that nobody's start-up
+    is in them; ``first_batch_s`` is that start-up: from making the loader, imports done, to its first batch. Waits are
+    per batch, the first excluded. ``cpu_s`` is of the whole process tree, user and system. ``peak_bytes`` is the
+    largest proportional set size of the tree, anonymous and shared memory, sampled; mapped files are not in it.
+    """
+
+    contender: str
+    mode: Mode
+    samples: int
+    payload_bytes: int
+    batches: int
+    seconds: float
+    samples_per_s: float
+    mb_per_s: float
+    first_batch_s: float
+    wait_p50_ms: float
+    wait_p99_ms: float
+    wait_share: float
+    cpu_s: float
+    peak_bytes: int = 0
+    checksum: str | None = None
+    bottleneck: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, Any] = field(default_factory=dict)
+    state: Any = None
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Measurement:
+        return Measurement(**values)

@@ -1,0 +1,165 @@
+"""Peers made ready: the data set in their format, kept for later; every sample delivered; their best settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ..loader import DistributedDataLoader
+from ..loader.errors import ConfigError
+from ..loader.index_cache import cache_home
+from ..loader.manifest import Manifest
+from ..storage import NotFoundError, Store, open_store
+from .contenders import CONTENDERS
+from .job import Job, PeerDecode
+from .layout import Layout, image_fields
+from .s3 import is_s3
+from .subprocesses import MeasurementError, run_job, run_module
+
+if TYPE_CHECKING:
+    from .rounds import BenchConfig
+
+_MARKER = "penstock-conversion.json"
+_VERSION = 1
+_CONVERSION_TIMEOUT_S = 4 * 3600.0
+_TRIAL_S = 2.0
+_MOST_SHARD_BYTES, _LEAST_SHARD_BYTES = 64 << 20, 1 << 18
+_SHARDS = 16  # at least so many, if they are not too small: workers read whole shards
+
+
+def prepare_peers(
+    config: BenchConfig, manifest: Manifest, layout: Layout, ours: Job, say: Callable[[str], None]
+) -> tuple[dict[str, Job], dict[str, str]]:
+    """The jobs of the peers that can be measured, and of the others why they cannot."""
+    if config.decode != "none" and any(field.get("image") for field in layout.values()):
+        ours = replace(ours, peer_decode=_settle_decoder(config, manifest, layout))
+    say("penstock: checking that every sample is delivered")
+    truth = run_job(replace(ours, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
+    jobs: dict[str, Job] = {}
+    refused: dict[str, str] = {}
+    for name in config.against:
+        _, import_name, package = CONTENDERS[name]
+        if importlib.util.find_spec(import_name) is None:
+            refused[name] = f"it is not installed; pip install {package}, or 'penstock[bench]'"
+            continue
+        try:
+            say(f"{name}: converting the data set")
+            job = _convert(replace(ours, contender=name), config, manifest)
+            say(f"{name}: checking that every sample is delivered")
+            check = run_job(replace(job, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
+            if (check.samples, check.checksum) != (truth.samples, truth.checksum):
+                refused[name] = (
+                    f"one epoch gave {check.samples} samples, of {truth.samples}, with the content's sum "
+                    f"{check.checksum} instead of {truth.checksum}"
+                )
+                continue
+            jobs[name] = job if config.workers is not None else _choose_workers(job, say)
+        except (ConfigError, MeasurementError) as exc:
+            refused[name] = str(exc)
+    return jobs, refused
+
+
+def _settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout) -> PeerDecode:
+    if config.peer_decode != "auto":
+        return config.peer_decode
+    from .peer_decode import fastest_image_function
+
+    with DistributedDataLoader(
+        manifest,
+        batch_size=min(48, manifest.num_samples),
+        decode=None,
+        storage_options=dict(config.storage_options) or None,
+        rank=0,
+        world_size=1,
+    ) as loader:
+        images = next(iter(loader))[image_fields(layout)[0]]
+    return fastest_image_function(images, "random-224" if config.decode == "224" else "full")
+
+
+def _choose_workers(job: Job, say: Callable[[str], None]) -> Job:
+    """The job with the number of worker processes that is fastest here: none, a worker a core, or two."""
+    rates = {}
+    for workers in (0, job.workers, 2 * job.workers):
+        say(f"{job.contender}: trying {workers} workers")
+        trial = run_job(replace(job, workers=workers, epochs=None, seconds=_TRIAL_S, step_ms=0.0))
+        rates[workers] = trial.samples_per_s
+    return replace(job, workers=max(rates, key=lambda workers: rates[workers]))
+
+
+def _convert(job: Job, config: BenchConfig, manifest: Manifest) -> Job:
+    """The job on the peer's own copy of the data, which is made if it is not there yet."""
+    if job.contender == "webdataset" and manifest.format == "tar" and _is_plain_tar(manifest):
+        shape = {"keys": [info.key for info in manifest.shards], "rows": None}
+        return replace(job, url=_local(manifest.url), shape=shape, format=None)
+    place = _conversions(config.conversions, manifest).rstrip("/")
+    root = f"{place}/{manifest.fingerprint[:16]}/{job.contender}-{config.peer_layout}/"
+    options = job.storage_options if is_s3(root) else {}
+    store = open_store(root, storage_options=options or None)
+    try:
+        made = _read_marker(store)
+        if made is None:
+            made = _make(job, config, store, root, manifest)
+    finally:
+        store.close()
+    return replace(job, url=root.rstrip("/"), shape=made["shape"], fields=made["fields"], storage_options=options)
+
+
+def _is_plain_tar(manifest: Manifest) -> bool:
+    return all(info.key.endswith(".tar") for info in manifest.shards)
+
+
+def _local(url: str) -> str:
+    return url.removeprefix("file://").rstrip("/")
+
+
+def _conversions(given: str | None, manifest: Manifest) -> str:
+    if given is not None:
+        return given if "://" in given else str(Path(given).absolute())
+    if is_s3(manifest.url):
+        parts = urlsplit(manifest.url)
+        if not parts.path.strip("/"):
+            raise ConfigError(f"{manifest.url} is a whole bucket; say where peers' copies may go, with --conversions")
+        return manifest.url.rstrip("/") + ".bench"
+    return str(cache_home() / "bench")
+
+
+def _read_marker(store: Store) -> dict[str, Any] | None:
+    try:
+        made = json.loads(bytes(store.get(_MARKER)))
+    except NotFoundError:
+        return None
+    return made if made.get("version") == _VERSION else None
+
+
+def _make(job: Job, config: BenchConfig, store: Store, root: str, manifest: Manifest) -> dict[str, Any]:
+    """Convert in a folder of the local disk, put what came of it in its place, and the marker last."""
+    shard_bytes = max(_LEAST_SHARD_BYTES, min(_MOST_SHARD_BYTES, int(manifest.memory.sum()) // _SHARDS))
+    remote = "://" in root
+    if not remote:
+        shutil.rmtree(root, ignore_errors=True)
+        Path(root).mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        folder = Path(scratch) if remote else Path(root)
+        message = {
+            "job": asdict(job),
+            "folder": str(folder),
+            "shard_bytes": shard_bytes,
+            "layout": config.peer_layout,
+        }
+        what = f"converting for {job.contender}"
+        made, _ = run_module("penstock.benchmarks.convert", json.dumps(message), what, timeout_s=_CONVERSION_TIMEOUT_S)
+        if remote:
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda path: store.put(str(path.relative_to(folder)), path.read_bytes()), files))
+    made["version"] = _VERSION
+    store.put(_MARKER, json.dumps(made).encode())
+    return made

@@ -1,0 +1,69 @@
+"""The arithmetic of a comparison: medians over rounds, and ratios taken within each round before the median."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .contenders import OURS
+from .job import Measurement
+
+Runs = Mapping[str, Mapping[str, Sequence[Measurement]]]
+
+_MEDIANS = (
+    "samples_per_s",
+    "mb_per_s",
+    "wait_p50_ms",
+    "wait_p99_ms",
+    "wait_share",
+    "cpu_s",
+    "peak_bytes",
+    "samples",
+    "seconds",
+)
+
+
+def summarize(runs: Runs) -> dict[str, Any]:
+    """Of each contender's runs: medians, the bottleneck named most, and the ratio of ours to it in each round.
+
+    ``runs`` maps a contender to its "epoch", "fresh" and "resumed" measurements, one a round.
+    """
+    return {name: _summarize_one(name, runs) for name in runs}
+
+
+def _summarize_one(name: str, runs: Runs) -> dict[str, Any]:
+    own = runs[name]
+    summary: dict[str, Any] = {key: statistics.median(getattr(run, key) for run in own["epoch"]) for key in _MEDIANS}
+    summary["cpu_us_per_sample"] = statistics.median(run.cpu_s / max(run.samples, 1) * 1e6 for run in own["epoch"])
+    summary["first_batch_s"] = statistics.median(run.first_batch_s for run in own["fresh"] or own["epoch"])
+    if own["resumed"]:
+        summary["resumed_first_batch_s"] = statistics.median(run.first_batch_s for run in own["resumed"])
+        summary["resume_ratio"] = median_ratio(
+            [run.first_batch_s for run in own["resumed"]], [run.first_batch_s for run in own["fresh"]]
+        )
+    named = [run.bottleneck for run in own["epoch"] if run.bottleneck is not None]
+    if named:
+        summary["bottleneck"] = statistics.mode(named)
+    if name != OURS and OURS in runs:
+        ours = [run.samples_per_s for run in runs[OURS]["epoch"]]
+        theirs = [run.samples_per_s for run in own["epoch"]]
+        summary["ratios"] = round_ratios(ours, theirs)
+        summary["ratio"] = median_ratio(ours, theirs)
+    return summary
+
+
+def round_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """How many times theirs ours is, round by round; a peer that delivered nothing gives infinity."""
+    return [own / other if other else float("inf") for own, other in zip(ours, theirs, strict=True)]
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios: what both had to bear in a round, a busy neighbour say, drops out."""
+    return statistics.median(round_ratios(ours, theirs))
+
+
+def best_peer(summary: Mapping[str, Any]) -> str | None:
+    """The peer that comes closest to ours, or beats it most; None where there is no peer."""
+    peers = [name for name in summary if "ratio" in summary[name]]
+    return min(peers, key=lambda name: summary[name]["ratio"], default=None)

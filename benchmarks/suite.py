@@ -1,0 +1,223 @@
+"""``python -m penstock.benchmarks.suite``: the cases against all peers, from the local disk or a real S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from ..loader.errors import ConfigError
+from ..loader.index_cache import cache_home
+from ..storage import PenstockError, open_store
+from .contenders import OURS
+from .datasets import CASES, Case, make_case
+from .ratios import best_peer
+from .report import plot_ratios, print_result, short_number
+from .rounds import BenchConfig, bench
+
+_ROOT = Path(__file__).resolve().parent.parent
+_S3_SERVER = _ROOT / "tests" / "servers" / "s3_server.sh"
+_RESUME_TARGET = 1.2
+
+CaseName = Literal["raw", "tokens", "rows", "rows-packed", "images"]
+PeerName = Literal["webdataset", "mosaicml-streaming", "litdata"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """Compare penstock with its peers on four made-up data sets, and print what came of it against the targets.
+
+    The S3 server is the one of PENSTOCK_TEST_S3_ENDPOINT (with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), else one
+    that is started for each case.
+    """
+
+    store: Literal["local", "s3"] = "local"
+    """Where the data lie."""
+
+    cases: tuple[CaseName, ...] = ("raw", "tokens", "rows", "rows-packed", "images")
+    """Which comparisons to make."""
+
+    against: tuple[PeerName, ...] = ("webdataset", "mosaicml-streaming", "litdata")
+    """Which peers to compare with."""
+
+    scale: float = 1.0
+    """Size of the data sets: 1 is some gigabytes in all."""
+
+    rounds: int = 3
+    """How often each contender is measured in each case."""
+
+    seconds: float = 10.0
+    """How long each run reads: pass after pass from the local disk, one pass at most from S3."""
+
+    workers: int | None = None
+    """Threads of penstock, processes of peers; penstock has one a core, peers what is fastest, if not given."""
+
+    data: Path = field(default_factory=lambda: cache_home() / "bench-data")
+    """Folder for the made-up data sets, which are kept."""
+
+    results: Path = _ROOT / "benchmarks" / "results"
+    """Folder for results and plots."""
+
+
+def run_suite(config: SuiteConfig, screen: Console) -> list[dict[str, Any]]:
+    """Run the cases one after the other; each result is written as soon as it is there."""
+    results = []
+    config.results.mkdir(parents=True, exist_ok=True)
+    for name in config.cases:
+        case = CASES[name]
+        screen.print(f"\n[bold]{case.title}[/bold], {config.store}")
+        folder = make_case(case, config.data, config.scale)
+        with _place(config.store, folder) as (url, options):
+            settings = BenchConfig(
+                source=url,
+                against=config.against,
+                batch_size=case.batch_size,
+                decode=case.decode,
+                peer_layout=case.peer_layout,
+                # A second pass would come from the server again for us, but from their local copies for peers.
+                epochs=None if config.store == "local" else 1,
+                seconds=config.seconds,
+                rounds=config.rounds,
+                workers=config.workers,
+                storage_options=options,
+                conversions=None if config.store == "s3" else str(config.data / "conversions"),
+            )
+            command = ["python", "-m", "penstock.benchmarks.suite", *sys.argv[1:]]
+            result = bench(settings, command=command, say=lambda text: screen.print(f"  {text}", style="dim"))
+        result["case"] = {"name": name, "title": case.title, "store": config.store, "target": case.target}
+        (config.results / f"{config.store}-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        print_result(result, screen)
+        results.append(result)
+    titles = [result["case"]["title"] for result in results]
+    plot_ratios(results, config.results / f"{config.store}.png", titles=titles)
+    return results
+
+
+@contextlib.contextmanager
+def _place(store: Literal["local", "s3"], folder: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The URL and storage options under which contenders find the data set."""
+    if store == "local":
+        yield str(folder), {}
+        return
+    with _s3_server() as options:
+        bucket = "penstock-bench"
+        _make_bucket(bucket, options)
+        url = f"s3://{bucket}/{folder.name}"
+        source, target = open_store(folder), open_store(url, storage_options=options)
+        try:
+            for info in source.list():
+                target.put(info.key, source.get(info.key))
+        finally:
+            target.close()
+        yield url, options
+
+
+@contextlib.contextmanager
+def _s3_server() -> Iterator[dict[str, str]]:
+    given = os.environ.get("PENSTOCK_TEST_S3_ENDPOINT")
+    if given:
+        keys = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY"}
+        yield {"endpoint": given} | {name: os.environ[word] for name, word in keys.items()}
+        return
+    if not shutil.which("radosgw") or not _S3_SERVER.exists():
+        raise ConfigError(
+            "--store s3: no S3 server; set PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "run tests/servers/s3_server.sh install of a checkout, as root on Debian"
+        )
+    folder = tempfile.mkdtemp(prefix="penstock-s3-")
+    try:
+        command = [str(_S3_SERVER), "start", folder]
+        started = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=180, check=False)
+        if started.returncode:
+            raise ConfigError(f"{_S3_SERVER} did not start a server; its messages are above")
+        yield {"endpoint": started.stdout.strip(), "access_key": "test", "secret_key": "testsecret"}
+    finally:
+        subprocess.run([_S3_SERVER, "stop", folder], timeout=60, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_bucket(name: str, options: Mapping[str, str]) -> None:
+    """Create a bucket, or find it there: a PUT of its URL, signed by obstore, which has no verb for it."""
+    import obstore
+    from obstore.store import S3Store
+
+    client = S3Store(
+        name,
+        endpoint=options["endpoint"],
+        access_key_id=options["access_key"],
+        secret_access_key=options["secret_key"],
+        region="us-east-1",
+        client_options={"allow_http": urlsplit(options["endpoint"]).scheme == "http"},
+    )
+    url = obstore.sign(client, "PUT", "", timedelta(minutes=1))
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=30).close()
+
+
+def judge(case: Case, summary: Mapping[str, Any]) -> tuple[str | None, float | None, bool]:
+    """(the best peer, the median ratio to it, whether that reaches the case's target)."""
+    peer = best_peer(summary)
+    if peer is None:
+        return None, None, False
+    ratio = float(summary[peer]["ratio"])
+    return peer, ratio, ratio >= case.target
+
+
+def print_targets(results: Sequence[Mapping[str, Any]], screen: Console) -> bool:
+    """The table of all cases against their targets; gives whether all were reached."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, justify in (("case", "left"), ("penstock", "right"), ("best peer", "left"), ("its", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("ratio", "target", "resume", ""):
+        table.add_column(name, justify="right")
+    all_met = True
+    for result in results:
+        case, summary = CASES[result["case"]["name"]], result["summary"]
+        peer, ratio, met = judge(case, summary)
+        resume = summary[OURS].get("resume_ratio", float("nan"))
+        met = met and resume <= _RESUME_TARGET
+        all_met = all_met and met
+        table.add_row(
+            case.title,
+            f"{short_number(summary[OURS]['samples_per_s'])}/s",
+            peer or "none",
+            "" if peer is None else f"{short_number(summary[peer]['samples_per_s'])}/s",
+            "" if ratio is None else f"{ratio:.2f}x",
+            f"{case.target:g}x",
+            f"{resume:.2f}x (≤ {_RESUME_TARGET:g})",
+            "[green]met[/green]" if met else "[red]missed[/red]",
+        )
+    screen.print()
+    screen.print(table)
+    return all_met
+
+
+def main() -> None:
+    config = tyro.cli(SuiteConfig, prog="python -m penstock.benchmarks.suite", config=(tyro.conf.FlagCreatePairsOff,))
+    screen = Console(highlight=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the S3 server is stopped then too
+    try:
+        results = run_suite(config, screen)
+    except PenstockError as exc:
+        print(f"suite: {exc}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0 if print_targets(results, screen) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the consumer does with a batch, the same for every contender: find how many samples and bytes are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+_MASK = (1 << 64) - 1
+
+
+def touch(batch: Any) -> tuple[int, int]:
+    """(samples, bytes of payload) of a batch: a mapping of field to tensor or list, or a list of samples.
+
+    Names that begin with "__" are the loaders' own (keys, URLs, ids), and do not count.
+    """
+    samples = payload = 0
+    for values in _fields(batch):
+        if isinstance(values, torch.Tensor | np.ndarray):
+            samples, payload = len(values), payload + values.nbytes
+        else:
+            plain = set(map(type, values)) == {bytes}
+            samples, payload = len(values), payload + sum(map(len if plain else _size, values))
+    return samples, payload
+
+
+def _fields(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return [values for name, values in batch.items() if not name.startswith("__")]
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return [batch]
+    if batch and isinstance(batch[0], Mapping):
+        names = [name for name in batch[0] if not name.startswith("__")]
+        return [[sample[name] for sample in batch] for name in names]
+    return list(batch)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic | memoryview):
+        return value.nbytes
+    return len(value) if isinstance(value, Sequence) else 8
+
+
+def checksum(batch: Any) -> int:
+    """A sum over the content of a batch, modulo 2^64, that depends neither on order nor on how fields are grouped.
+
+    Numbers add their bit patterns, bytes and text their hash. Two passes over the same samples give the same total.
+    """
+    total = 0
+    for values in _fields(batch):
+        if isinstance(values, torch.Tensor):
+            values = values.numpy()
+        if isinstance(values, np.ndarray):
+            total += _sum_bits(values)
+        else:
+            total += sum(map(_hash, values))
+    return total & _MASK
+
+
+def _sum_bits(values: np.ndarray[Any, np.dtype[Any]]) -> int:
+    bits = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+    return int(bits.sum(dtype=np.uint64))
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        value = value.numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        return _sum_bits(np.asarray(value))
+    if isinstance(value, int):
+        return value & _MASK
+    return xxhash.xxh3_64_intdigest(value)

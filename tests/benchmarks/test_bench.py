@@ -1,0 +1,201 @@
+"""The bench tool: its arithmetic by itself, and tiny runs of every contender through the real tool."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.benchmarks.contenders import CONTENDERS, OURS
+from penstock.benchmarks.convert import group_scalars
+from penstock.benchmarks.job import Job, Measurement
+from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, summarize
+from penstock.benchmarks.report import format_duration, plot_ratios, short_number
+from penstock.benchmarks.rounds import BenchConfig
+from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
+from penstock.benchmarks.touch import checksum, touch
+from penstock.cli.bench import _without_secrets
+from penstock.loader.errors import ConfigError
+from penstock.loader.pack import pack
+
+SAMPLES = 150
+
+
+def measured(name: str, rate: float, *, first_s: float = 1.0, bottleneck: str | None = None) -> Measurement:
+    return Measurement(
+        contender=name,
+        mode="epoch",
+        samples=100,
+        payload_bytes=1000,
+        batches=10,
+        seconds=1.0,
+        samples_per_s=rate,
+        mb_per_s=rate / 10,
+        first_batch_s=first_s,
+        wait_p50_ms=1.0,
+        wait_p99_ms=2.0,
+        wait_share=0.5,
+        cpu_s=0.2,
+        peak_bytes=1 << 20,
+        bottleneck=bottleneck,
+    )
+
+
+def runs_of(name: str, rates: list[float], *, resumed_s: list[float] | None = None, bottleneck: str | None = None):
+    epoch = [measured(name, rate, bottleneck=bottleneck) for rate in rates]
+    resumed = [measured(name, 1.0, first_s=seconds) for seconds in resumed_s or []]
+    return {"epoch": epoch, "fresh": epoch, "resumed": resumed}
+
+
+def test_ratios_are_taken_within_a_round_before_the_median():
+    # The second round ran on a machine half as fast: the ratio is 3 in every round all the same.
+    assert round_ratios([300.0, 150.0, 600.0], [100.0, 50.0, 200.0]) == [3.0, 3.0, 3.0]
+    assert median_ratio([300.0, 100.0, 600.0], [100.0, 100.0, 100.0]) == 3.0
+    assert round_ratios([1.0], [0.0]) == [float("inf")]
+
+
+def test_the_summary_names_the_peer_that_comes_closest_and_the_usual_bottleneck():
+    summary = summarize(
+        {
+            OURS: runs_of(OURS, [100.0, 200.0, 300.0], resumed_s=[1.1, 1.1, 9.0], bottleneck="decode"),
+            "webdataset": runs_of("webdataset", [10.0, 20.0, 30.0]),
+            "litdata": runs_of("litdata", [50.0, 50.0, 50.0], resumed_s=[2.0, 2.0, 2.0]),
+        }
+    )
+    assert summary[OURS]["samples_per_s"] == 200.0
+    assert summary[OURS]["bottleneck"] == "decode"
+    assert summary[OURS]["resume_ratio"] == pytest.approx(1.1)
+    assert summary[OURS]["cpu_us_per_sample"] == pytest.approx(2000)
+    assert summary["webdataset"]["ratios"] == [10.0, 10.0, 10.0]
+    assert summary["litdata"]["ratio"] == 4.0
+    assert "resume_ratio" not in summary["webdataset"]
+    assert best_peer(summary) == "litdata"
+    assert best_peer({OURS: summary[OURS]}) is None
+
+
+def test_touch_counts_samples_and_payload_without_the_loaders_own_fields():
+    batch = {"__key__": ["a", "b"], "jpg": [b"123", b"4567"], "x": torch.zeros(2, 3, dtype=torch.float32)}
+    assert touch(batch) == (2, 7 + 24)
+    assert touch([{"__key__": "a", "jpg": b"123"}, {"__key__": "b", "jpg": b"4567"}]) == (2, 7)
+
+
+def test_the_checksum_sees_a_changed_sample_but_no_order_and_no_grouping():
+    a, b = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.float32) * 7
+    apart = {"a": torch.from_numpy(a), "b": torch.from_numpy(b)}
+    grouped = {"ab": torch.from_numpy(np.stack([a, b], axis=1)[::-1].copy())}
+    assert checksum(apart) == checksum(grouped)
+    assert checksum({"jpg": [b"x", b"y"]}) == checksum({"jpg": [b"y", b"x"]})
+    assert checksum({"jpg": [b"x", b"y"]}) != checksum({"jpg": [b"x", b"x"]})
+
+
+def test_scalar_columns_of_one_type_become_one_array_for_peers():
+    scalar = {"kind": "array", "shape": [], "mean_bytes": 4.0}
+    layout = {"a": scalar | {"dtype": "float32"}, "b": scalar | {"dtype": "float32"}, "n": scalar | {"dtype": "int32"}}
+    grouped, groups = group_scalars(layout)
+    assert groups == {"float32s": ["a", "b"]}
+    assert grouped["float32s"] == {"kind": "array", "dtype": "float32", "shape": [2], "mean_bytes": 8.0}
+    assert list(grouped) == ["n", "float32s"]
+
+
+def test_numbers_are_short_enough_for_a_plot():
+    assert [short_number(value) for value in (7, 9_940, 123_456, 2_500_000)] == ["7", "9.9k", "123k", "2.5M"]
+    assert [format_duration(value) for value in (2e-5, 0.0123, 1.5)] == ["20 us", "12.3 ms", "1.50 s"]
+
+
+def test_the_kept_command_line_holds_no_storage_option_values():
+    words = _without_secrets(["s3://b/x", "--storage-option", "secret_key=hush", "--storage-option=token=hush"])
+    assert words[2:] == ["s3://b/x", "--storage-option", "secret_key=...", "--storage-option=token=..."]
+
+
+@pytest.mark.parametrize("wrong", [{"against": ("dali",)}, {"rounds": 0}, {"workers": 0}, {"against": (OURS,)}])
+def test_a_comparison_that_cannot_be_made_is_refused_at_once(wrong):
+    with pytest.raises(ConfigError):
+        BenchConfig(source="x", **wrong)
+
+
+def test_the_process_tree_and_its_memory_are_found_from_outside():
+    code = "import subprocess, sys, time; x = bytearray(64 << 20); p = subprocess.Popen(['sleep', '60']); print(p.pid,"
+    code += " flush=True); sys.stdin.read(); p.kill(); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        child = int(parent.stdout.readline())
+        assert set(find_tree(parent.pid)) == {parent.pid, child}
+        assert memory_of(parent.pid) > 64 << 20
+        parent.stdin.close()
+    assert memory_of(child) == 0
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "pictures"
+    rng = np.random.default_rng(0)
+    samples = ({"__key__": f"{i:06d}", "bin": rng.bytes(500 + i), "cls": i % 10} for i in range(SAMPLES))
+    pack(samples, folder, shard_bytes=40_000, progress=False)
+    return folder
+
+
+def run_tool(*arguments: str, cache: Path) -> dict:
+    command = [sys.executable, "-m", "penstock.cli", "bench", *arguments, "--json"]
+    environment = {**os.environ, "PENSTOCK_CACHE": str(cache)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(900)
+def test_every_peer_delivers_every_sample_once_and_is_measured(pictures, tmp_path):
+    peers = [name for name in CONTENDERS if name != OURS and importlib.util.find_spec(CONTENDERS[name][1])]
+    missing = sorted(set(CONTENDERS) - {OURS, *peers})
+    if not peers:
+        pytest.skip(f"{', '.join(missing)}: not installed; pip install 'penstock[bench]'")
+    plot, out = tmp_path / "ratios.png", tmp_path / "deep" / "result.json"
+    result = run_tool(
+        str(pictures), "--against", ",".join(peers + missing), "--rounds", "1", "--workers", "1", "--no-startup",
+        "--batch-size", "32", "--decode", "none", "--plot", str(plot), "--out", str(out),
+        cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert sorted(result["refused"]) == missing
+    assert json.loads(out.read_text()) == result
+    for name in (OURS, *peers):
+        [run] = result["contenders"][name]["epoch"]
+        assert run["samples"] == SAMPLES
+        assert run["samples_per_s"] > 0
+        assert run["peak_bytes"] > 1 << 20
+        assert run["cpu_s"] > 0
+        assert 0 <= run["wait_p50_ms"] <= run["wait_p99_ms"]
+        assert run["payload_bytes"] == result["contenders"][OURS]["epoch"][0]["payload_bytes"]
+    assert all(result["summary"][peer]["ratio"] > 0 for peer in peers)
+    assert plot.stat().st_size > 1000
+
+
+def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures, tmp_path):
+    result = run_tool(str(pictures), "--rounds", "1", "--batch-size", "32", cache=tmp_path / "cache")
+    summary = result["summary"][OURS]
+    assert summary["samples"] == SAMPLES
+    assert summary["bottleneck"] in ("consumer", "storage", "open", "assemble", "decode")
+    assert summary["first_batch_s"] > 0
+    assert summary["resume_ratio"] > 0
+    assert {"cpu", "cores", "memory_bytes"} <= set(result["machine"])
+    assert {"python", "torch", "numpy"} <= set(result["versions"])
+
+
+def test_a_contender_that_fails_is_reported_with_its_last_words(tmp_path):
+    job = Job(contender=OURS, url=str(tmp_path / "nothing"), num_samples=1, scratch="")
+    with pytest.raises(MeasurementError, match=r"(?s)exit code 1.*there is no folder .*nothing"):
+        run_job(replace(job, mode="first-batch"))
+
+
+def test_a_plot_shows_a_panel_for_each_result(tmp_path):
+    summary = summarize({OURS: runs_of(OURS, [4.0]), "litdata": runs_of("litdata", [2.0])})
+    result = {"data": {"url": "x/photos"}, "summary": summary}
+    one, two = tmp_path / "one.png", tmp_path / "two.png"
+    plot_ratios([result], one)
+    plot_ratios([result, result], two, titles=["first", "second"])
+    assert two.stat().st_size > one.stat().st_size > 1000
