@@ -16,7 +16,7 @@ import tyro
 from ..benchmarks.report import plot_ratios, print_result
 from ..benchmarks.rounds import BenchConfig, bench
 from ..loader.errors import ConfigError
-from .common import SourceArguments, console, parse, print_json, show_warnings
+from .common import SourceArguments, console, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,6 @@ class BenchArguments(SourceArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(BenchArguments, "bench", arguments)
-    show_warnings()
     against = tuple(name.strip() for name in given.against.split(",") if name.strip())
     if given.plot is not None and not against:
         raise ConfigError("--plot draws a comparison: name peers with --against")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,35 +13,30 @@ from typing import Any, Literal
 import torch
 
 from ..storage import LocalStore, open_store
+from .arguments import check_at_least, check_names, make_share
 from .audit import DeliveryLog
-from .batch import KEY, Batch, BatchOptions, FieldDecoders
-from .decode import DecodeChoice, check_choice
+from .batch import Batch, BatchOptions
+from .chunk_source import ChunkSource
+from .decode import DecodeChoice
 from .device import resolve_cuda
 from .errors import ConfigError, LoaderClosedError, PartitionError
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
+from .gather import FieldDecoders
 from .index import open_manifest
-from .limits import parse_bytes, usable_cores, usable_memory
+from .limits import parse_bytes, usable_cores
 from .manifest import Manifest
 from .metrics import Counters, LoaderMetrics, find_bottleneck
-from .pipeline import Pipeline, PipelineOptions
+from .pipeline import Pipeline
 from .plan import Order, auto_lanes, auto_window, count_steps
 from .quarantine import BadChunk, Quarantine
-from .ranks import find_rank, local_world_size
-from .read import ChunkSource
+from .ranks import local_world_size
 from .row_work import RowWork, Sample
-from .spans import Share
 from .state import LoaderState
+from .tuning import tune
 from .worker_pool import WorkerPool
 
 LastBatch = Literal["drop", "pad", "partial"]
-
-_AUTO_MEMORY_SHARE = 0.4  # of what the node's ranks may use together
-_AHEAD_BYTES = 256 << 20  # what "auto" reads ahead, beyond the open windows
-
-
-class MemoryLimitWarning(UserWarning):
-    """The memory limit is below what the order needs open at once; reads are repeated."""
 
 
 class DistributedDataLoader:
@@ -126,7 +120,7 @@ class DistributedDataLoader:
         if cache_limit is not None and cache_dir is None:
             raise ConfigError(f"cache_limit={cache_limit!r} without a cache; give cache_dir= too")
         self._last_batch = last_batch
-        self._share = _share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
+        self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
         self._batch_options = BatchOptions(
             decode=decode,
             transform=transform,
@@ -137,12 +131,12 @@ class DistributedDataLoader:
         )
         self._device = None if device is None or str(device) == "cpu" else resolve_cuda(device)
         self._workers = max(1, usable_cores() // local_world_size()) if workers == "auto" else workers
-        _check_at_least("workers", self._workers, 1)
-        _check_at_least("processes", processes, 0)
+        check_at_least("workers", self._workers, 1)
+        check_at_least("processes", processes, 0)
         if processes:
             work = RowWork(transform=transform, seed=seed)
             self._running.workers = WorkerPool(work, decode, processes)
-        _check_at_least("max_bad_chunks", max_bad_chunks, 0)
+        check_at_least("max_bad_chunks", max_bad_chunks, 0)
         self._fixed_lanes = None if lanes == "auto" else lanes
         self._fixed_window = None if window == "auto" else window
         self._memory_limit = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
@@ -156,7 +150,7 @@ class DistributedDataLoader:
                 "use a smaller batch, or last_batch='pad' or 'partial'"
             )
         names = None if columns is None else list(columns)
-        _check_names(self._manifest, names, decode)
+        check_names(self._manifest, names, decode)
         self._decoders = FieldDecoders(decode)
         self._counters = Counters()
         store = open_store(
@@ -253,7 +247,7 @@ class DistributedDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless the position is inside that epoch already."""
-        _check_at_least("epoch", epoch, 0)
+        check_at_least("epoch", epoch, 0)
         self._check_open()
         if epoch != self._resume_position()[0]:
             self._move(epoch, 0)
@@ -366,7 +360,15 @@ class DistributedDataLoader:
                 last_batch=self._last_batch,
                 batch_options=self._batch_options,
                 decoders=self._decoders,
-                options=self._pipeline_options(),
+                options=tune(
+                    self._manifest,
+                    self._order,
+                    world_size=self._share.world_size,
+                    memory_limit=self._memory_limit,
+                    workers=self._workers,
+                    is_local=self._is_local,
+                    device=self._device,
+                ),
                 quarantine=self._quarantine,
                 epoch=self._epoch,
                 position=self._consumed,
@@ -374,35 +376,6 @@ class DistributedDataLoader:
                 workers=self._running.workers,
             )
         return self._running.pipeline
-
-    def _pipeline_options(self) -> PipelineOptions:
-        own_lanes = -(-self._order.lanes // self._share.world_size) + 1
-        all_bytes = int(self._manifest.memory.sum())
-        open_bytes = min(all_bytes, int(own_lanes * self._order.window * self._manifest.memory.mean()))
-        limit = self._memory_limit
-        if limit is None:
-            share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
-            limit = min(share, 2 * open_bytes + 2 * _AHEAD_BYTES)
-        batch_budget = limit // 4
-        # Chunks that do not all fit are read again for each span that needs them: then longer spans read less.
-        fits = open_bytes < limit - batch_budget
-        if not fits:
-            warnings.warn(
-                f"the {own_lanes} lanes of this rank keep about {open_bytes:,} bytes of chunks open, and "
-                f"memory_limit={limit:,} has room for {limit - batch_budget:,}: chunks will be read several times. "
-                "Raise memory_limit, give a "
-                "cache_dir, or start with fewer lanes or a smaller window",
-                MemoryLimitWarning,
-                stacklevel=3,
-            )
-        return PipelineOptions(
-            fetch_threads=4 if self._is_local else 16,
-            decode_threads=self._workers,
-            chunk_budget_bytes=limit - batch_budget,
-            batch_budget_bytes=batch_budget // 2,
-            span_bytes=min(8 << 20, batch_budget // 2) if fits else batch_budget // 2,
-            device=self._device,
-        )
 
 
 class _Running:
@@ -431,40 +404,3 @@ class _Running:
             if self.log is not None:
                 self.log.close()
             self.workers = self.log = self.store = None
-
-
-def _share(
-    rank: int | None, world_size: int | None, batch_size: int | None, global_batch_size: int | None, *, pad: bool
-) -> Share:
-    rank, world_size = find_rank(rank, world_size)
-    if (batch_size is None) == (global_batch_size is None):
-        raise ConfigError(
-            f"batch_size={batch_size}, global_batch_size={global_batch_size}: give one of them "
-            "(batch_size is per rank, global_batch_size for all ranks together)"
-        )
-    if batch_size is not None:
-        _check_at_least("batch_size", batch_size, 1)
-        return Share(rank, world_size, batch_size * world_size, pad=pad)
-    assert global_batch_size is not None
-    _check_at_least("global_batch_size", global_batch_size, 1)
-    if global_batch_size % world_size:
-        nearest = -(-global_batch_size // world_size) * world_size
-        raise PartitionError(
-            f"world_size={world_size} does not divide global_batch_size={global_batch_size}; "
-            f"use {nearest}, or give batch_size= per rank"
-        )
-    return Share(rank, world_size, global_batch_size, pad=pad)
-
-
-def _check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
-    """Refuse fields that the data set does not have before anything is read."""
-    if columns is not None:
-        unknown = [name for name in columns if name not in (*manifest.fields, KEY)]
-        if unknown or not columns:
-            raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
-    check_choice(decode, [*manifest.fields, KEY])
-
-
-def _check_at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

@@ -6,116 +6,29 @@ device, one more thread copies. What has been made waits in a bounded hand-over 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from .batch import BatchMaker, BatchOptions, FieldDecoders, PendingBatch, Rows, gather
-from .decode import FieldDecoder
+from .batch import BatchMaker, BatchOptions, PendingBatch
+from .chunk_source import ChunkSource
 from .decode_threads import DecodeThreads
 from .device import DeviceFeeder
-from .errors import LoaderClosedError
 from .formats.shard import Block, IntArray
+from .gather import FieldDecoders, Rows, gather
+from .handover import Delivery, Handover
 from .metrics import Counters
 from .plan import EpochPlan, Order, count_steps
 from .quarantine import Quarantine
-from .read import ChunkReader, ChunkSource
+from .read import ChunkReader
 from .spans import EpochSpans, Share, Span, chunks_by_first_use
+from .tuning import PipelineOptions
 from .worker_pool import WorkerPool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """How much runs at once. Bytes are of this process; ``span_bytes`` is what is gathered in one go."""
-
-    fetch_threads: int
-    decode_threads: int
-    chunk_budget_bytes: int
-    batch_budget_bytes: int
-    span_bytes: int
-    device: torch.device | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A batch and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
-
-    ``ids`` are the sample ids of the rows that count; positions ``start`` to ``stop`` are the global batch's.
-    """
-
-    epoch: int
-    start: int
-    stop: int
-    ids: IntArray
-    nbytes: int
-    batch: Any
-
-
-class Handover:
-    """A bounded queue from one producing thread to one consuming thread, that errors and the end pass through.
-
-    Bounded by ``max_bytes``, but always takes two deliveries, so that one is being made while one is waiting.
-    """
-
-    def __init__(self, max_bytes: int, max_items: int = 256) -> None:
-        self._items: deque[Delivery] = deque()
-        self._max_bytes = max_bytes
-        self._max_items = max_items
-        self._bytes = 0
-        self._error: BaseException | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def put(self, item: Delivery) -> bool:
-        """Wait for room and add; False if the consumer is gone."""
-        with self._changed:
-            while not self._closed and self._is_full(item):
-                self._changed.wait()
-            if self._closed:
-                return False
-            self._items.append(item)
-            self._bytes += item.nbytes
-            self._changed.notify_all()
-            return True
-
-    def _is_full(self, item: Delivery) -> bool:
-        waiting = len(self._items)
-        return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
-
-    def fail(self, error: BaseException) -> None:
-        """End the queue: the consumer gets what is in it, and then the error."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def get(self) -> Delivery:
-        with self._changed:
-            while not self._items:
-                if self._error is not None:
-                    raise self._error
-                if self._closed:
-                    raise LoaderClosedError("the loader was closed while a batch was waited for")
-                self._changed.wait()
-            item = self._items.popleft()
-            self._bytes -= item.nbytes
-            self._changed.notify_all()
-            return item
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            for item in self._items:
-                if isinstance(item.batch, PendingBatch):
-                    item.batch.cancel()
-            self._items.clear()
-            self._changed.notify_all()
 
 
 class Pipeline:
@@ -300,7 +213,7 @@ class Pipeline:
             start=int(span.bounds[step]),
             stop=int(span.bounds[step + 1]),
             ids=batch_rows.ids[:num_valid],
-            nbytes=_size(batch_rows, self._maker.decoders.settled),
+            nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
             batch=pending,
         )
         delivered = self._host_out.put(item)
@@ -364,31 +277,5 @@ def _with_batch(item: Delivery, batch: Any) -> Delivery:
     return replace(item, batch=batch)
 
 
-_SIZED = {bytes, memoryview, str}
-
-
-def _size(rows: Rows, decoders: Mapping[str, FieldDecoder | None]) -> int:
-    """Bytes of gathered rows, and of what they will be decoded into.
-
-    Lists of Python values are counted by the values that have a length in bytes.
-    """
-    total = 0
-    for name, values in rows.fields.items():
-        if isinstance(values, np.ndarray):
-            total += values.nbytes
-            continue
-        sized = values if set(map(type, values)) <= _SIZED else [value for value in values if type(value) in _SIZED]
-        encoded = sum(map(len, sized))
-        total += encoded
-        decoder = decoders.get(name)
-        if decoder is not None and decoder.slot is not None:
-            shape, dtype = decoder.slot
-            total += len(values) * math.prod(shape) * np.dtype(dtype).itemsize
-        elif decoder is not None and decoder.is_image:
-            total += _IMAGE_GROWTH * encoded
-    return total
-
-
 _CLOSING_S = 1.0
-_IMAGE_GROWTH = 10  # an image's pixels take about so many times the bytes of its file
 _NO_IDS: IntArray = np.empty(0, np.int64)

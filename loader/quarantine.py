@@ -12,9 +12,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ..storage import NotFoundError, ObjectChangedError
+from .chunk_source import ChunkSource
 from .errors import DatasetError, FormatError
 from .formats.shard import Block
-from .read import ChunkSource
 from .spans import ChunkRows
 
 _DATA_ERRORS = (FormatError, NotFoundError, ObjectChangedError)

@@ -7,13 +7,13 @@ import threading
 import numpy as np
 import pytest
 
-from penstock.loader.batch import FieldDecoders, gather
+from penstock.loader.chunk_source import ChunkSource
 from penstock.loader.errors import FormatError
 from penstock.loader.formats.detect import make_format
 from penstock.loader.formats.shard import Block, BytesColumn
+from penstock.loader.gather import FieldDecoders, gather
 from penstock.loader.index import open_manifest
 from penstock.loader.metrics import Counters
-from penstock.loader.read import ChunkSource
 from penstock.loader.spans import ChunkRows
 from penstock.storage.cache import CacheStore
 from penstock.storage.memory import MemoryStore

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.pipeline import Delivery, Handover
+from penstock.loader.handover import Delivery, Handover
 
 
 def delivery(number: int, nbytes: int) -> Delivery:

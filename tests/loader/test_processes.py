@@ -48,10 +48,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def children() -> list[int]:
-    found = []
+    """The worker processes of this one; other tests may have left servers of their own for the whole session."""
+    found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         found += map(int, (task / "children").read_text().split())
-    return sorted(found)
+    return sorted(pid for pid in found if b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def is_running(pid: int) -> bool:

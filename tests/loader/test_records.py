@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.loader.batch import FieldDecoders, gather
 from penstock.loader.formats.shard import ArrayColumn, Block
+from penstock.loader.gather import FieldDecoders, gather
 from penstock.loader.records import pack_records, unpack_records
 from penstock.loader.spans import ChunkRows
 

@@ -1,0 +1,54 @@
+"""The loader's arguments, checked before anything is read."""
+
+from __future__ import annotations
+
+from .decode import DecodeChoice, check_choice
+from .errors import ConfigError, PartitionError
+from .manifest import Manifest
+from .ranks import find_rank
+from .spans import Share
+
+_KEY = "__key__"
+
+
+def make_share(
+    rank: int | None, world_size: int | None, batch_size: int | None, global_batch_size: int | None, *, pad: bool
+) -> Share:
+    """This rank's share of every global batch.
+
+    Raises:
+        ConfigError, PartitionError: no such share can be; says what can.
+    """
+    rank, world_size = find_rank(rank, world_size)
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError(
+            f"batch_size={batch_size}, global_batch_size={global_batch_size}: give one of them "
+            "(batch_size is per rank, global_batch_size for all ranks together)"
+        )
+    if batch_size is not None:
+        check_at_least("batch_size", batch_size, 1)
+        return Share(rank, world_size, batch_size * world_size, pad=pad)
+    assert global_batch_size is not None
+    check_at_least("global_batch_size", global_batch_size, 1)
+    if global_batch_size % world_size:
+        nearest = -(-global_batch_size // world_size) * world_size
+        raise PartitionError(
+            f"world_size={world_size} does not divide global_batch_size={global_batch_size}; "
+            f"use {nearest}, or give batch_size= per rank"
+        )
+    return Share(rank, world_size, global_batch_size, pad=pad)
+
+
+def check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
+    """Refuse fields that the data set does not have before anything is read."""
+    if columns is not None:
+        unknown = [name for name in columns if name not in (*manifest.fields, _KEY)]
+        if unknown or not columns:
+            raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
+    check_choice(decode, [*manifest.fields, _KEY])
+
+
+def check_at_least(name: str, value: object, least: int) -> None:
+    """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
