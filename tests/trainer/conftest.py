@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.trainer.world import World, close_world, open_world
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A world of one, closed afterwards."""
+    yield open_world(device="cpu")
+    close_world()
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four real ranks wrote: one launch for all the tests that look at it."""
+    from launch import run_ranks
+
+    folder = tmp_path_factory.mktemp("ranks")
+    done = run_ranks(Path(__file__).with_name("ranks.py"), 4, str(folder))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    return folder

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.trainer.__main__ import format_help, main
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.errors import RecipeError, TrainerConfigError
+from penstock.trainer.options import list_options
+from penstock.trainer.recipe import build_recipe, format_toml, parse_overrides, read_recipe, shipped_recipes
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def tables() -> dict[str, Any]:
+    recipes = "penstock.trainer.recipes.digits"
+    return {
+        "model": {"use": f"{recipes}:DigitsNet", "args": {"width": 4}},
+        "optimizer": {"use": "torch.optim:SGD", "args": {"lr": 0.1}},
+        "loss": {"use": f"{recipes}:cross_entropy"},
+        "data": {"use": f"{recipes}:load_digits", "args": {"global_batch_size": 64}},
+        "evaluation": {
+            "use": f"{recipes}:measure",
+            "data": {"use": f"{recipes}:load_digits", "args": {"split": "test", "batch_size": 60}},
+        },
+        "trainer": {"steps": 3, "precision": {"dtype": "fp32"}},
+    }
+
+
+def put(path: str, value: Any) -> Change:
+    def change(into: dict[str, Any]) -> None:
+        *parts, last = path.split(".")
+        for part in parts:
+            into = into.setdefault(part, {})
+        into[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (put("trainr", {}), ["trainr", "did you mean 'trainer'"]),
+        (put("trainer.step.clip_nrm", 1.0), ["trainer.step.clip_nrm=1.0", "did you mean 'clip_norm'"]),
+        (put("trainer.parallel.zero", 4), ["parallel.zero=4", "0, 1, 2, 3"]),
+        (put("trainer.steps", "many"), ["trainer.steps='many'", "int"]),
+        (put("trainer.steps", 0), ["steps=0", "at least 1"]),
+        (put("trainer.parallel", 3), ["trainer.parallel=3", "not a table"]),
+        (put("trainer.parallel", {"cpu_offload": True}), ["parallel.cpu_offload=True", "parallel.zero=1, 2 or 3"]),
+        (put("trainer.parallel", {"hybrid": True}), ["parallel.hybrid=True", "parallel.zero=1, 2 or 3"]),
+        (put("trainer.compile", {"cuda_graphs": True}), ["compile.cuda_graphs=True", "compile.enabled=True"]),
+        (put("trainer.activation", {"blocks": ["Block"]}), ["activation.blocks", "activation.every=1"]),
+        (put("model.use", "penstock.trainer.recipes.digits:DigitNet"), ["model.use", "did you mean 'DigitsNet'"]),
+        (put("model.use", "penstok.models:Net"), ["model.use='penstok.models:Net'", "cannot be imported"]),
+        (put("model.use", "DigitsNet"), ["model.use='DigitsNet'", "package.module:name"]),
+        (put("model.use", "math:pi"), ["model.use='math:pi'", "not callable"]),
+        (put("model.args.widht", 3), ["model.args.widht=3", "did you mean 'width'"]),
+        (put("model.width", 3), ["model.width=3", "model.args.width"]),
+        (put("optimizer.args", [1]), ["optimizer.args=[1]", "not a table"]),
+        (put("data", {"args": {}}), ["data.use=None", "package.module:name"]),
+        (put("evaluation", {"use": "math:sqrt"}), ["evaluation has no data", "[evaluation.data]"]),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_key_value_and_cure(change: Change, words: list[str]) -> None:
+    wrong = tables()
+    change(wrong)
+    with pytest.raises((RecipeError, TrainerConfigError)) as caught:
+        build_recipe(wrong).check()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer", "loss", "data", "trainer"])
+def test_a_missing_section_is_named(section: str) -> None:
+    wrong = tables()
+    del wrong[section]
+    with pytest.raises(RecipeError, match=rf"no section \[{section}\]"):
+        build_recipe(wrong)
+
+
+def test_overrides_are_toml_values_or_plain_text() -> None:
+    given = ["--a.b=3", "--a.c", "text", "--a.d=[1, 2]", "--a.e=true", "--a.f=x:y"]
+    assert parse_overrides(given) == [("a.b", 3), ("a.c", "text"), ("a.d", [1, 2]), ("a.e", True), ("a.f", "x:y")]
+
+
+@pytest.mark.parametrize("words", [["steps=3"], ["--trainer.steps"], ["--steps=3"], ["--trainer.steps.more=3"]])
+def test_a_wrong_override_is_refused(words: list[str]) -> None:
+    with pytest.raises((RecipeError, TrainerConfigError)):
+        read_recipe("digits", words)
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = read_recipe("gpt", ["--trainer.step.accumulate=4", "--model.args.width=64"])
+    text = format_toml(recipe.describe())
+    assert tomllib.loads(text)["trainer"]["step"]["accumulate"] == 4
+    path = tmp_path / "again.toml"
+    path.write_text(text)
+    assert read_recipe(str(path)) == recipe
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_shipped_recipe_names_only_what_there_is(name: str) -> None:
+    read_recipe(name).check()
+
+
+def test_help_lists_every_option_with_its_default_and_its_meaning() -> None:
+    text = format_help()
+    options = list(list_options(TrainerConfig, "trainer."))
+    assert len(options) > len(fields(TrainerConfig))
+    for entry in options:
+        assert f"--{entry.key}=" in text
+        assert entry.text, entry.key
+        assert entry.text in text
+
+
+def test_a_recipe_that_is_not_there_names_those_that_ship(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["digit"]) == 2
+    assert "did you mean 'digits'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[model")
+    assert main([str(path)]) == 2
+    assert "is not TOML" in capsys.readouterr().err
+
+
+def test_the_dry_run_prints_the_recipe_and_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["digits", "--dry-run", "--trainer.steps=7"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["trainer"]["steps"] == 7
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_trains_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["digits", "--trainer.epochs=1", "--model.args.width=8", "--trainer.report.quiet=true"]) == 0
+    lines = (tmp_path / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()
+    assert '"kind": "end"' in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("torch.nn:Identity", "has no parameters"), ("torch.nn:Flatten", "has no parameters")],
+)
+def test_a_model_without_parameters_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "recipe.toml"
+    wrong = tables()
+    wrong["model"] = {"use": model}
+    path.write_text(format_toml(wrong))
+    assert main([str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "penstock-run").exists()

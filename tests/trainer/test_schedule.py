@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer.schedule import Schedule, ScheduleConfig, rate_factor
+
+
+def halve(update: int, total: int) -> float:
+    return 0.5 if update >= total // 2 else 1.0
+
+
+def make_schedule(config: ScheduleConfig, *, total: int = 100, batch: int | None = None) -> Schedule:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.5}])
+    return Schedule(config, optimizer, total_updates=total, effective_batch_size=batch)
+
+
+def test_warm_up_climbs_linearly_to_the_whole_rate() -> None:
+    config = ScheduleConfig(warmup_steps=4)
+    assert [rate_factor(config, update, 100) for update in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_falling_schedule_starts_whole_and_ends_at_its_end_factor(shape: str) -> None:
+    config = ScheduleConfig(shape=shape, warmup_steps=10, end_factor=0.1)
+    factors = [rate_factor(config, update, 110) for update in range(10, 130)]
+    assert factors[0] == 1.0
+    assert factors[50] == pytest.approx(0.55)
+    assert factors[100:] == pytest.approx([0.1] * 20)
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_cosine_follows_its_formula() -> None:
+    config = ScheduleConfig(shape="cosine")
+    for update in (0, 13, 77, 99):
+        assert rate_factor(config, update, 100) == pytest.approx(0.5 * (1 + math.cos(math.pi * update / 100)))
+
+
+def test_a_shape_may_be_a_function_named_by_its_import_path() -> None:
+    schedule = make_schedule(ScheduleConfig(shape="test_schedule:halve", warmup_steps=2))
+    rates = []
+    for update in (0, 10, 60):
+        schedule.set_rates(update)
+        rates.append(schedule.rate)
+    assert rates == [0.25, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("scaling", "rate"), [("none", 0.5), ("linear", 2.0), ("sqrt", 1.0)])
+def test_the_rate_follows_the_effective_batch_size(scaling: str, rate: float) -> None:
+    schedule = make_schedule(ScheduleConfig(scaling=scaling, base_batch_size=64), batch=256)
+    schedule.set_rates(0)
+    assert schedule.rate == pytest.approx(rate)
+
+
+def test_a_rate_that_is_a_tensor_is_set_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.Adam([parameter], lr=rate, capturable=False, foreach=False)
+    schedule = Schedule(ScheduleConfig(warmup_steps=2), optimizer, total_updates=9, effective_batch_size=None)
+    schedule.set_rates(0)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
+
+
+def test_scaling_without_a_known_batch_size_names_the_cure() -> None:
+    with pytest.raises(TrainerConfigError, match=r"schedule\.scaling='linear' needs the effective batch size"):
+        make_schedule(ScheduleConfig(scaling="linear", base_batch_size=64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": "cosin"}, "schedule.shape='cosin' is not known"),
+        ({"warmup_steps": -1}, "schedule.warmup_steps=-1 is out of range"),
+        ({"scaling": "linear"}, "give schedule.base_batch_size"),
+        ({"scaling": "cubic"}, "schedule.scaling='cubic' is not known"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_key_and_value(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(TrainerConfigError) as caught:
+        ScheduleConfig(**arguments)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_a_shape_that_is_not_callable_is_refused() -> None:
+    with pytest.raises(TrainerConfigError, match="is not callable"):
+        make_schedule(ScheduleConfig(shape="math:pi"))

@@ -1,0 +1,70 @@
+"""The trainer on penstock's own loader: parquet rows, steps broken off anywhere, the last batch partial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from together_cases import Line, make_trainer
+from torch import nn
+
+from penstock import DistributedDataLoader
+from penstock.trainer.world import World
+
+ROWS = 50  # five steps of two batches of at most six rows, the last batch of two
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    random = np.random.default_rng(1)
+    table = pa.table({"a": random.normal(size=ROWS), "b": random.normal(size=ROWS)})
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "rows.parquet", row_group_size=8)
+    return (tmp_path / "data").as_uri()
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    x = torch.stack([batch["a"], batch["b"]], 1).float()
+    return model(x).square().sum(), len(x)
+
+
+@contextmanager
+def training(world: World, url: str, folder: Path, **options: Any) -> Iterator[tuple[Any, list[int]]]:
+    ids: list[int] = []
+
+    def list_and_lose(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        ids.extend(batch["__id__"].tolist())
+        return loss(model, batch)
+
+    arguments: dict[str, Any] = {"batch_size": 6, "last_batch": "partial", "with_ids": True, "cache_dir": None}
+    with DistributedDataLoader(url, seed=2, rank=0, world_size=1, **arguments) as loader:
+        options = {"loss": list_and_lose, "step": {"accumulate": 2}, "epochs": 3, **options}
+        with make_trainer(world, str(folder), loader, Line(), **options) as trainer:
+            yield trainer, ids
+
+
+@pytest.mark.parametrize("broken_at", [2, 5, 7, 10])
+def test_training_on_the_loader_resumes_at_the_exact_sample(
+    world: World, tmp_path: Path, rows: str, broken_at: int
+) -> None:
+    with training(world, rows, tmp_path / "whole", steps=None) as (whole, expected_ids):
+        expected = whole.train()
+        expected_weights = [parameter.detach().clone() for parameter in whole.parallel.inner.parameters()]
+    assert sorted(expected_ids[:ROWS]) == list(range(ROWS))
+    found_ids: list[int] = []
+    for steps in (broken_at, None):
+        options = {"steps": steps, "checkpoint": {"every_steps": 1}}
+        with training(world, rows, tmp_path / "broken", **options) as (trainer, ids):
+            summary = trainer.train()
+            found_ids += ids
+            weights = [parameter.detach().clone() for parameter in trainer.parallel.inner.parameters()]
+    assert found_ids == expected_ids
+    assert (summary.steps, summary.epochs, summary.samples) == (expected.steps, 3, 3 * ROWS)
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected_weights, strict=True))

@@ -1,0 +1,122 @@
+"""``torchrun ... -m penstock.trainer recipe.toml [--overrides]``: train what a recipe describes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..storage.errors import PenstockError
+from .config import TrainerConfig
+from .errors import StallError
+from .evaluate import Evaluation
+from .options import list_options
+from .progress import Summary
+from .recipe import Recipe, format_toml, read_recipe, shipped_recipes
+from .trainer import DistributedTrainer
+from .watchdog import EXIT_STALLED
+from .world import World, close_world, open_world
+
+_USAGE = """\
+usage: [torchrun --nproc-per-node=N] -m penstock.trainer RECIPE [--dry-run] [--KEY=VALUE ...]
+
+Train what a recipe describes, on the ranks that torchrun starts, or on one.
+
+RECIPE is a TOML file or the name of one that ships: {shipped}.
+Its sections [model], [optimizer], [loss], [data], and, if wanted, [evaluation] and [evaluation.data], each have
+
+  use    what to call, as "package.module:name"
+  args   a table of keyword arguments for it
+
+  model(**args) -> torch.nn.Module
+  optimizer(parameters, **args) -> torch.optim.Optimizer
+  loss(model, batch, **args) -> (sum of losses, count of samples or tokens)
+  data(**args) -> iterable of this rank's batches; evaluation.data alike
+  evaluation(model, batch, **args) -> {{name: (sum, count)}}
+
+and [trainer] has the options below. Any key can be overridden: --trainer.steps=100 --model.args.width=64.
+
+  --dry-run   print the resolved recipe as TOML, with every import checked, and stop
+  --help      print this and stop
+
+options and their defaults:
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns its exit code: 0 trained or asked to stop, 75 where a rank stalled or died, 2 for an error to be cured.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or "--help" in words or "-h" in words:
+        print(format_help())
+        return 0 if words else 2
+    dry = "--dry-run" in words
+    words = [word for word in words if word != "--dry-run"]
+    try:
+        recipe = read_recipe(words[0], words[1:])
+        recipe.check()
+        if dry:
+            print(format_toml(recipe.describe()).strip())
+            return 0
+        world = open_world(device=recipe.trainer.device)
+        try:
+            train_recipe(recipe, world)
+        finally:
+            close_world()
+    except PenstockError as exc:
+        rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+        print(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}", file=sys.stderr)
+        return EXIT_STALLED if isinstance(exc, StallError) else 2
+    return 0
+
+
+def train_recipe(recipe: Recipe, world: World) -> Summary:
+    """Build everything that the recipe names, train, and close what can be closed."""
+    torch.manual_seed(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
+    model = recipe.model.resolve()()
+    with _opened(recipe.data.resolve()()) as loader:
+        evaluation_source = recipe.evaluation_data.resolve()() if recipe.evaluation_data else None
+        with _opened(evaluation_source) as evaluation_batches:
+            evaluation = (
+                Evaluation(batches=evaluation_batches, metrics=recipe.evaluation.resolve(2))
+                if recipe.evaluation
+                else None
+            )
+            with DistributedTrainer(
+                model,
+                recipe.optimizer.resolve(1),
+                loader,
+                recipe.trainer,
+                loss=recipe.loss.resolve(2),
+                evaluation=evaluation,
+                world=world,
+            ) as trainer:
+                return trainer.train()
+
+
+def format_help() -> str:
+    """The text of ``--help``: usage and every option of [trainer] with its type, default and meaning."""
+    lines = [_USAGE.format(shipped=", ".join(shipped_recipes()))]
+    for entry in list_options(TrainerConfig, "trainer."):
+        default = "none" if entry.default is None or entry.default == () else entry.default
+        lines.append(f"  --{entry.key}={entry.kind}  (default: {str(default).lower()})\n        {entry.text}\n")
+    return "".join(lines).rstrip()
+
+
+@contextmanager
+def _opened(source: Any) -> Iterator[Any]:
+    try:
+        yield source
+    finally:
+        if hasattr(source, "close"):
+            source.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the trainer knows of a batch: nested mappings and sequences of tensors, and penstock's two marks in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+VALID = "__valid__"  # (rows,) bool: False where a row only fills the batch up
+IDS = "__id__"  # (rows,) int64: sample ids
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``; what is there already, and what is no tensor, is not copied."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: move_batch(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [move_batch(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def count_rows(batch: Any) -> int:
+    """The rows of a batch that are samples: those marked valid, or as many as its first tensor or list has."""
+    if isinstance(batch, Mapping) and VALID in batch:
+        return int(batch[VALID].sum())
+    # Fields are a mapping's values or a sequence's items; each is a tensor, or a list where shapes differ.
+    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    for field in fields:
+        if isinstance(field, list) or (isinstance(field, torch.Tensor) and field.ndim):
+            return len(field)
+        if isinstance(field, (Mapping, tuple)):
+            return count_rows(field)
+    return 0
+
+
+def sample_ids(batch: Any) -> list[int] | None:
+    """The ids of the batch's samples, where the loader gave them (``with_ids=True``)."""
+    if not (isinstance(batch, Mapping) and IDS in batch):
+        return None
+    ids = torch.as_tensor(batch[IDS])
+    return [int(i) for i in (ids[batch[VALID].to(ids.device)] if VALID in batch else ids)]

@@ -1,0 +1,125 @@
+"""The whole configuration of a training run: each part's own config, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .activation import ActivationConfig, CompileConfig
+from .averaging import AveragingConfig
+from .checkpoint import CheckpointConfig
+from .compress import CompressionConfig
+from .errors import TrainerConfigError
+from .evaluate import EvaluateConfig
+from .options import check_choice, check_range, option
+from .parallel import ParallelConfig
+from .precision import PrecisionConfig
+from .report import ReportConfig
+from .schedule import ScheduleConfig
+from .step import StepConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How to train; pairs of options that cannot go together are refused here, before anything is built."""
+
+    steps: int | None = option(None, "stop after this many steps; none: after the epochs")
+    epochs: int | None = option(None, "stop after this many epochs; none: after the steps")
+    seed: int = option(0, "seed of everything random in a step, with the step and the rank")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: CUDA where there is one")
+    output_dir: str = option("penstock-run", "folder for metrics and everything else that is written")
+    export: str | None = option(None, "safetensors file for the weights at the end, inside output_dir")
+    shares: Literal["equal", "auto"] = option("equal", "auto: slower ranks get smaller shares of each global batch")
+    shares_every: int = option(50, "shares=auto: steps between measurements")
+    average_every: int | None = option(None, "local SGD: average the weights after so many steps, not the gradients")
+    node_average_every: int | None = option(None, "average_every: average within each node this often too")
+    stall_timeout_s: float | None = option(600.0, "stop every rank when one has not moved on for so long; none: never")
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+    def __post_init__(self) -> None:
+        check_range("steps", self.steps, low=1)
+        check_range("epochs", self.epochs, low=1)
+        if self.steps is None and self.epochs is None:
+            raise TrainerConfigError("neither steps nor epochs says when to stop; give one, as epochs=1")
+        check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("shares", self.shares, ("equal", "auto"))
+        check_range("shares_every", self.shares_every, low=1)
+        check_range("stall_timeout_s", self.stall_timeout_s, low=0.0, above=True)
+        self._check_shares()
+        self._check_averaging()
+        self._check_compression()
+        if self.export is not None and not self.keeps_checkpoints:
+            raise TrainerConfigError(
+                f"export={self.export!r} is made from the last checkpoint and checkpoint.every_steps=0 keeps none; set "
+                "checkpoint.every_steps, or leave export out"
+            )
+        if self.checkpoint.keep_best and self.evaluate.best is None:
+            raise TrainerConfigError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} does not know what is best; name the metric with "
+                "evaluate.best, or set checkpoint.keep_best=0"
+            )
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        return bool(self.checkpoint.every_steps or self.checkpoint.keep_best)
+
+    @property
+    def averaging(self) -> AveragingConfig | None:
+        """How weights are averaged, or None where gradients are exchanged at each step."""
+        if self.average_every is None:
+            return None
+        return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
+
+    def _check_shares(self) -> None:
+        if self.shares == "auto" and self.parallel.zero:
+            raise TrainerConfigError(
+                f"shares='auto' measures each rank's forward, and with parallel.zero={self.parallel.zero} forward "
+                "waits for the slowest rank; use parallel.zero=0, or shares='equal'"
+            )
+
+    def _check_averaging(self) -> None:
+        if self.average_every is None:
+            if self.node_average_every is not None:
+                raise TrainerConfigError(
+                    f"node_average_every={self.node_average_every} goes with average_every; give that too"
+                )
+            return
+        if self.parallel.zero:
+            raise TrainerConfigError(
+                f"average_every={self.average_every} lets each rank train its own copy, and parallel.zero="
+                f"{self.parallel.zero} has one copy in shards; use parallel.zero=0, or leave average_every out"
+            )
+        if self.compression.scheme != "none":
+            raise TrainerConfigError(
+                f"average_every={self.average_every} exchanges no gradients that compression.scheme="
+                f"{self.compression.scheme!r} could make small; leave one of them out"
+            )
+        if self.step.on_nan == "skip" and self.step.clip_norm is not None:
+            raise TrainerConfigError(
+                f"step.on_nan='skip' with average_every={self.average_every} and step.clip_norm={self.step.clip_norm} "
+                "would skip updates on single ranks; use step.on_nan='stop'"
+            )
+        _ = self.averaging
+
+    def _check_compression(self) -> None:
+        """Schemes that remember what they left out would remember a NaN for ever."""
+        if self.compression.scheme not in ("int8", "powersgd", "topk"):
+            return
+        for key, value, cure in (
+            ("precision.dtype", self.precision.dtype == "fp16", "bf16"),
+            ("step.on_nan", self.step.on_nan == "skip", "stop"),
+        ):
+            if value:
+                raise TrainerConfigError(
+                    f"compression.scheme={self.compression.scheme!r} keeps what it does not send, so that gradients of "
+                    f"a skipped update would come back; use {key}={cure!r}, or compression.scheme='bf16'"
+                )

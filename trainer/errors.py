@@ -1,0 +1,41 @@
+"""What can go wrong with training. Every error of the trainer descends from TrainerError."""
+
+from __future__ import annotations
+
+from ..storage.errors import PenstockError
+
+
+class TrainerError(PenstockError):
+    """Base of every error that the trainer raises on purpose."""
+
+
+class TrainerConfigError(TrainerError, ValueError):
+    """An option, or a pair of options, cannot be; the message names the key, its value and what would do."""
+
+
+class RecipeError(TrainerConfigError):
+    """A recipe cannot be resolved: an unknown key, an import path that leads nowhere, an argument that is refused."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint cannot be written, read or trusted; the message names the folder, the cause and the cure."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The checkpoint is of another model or optimizer; the message names the first keys and shapes that differ."""
+
+
+class CompressionError(TrainerConfigError):
+    """A scheme of gradient compression cannot work as asked, or not with this way of sharding."""
+
+
+class StallError(TrainerError):
+    """A rank stalled, failed or died; the message names it, what it was doing and for how long."""
+
+
+class NonFiniteLossError(TrainerError):
+    """The loss became NaN or infinite; the message names the step, the rank and the samples where they are known."""
+
+
+class WorldError(TrainerError):
+    """The ranks cannot be brought together, or the environment describes no possible world."""

@@ -1,0 +1,128 @@
+"""Evaluation over all ranks: each sample is counted once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .batches import move_batch
+from .errors import TrainerError
+from .options import check_range, option
+from .parallel import ParallelModel
+from .precision import PrecisionConfig, compute_context
+
+MetricFunction = Callable[[nn.Module, Any], Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """When to evaluate, and which result is the best."""
+
+    every: int | None = option(None, "steps between evaluations; none: at the end of each epoch")
+    best: str | None = option(None, "metric that says which checkpoint is the best; checkpoint.best: which end of it")
+
+    def __post_init__(self) -> None:
+        check_range("evaluate.every", self.every, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated: batches, this rank's share of them, and a function from a batch to sums and counts."""
+
+    batches: Iterable[Any]
+    metrics: MetricFunction
+
+
+def evaluate(
+    parallel: ParallelModel,
+    evaluation: Evaluation,
+    *,
+    precision: PrecisionConfig,
+    phase: Callable[[str], AbstractContextManager[Any]],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """The metrics over all ranks' batches, or None where a rank was asked to stop; a collective.
+
+    Sums and counts are added in float64. Ranks may have different numbers of batches: in each round all learn who has
+    one, and, where forward is a collective, those who have none left repeat their last one without counting it.
+
+    Raises:
+        TrainerError: on every rank, where a rank has no batch at all and forward needs all ranks.
+    """
+    world = parallel.world
+    model = parallel.module if parallel.is_sharded else parallel.inner
+    totals: dict[str, torch.Tensor] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        if hasattr(evaluation.batches, "set_epoch"):
+            evaluation.batches.set_epoch(0)  # each evaluation sees all samples, also after one that was broken off
+        source = iter(evaluation.batches)
+        batch: Any = None
+        with torch.no_grad():
+            while True:
+                with phase("evaluate"):
+                    fresh = next(source, None)
+                    flags = [fresh is not None, stop_requested(), fresh is None and batch is None]
+                    having, stopping, idle = _add_over_ranks(flags, world.device)
+                    if stopping:
+                        return None
+                    if not having:
+                        break
+                    if idle and parallel.is_sharded:
+                        raise TrainerError(
+                            f"evaluation: {idle:.0f} ranks have no batch and parallel.zero={parallel.config.zero} "
+                            "needs all of them in forward; evaluate with last_batch='pad', or a smaller batch"
+                        )
+                    batch = batch if fresh is None else move_batch(fresh, world.device)
+                    if fresh is None and not parallel.is_sharded:
+                        continue
+                    with compute_context(precision, world.device, sharded=parallel.is_sharded):
+                        found = evaluation.metrics(model, batch)
+                    if fresh is not None:
+                        _accumulate(totals, found, world.device)
+        return _average(totals, world.device)
+    finally:
+        model.train(was_training)
+        parallel.gather_no_more()
+
+
+def _accumulate(
+    totals: dict[str, torch.Tensor],
+    found: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]],
+    device: torch.device,
+) -> None:
+    for name, (amount, count) in found.items():
+        into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
+        into[0] += amount
+        into[1] += count
+
+
+def _average(totals: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:
+    names: list[str] = sorted(totals)
+    if dist.get_world_size() > 1:
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, names)
+        names = sorted(set().union(*everywhere))
+    if not names:
+        return {}
+    table = torch.stack([totals.get(name, torch.zeros(2, dtype=torch.float64, device=device)) for name in names])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(table)
+    return {
+        name: amount / count if count else math.nan for name, (amount, count) in zip(names, table.tolist(), strict=True)
+    }
+
+
+def _add_over_ranks(values: list[bool], device: torch.device) -> list[float]:
+    flags = torch.tensor(values, dtype=torch.float32, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(flags)
+    return [float(flag) for flag in flags.tolist()]

@@ -1,0 +1,59 @@
+"""While training runs: signals are caught, and every rank watches the others."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from .elastic import StopFlag
+from .progress import Progress
+from .stopwatch import Stopwatch
+from .watchdog import Watchdog
+from .world import World
+
+
+class Guard:
+    """A stop flag and a watchdog for as long as its context lasts; it may be entered again. Entering is a collective.
+
+    The watchdog learns from the stopwatch what this rank does, and with which step and epoch.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        progress: Progress,
+        stopwatch: Stopwatch,
+        *,
+        stall_timeout_s: float | None,
+        report_folder: Path,
+    ) -> None:
+        self._world = world
+        self._progress = progress
+        self._stopwatch = stopwatch
+        self._stall_timeout_s = stall_timeout_s
+        self._report_folder = report_folder
+        self._flag: StopFlag | None = None
+        self._stack = ExitStack()
+
+    def is_stop_requested(self) -> bool:
+        """Whether this rank got a signal that asks it to stop."""
+        return self._flag is not None and self._flag.reason is not None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            flag = stack.enter_context(StopFlag(self._world))
+            if self._stall_timeout_s is not None:
+                watchdog = Watchdog(self._world, self._stall_timeout_s, report_folder=self._report_folder)
+                stack.enter_context(watchdog)
+                progress = self._progress
+                self._stopwatch.entered = lambda name: watchdog.phase(name, step=progress.step, epoch=progress.epoch)
+            self._flag, self._stack = flag, stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._flag, self._stopwatch.entered = None, None
+        self._stack.__exit__(kind, error, trace)

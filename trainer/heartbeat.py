@@ -1,0 +1,171 @@
+"""What ranks tell each other about themselves, and the judgement over it: who is the cause, since when. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+ALONE = frozenset({"fetch", "decode", "transform", "log", "compile"})
+"""Phases without a collective: a rank that stays in one does so on its own account. In any other it may be a victim."""
+
+VERDICT_AT = 0.7
+"""Share of the time-out after which the rank that is furthest behind is overdue; the rest is for stopping everyone."""
+
+SILENT_AT = 0.2
+"""Share of the time-out after which silence explains why a collective broke under another rank."""
+
+_SURELY_AT = 0.85  # of the time-out: now somebody must be named, also where the one furthest behind is not overdue
+_BROKEN_AT = 0.5  # of the time-out: a broken collective that nothing else explains
+_NAMED_OTHERS = 8
+
+
+class State(StrEnum):
+    RUNNING = "running"
+    CLOSED = "closed"  # done, in peace
+    FAILED = "failed"  # an error of its own
+    BROKEN_OFF = "broken off"  # a collective failed under it, so another rank is the likely cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What one rank is doing; when it wrote this it had been in the phase for ``since_s``, and for ``broken_s`` without
+    the collective that had failed under it."""
+
+    phase: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+    count: int = 0
+    state: State = State.RUNNING
+    error: str = ""
+    since_s: float = 0.0
+    broken_s: float = 0.0
+    timeout_s: float
+    sequence: int = 0
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Beat:
+        fields = json.loads(text)
+        return cls(**{**fields, "state": State(fields["state"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """The newest beat of a rank and when, on the reader's clock, it last changed; no beat yet before the first."""
+
+    beat: Beat | None
+    changed_at_s: float
+
+    def update(self, beat: Beat, now_s: float) -> Sighting:
+        if self.beat is not None and self.beat.sequence == beat.sequence:
+            return self
+        return replace(self, beat=beat, changed_at_s=now_s)
+
+    def silent_s(self, now_s: float) -> float:
+        return now_s - self.changed_at_s
+
+    def in_phase_s(self, now_s: float) -> float:
+        return self.silent_s(now_s) + (self.beat.since_s if self.beat else 0.0)
+
+
+def judge(
+    sightings: Mapping[int, Sighting], now_s: float, timeout_s: float, *, excused_at_s: float = float("-inf")
+) -> str | None:
+    """Return who must be the cause that training does not go on, as a sentence; None while it may yet go on.
+
+    ``excused_at_s`` is when a rank was last seen in a phase with a longer time-out of its own: who waits has waited
+    for that one until then, and only the time since counts.
+
+    In order: a rank that says it failed; one that fell silent; one under which a collective broke; the one that is
+    furthest behind, once it is overdue.
+    """
+    seen = {rank: one.beat for rank, one in sightings.items() if one.beat is not None}
+    failed = [rank for rank, beat in seen.items() if beat.state is State.FAILED]
+    if failed:
+        return _sentence(failed[:1], sightings, now_s)
+    broken = {rank: beat.broken_s for rank, beat in seen.items() if beat.state is State.BROKEN_OFF}
+    silent_limit_s = timeout_s * (SILENT_AT if broken else VERDICT_AT)
+    closed = {rank for rank, beat in seen.items() if beat.state is State.CLOSED}
+    silent = [rank for rank, one in sightings.items() if rank not in closed and one.silent_s(now_s) > silent_limit_s]
+    if silent:
+        return _sentence(silent, sightings, now_s)
+    if broken:
+        first = max(broken, key=broken.__getitem__)
+        return _sentence([first], sightings, now_s) if broken[first] > _BROKEN_AT * timeout_s else None
+    running = {rank: sightings[rank] for rank in seen if rank not in closed}
+    return _judge_overdue(running, sightings, now_s, timeout_s=timeout_s, unexcused_s=now_s - excused_at_s)
+
+
+def _judge_overdue(
+    running: Mapping[int, Sighting],
+    sightings: Mapping[int, Sighting],
+    now_s: float,
+    *,
+    timeout_s: float,
+    unexcused_s: float,
+) -> str | None:
+    beats = {rank: one.beat for rank, one in running.items() if one.beat is not None}
+    if not beats:
+        return None
+    # A rank that waits is patient with the longest time-out that any other was given for what it does.
+    longest_s = max(beat.timeout_s for beat in beats.values())
+    share = {}
+    for rank, beat in beats.items():
+        in_phase_s = running[rank].in_phase_s(now_s)
+        if beat.phase in ALONE or beat.timeout_s > timeout_s:
+            share[rank] = in_phase_s / beat.timeout_s
+        else:
+            share[rank] = min(in_phase_s, unexcused_s) / longest_s
+
+    def behind(rank: int) -> tuple[bool, float, int]:
+        beat = beats[rank]
+        step = beat.details.get("step")
+        return beat.phase not in ALONE, step if isinstance(step, int | float) else float("inf"), beat.count
+
+    last = min(beats, key=behind)
+    if share[last] > VERDICT_AT:
+        return _sentence([rank for rank in beats if behind(rank) == behind(last)], sightings, now_s)
+    surely = [rank for rank in beats if share[rank] > _SURELY_AT]
+    return _sentence([min(surely, key=behind)], sightings, now_s) if surely else None
+
+
+def describe(sighting: Sighting, now_s: float) -> str:
+    """Say what a rank is doing and for how long: ``in fetch (step=7, shard=train-3.tar) for 4.1 s``."""
+    beat = sighting.beat
+    if beat is None:
+        return "not heard of yet"
+    if beat.state is State.CLOSED:
+        return "done"
+    details = ", ".join(f"{name}={value}" for name, value in beat.details.items())
+    return f"in {beat.phase}{f' ({details})' if details else ''} for {sighting.in_phase_s(now_s):.1f} s"
+
+
+def _sentence(culprits: Sequence[int], sightings: Mapping[int, Sighting], now_s: float) -> str:
+    causes = [_cause(rank, sightings[rank], now_s) for rank in culprits[:_NAMED_OTHERS]]
+    if len(culprits) > _NAMED_OTHERS:
+        causes.append(f"{len(culprits) - _NAMED_OTHERS} more ranks likewise")
+    others = [rank for rank in sightings if rank not in culprits]
+    told = [f"rank {rank} {describe(sightings[rank], now_s)}" for rank in others[:_NAMED_OTHERS]]
+    if len(others) > _NAMED_OTHERS:
+        told.append(f"{len(others) - _NAMED_OTHERS} more")
+    return "; ".join(causes) + (f". The others: {'; '.join(told)}" if told else "")
+
+
+def _cause(rank: int, sighting: Sighting, now_s: float) -> str:
+    beat, doing = sighting.beat, describe(sighting, now_s)
+    if beat is None:
+        return f"rank {rank} has not been heard of for {sighting.silent_s(now_s):.1f} s since the start"
+    if beat.state is State.FAILED:
+        return f"rank {rank} failed {doing}: {beat.error}"
+    if beat.state is State.BROKEN_OFF:
+        return f"a collective failed under rank {rank} {doing}: {beat.error}"
+    if sighting.silent_s(now_s) > beat.timeout_s * SILENT_AT:
+        return (
+            f"rank {rank} has sent no heartbeat for {sighting.silent_s(now_s):.1f} s (its process is dead, stopped or "
+            f"starved), last seen {doing}"
+        )
+    return f"rank {rank} is stalled {doing}"

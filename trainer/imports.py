@@ -1,0 +1,32 @@
+"""Import paths: how recipes and options name Python objects."""
+
+from __future__ import annotations
+
+import importlib
+
+from .errors import TrainerConfigError
+from .options import suggest
+
+
+def import_name(key: str, path: str) -> object:
+    """What ``package.module:name`` names.
+
+    Raises:
+        TrainerConfigError: the path is malformed, or its module or name does not exist; naming ``key``.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise TrainerConfigError(f"{key}={path!r} is no import path; write it as 'package.module:name'")
+    try:
+        found: object = importlib.import_module(module_name)
+    except ImportError as exc:
+        raise TrainerConfigError(
+            f"{key}={path!r}: module {module_name!r} cannot be imported ({exc}); is it installed, or its folder on "
+            "PYTHONPATH?"
+        ) from exc
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [known for known in vars(found) if not known.startswith("_")] if hasattr(found, "__dict__") else []
+            raise TrainerConfigError(f"{key}={path!r}: {module_name!r} has no {name!r}; {suggest(part, public)}")
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,133 @@
+"""Options: frozen dataclasses whose fields carry their own help, filled from mappings with errors that teach."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from .errors import TrainerConfigError
+
+Config = TypeVar("Config")
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with a default and the sentence that ``--help`` shows for it."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One leaf of a config: its dotted key, its type as a person writes it, its default and its help."""
+
+    key: str
+    kind: str
+    default: Any
+    text: str
+
+
+def list_options(config: type[Any], prefix: str = "") -> Iterator[Option]:
+    """Every option of a config and of the configs inside it, in the order they are written."""
+    hints = get_type_hints(config)
+    for entry in fields(config):
+        kind, key = hints[entry.name], f"{prefix}{entry.name}"
+        if is_dataclass(kind):
+            yield from list_options(_as_class(kind), f"{key}.")
+        else:
+            yield Option(key=key, kind=_describe(kind), default=_default_of(entry), text=entry.metadata.get("help", ""))
+
+
+def build_config(config: type[Config], values: Mapping[str, Any], where: str = "") -> Config:
+    """Fill a config from nested mappings, as TOML gives them.
+
+    Raises:
+        TrainerConfigError: an unknown key, a value of another type than the option's, or what the config itself
+            refuses; the message gives the dotted key.
+    """
+    hints = get_type_hints(config)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{where}{key}"
+        if key not in hints:
+            raise TrainerConfigError(f"{dotted}={value!r} is no option; {suggest(key, hints)}")
+        kind = hints[key]
+        if is_dataclass(kind):
+            if not isinstance(value, Mapping):
+                raise TrainerConfigError(f"{dotted}={value!r} is not a table; write its options as {dotted}.NAME = ...")
+            arguments[key] = build_config(_as_class(kind), value, f"{dotted}.")
+        else:
+            arguments[key] = _convert(dotted, value, kind)
+    return config(**arguments)
+
+
+def suggest(word: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown word: what was probably meant, or all that is known."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+
+
+def check_choice(key: str, value: Any, choices: Collection[Any]) -> None:
+    """Refuse a value that is none of the choices."""
+    if value not in choices:
+        raise TrainerConfigError(f"{key}={value!r} is not known; use one of {', '.join(map(repr, choices))}")
+
+
+def check_range(key: str, value: float | None, *, low: float, above: bool = False, high: float | None = None) -> None:
+    """Refuse a number below ``low`` (or at it, with ``above``) or past ``high``; None means the option is off."""
+    if value is None:
+        return
+    wrong = not (value > low if above else value >= low) or (high is not None and value > high)
+    if wrong:
+        limits = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high is not None else "")
+        raise TrainerConfigError(f"{key}={value!r} is out of range; give a number {limits}")
+
+
+def _convert(key: str, value: Any, kind: Any) -> Any:
+    origin = get_origin(kind)
+    if origin is Literal:
+        check_choice(key, value, get_args(kind))
+        return value
+    if origin in (types.UnionType, Union):
+        inner = [k for k in get_args(kind) if k is not type(None)]
+        if value is None or (value == "none" and str not in inner):
+            return None
+        for k in inner:
+            try:
+                return _convert(key, value, k)
+            except TrainerConfigError:
+                continue
+    elif origin is tuple:
+        if isinstance(value, str):
+            value = [part for part in value.split(",") if part]
+        if isinstance(value, (list, tuple)):
+            return tuple(_convert(key, item, get_args(kind)[0]) for item in value)
+    elif kind is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    elif kind in (int, bool, str) and type(value) is kind:
+        return value
+    raise TrainerConfigError(f"{key}={value!r} is a {type(value).__name__}; give {_describe(kind)}")
+
+
+def _describe(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "|".join(str(choice) for choice in get_args(kind))
+    if origin in (types.UnionType, Union):
+        return "|".join(_describe(k) for k in get_args(kind))
+    if origin is tuple:
+        return f"{_describe(get_args(kind)[0])},..."
+    return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def _default_of(entry: Field[Any]) -> Any:
+    if entry.default is not MISSING:
+        return entry.default
+    return entry.default_factory() if entry.default_factory is not MISSING else None
+
+
+def _as_class(kind: Any) -> type[Any]:
+    assert isinstance(kind, type)
+    return kind

@@ -1,0 +1,107 @@
+"""Click prediction: rows of a parquet file, embeddings of categories and their interactions (Naumov et al. 2019)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from ..arrays import ArrayLoader
+from ..batches import VALID
+from ..errors import TrainerConfigError
+
+CATEGORIES = 8
+NUMBERS = 4
+
+
+class ClickNet(nn.Module):
+    """One embedding for each category, a dense layer for the numbers, all pairs' dot products, a small network on top.
+
+    ``numbers`` are (B, 4) float32, ``categories`` (B, 8) int64 below ``values``; the result is (B,) logits.
+    """
+
+    def __init__(self, values: int = 1000, width: int = 16, hidden: int = 64) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList([nn.Embedding(values, width) for _ in range(CATEGORIES)])
+        self.bottom = nn.Sequential(nn.Linear(NUMBERS, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        pairs = (CATEGORIES + 1) * CATEGORIES // 2
+        self.top = nn.Sequential(nn.Linear(pairs + width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        for embedding in self.embeddings:
+            assert isinstance(embedding, nn.Embedding)
+            nn.init.normal_(embedding.weight, std=0.1)
+
+    def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
+        dense = self.bottom(numbers)
+        # (B, 1 + categories, width)
+        features = torch.stack([dense, *(embed(categories[:, i]) for i, embed in enumerate(self.embeddings))], dim=1)
+        products = features @ features.transpose(1, 2)
+        rows, columns = torch.triu_indices(CATEGORIES + 1, CATEGORIES + 1, offset=1, device=products.device)
+        logits: torch.Tensor = self.top(torch.cat([dense, products[:, rows, columns]], dim=1))
+        return logits.squeeze(1)
+
+
+def write_clicks(path: Path, rows: int, values: int = 1000, seed: int = 0) -> None:
+    """A made-up click log whose clicks follow from hidden traits of the categories, as parquet."""
+    random = np.random.default_rng(seed)
+    traits = random.normal(size=(CATEGORIES, values, 3)) / np.sqrt(3)
+    categories = np.minimum(random.zipf(1.3, size=(rows, CATEGORIES)) - 1, values - 1)
+    numbers = random.normal(size=(rows, NUMBERS)).astype(np.float32)
+    found = traits[np.arange(CATEGORIES), categories]  # (rows, categories, 3)
+    score = (found[:, 0::2] * found[:, 1::2]).sum((1, 2)) * 2.0 + numbers @ np.array([0.8, -0.6, 0.4, 0.0]) - 0.5
+    columns: dict[str, Any] = {f"category_{i}": categories[:, i].astype(np.int32) for i in range(CATEGORIES)}
+    columns |= {f"number_{i}": numbers[:, i] for i in range(NUMBERS)}
+    columns["click"] = (random.random(rows) < 1 / (1 + np.exp(-score))).astype(np.int8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.tmp")
+    pq.write_table(pa.table(columns), written, row_group_size=8192, compression="zstd")
+    written.rename(path)
+
+
+def load_clicks(folder: str, split: str = "train", *, rows: int = 100_000, **loader: Any) -> ArrayLoader:
+    """Rows of ``folder/clicks-ROWS.parquet``, which is written first where there is none; a tenth is held out."""
+    if split not in ("train", "test"):
+        raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
+    path = Path(folder) / f"clicks-{rows}.parquet"
+    if not path.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
+        write_clicks(path, rows)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    table = pq.read_table(path)
+    cut = rows - rows // 10
+    table = table.slice(0, cut) if split == "train" else table.slice(cut)
+    categories = np.stack([table[f"category_{i}"].to_numpy() for i in range(CATEGORIES)], axis=1)
+    numbers = np.stack([table[f"number_{i}"].to_numpy() for i in range(NUMBERS)], axis=1)
+    arrays = {
+        "categories": categories.astype(np.int64),
+        "numbers": numbers.astype(np.float32),
+        "click": table["click"].to_numpy().astype(np.float32),
+    }
+    return ArrayLoader(arrays, **loader)
+
+
+def log_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the binary cross entropies of the valid rows, and their number."""
+    losses = F.binary_cross_entropy_with_logits(_logits(model, batch), batch["click"], reduction="none")
+    valid = batch.get(VALID, torch.ones_like(batch["click"], dtype=torch.bool))
+    return (losses * valid).sum(), valid.sum()
+
+
+def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Loss and accuracy over the valid rows."""
+    logits = _logits(model, batch)
+    valid = batch.get(VALID, torch.ones_like(batch["click"], dtype=torch.bool))
+    losses = F.binary_cross_entropy_with_logits(logits, batch["click"], reduction="none") * valid
+    right = ((logits > 0) == (batch["click"] > 0.5)) & valid
+    return {"loss": (losses.sum(), valid.sum()), "accuracy": (right.sum(), valid.sum())}
+
+
+def _logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits: torch.Tensor = model(batch["numbers"], batch["categories"])
+    return logits.float()

@@ -1,0 +1,119 @@
+"""The learning rate: a pure function of updates made so far, and of the effective batch size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .errors import TrainerConfigError
+from .imports import import_name
+from .options import check_choice, check_range, option
+
+Shape = Callable[[int, int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How the rate goes from warm-up to the end, and how it follows the batch size."""
+
+    shape: str = option("constant", "constant|linear|cosine, or package.module:name of f(update, total) -> factor")
+    warmup_steps: int = option(0, "updates in which the factor climbs linearly from 1/warmup to 1")
+    end_factor: float = option(0.0, "factor at the last update, for linear and cosine")
+    scaling: Literal["none", "linear", "sqrt"] = option("none", "how the rate follows effective / base batch size")
+    base_batch_size: int | None = option(None, "samples per update for which the optimizer's rate was chosen")
+
+    def __post_init__(self) -> None:
+        if ":" not in self.shape:
+            check_choice("schedule.shape", self.shape, ("constant", "linear", "cosine"))
+        check_range("schedule.warmup_steps", self.warmup_steps, low=0)
+        check_range("schedule.end_factor", self.end_factor, low=0.0)
+        check_choice("schedule.scaling", self.scaling, ("none", "linear", "sqrt"))
+        check_range("schedule.base_batch_size", self.base_batch_size, low=1)
+        if self.scaling != "none" and self.base_batch_size is None:
+            raise TrainerConfigError(
+                f"schedule.scaling={self.scaling!r} has nothing to scale from; give schedule.base_batch_size, the "
+                "samples per update for which the rate was chosen, or schedule.scaling='none'"
+            )
+
+
+def rate_factor(config: ScheduleConfig, update: int, total: int) -> float:
+    """What the base rate is multiplied with at update ``update`` (0-based) of ``total``, batch size left aside.
+
+    A cosine goes as in SGDR (Loshchilov and Hutter 2017, equation 5), without restarts.
+    """
+    if update < config.warmup_steps:
+        return (update + 1) / config.warmup_steps
+    if config.shape == "constant":
+        return 1.0
+    span = max(1, total - config.warmup_steps)
+    progress = min(1.0, (update - config.warmup_steps) / span)
+    if config.shape == "linear":
+        return 1.0 + (config.end_factor - 1.0) * progress
+    if config.shape == "cosine":
+        return config.end_factor + (1.0 - config.end_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    raise AssertionError(f"{config.shape!r} is resolved by Schedule")
+
+
+def batch_factor(config: ScheduleConfig, effective_batch_size: int | None) -> float:
+    """What the base rate is multiplied with for an effective batch size, in samples per update.
+
+    Linear: Goyal et al. 2017, section 2.1. Square root: Krizhevsky 2014, section 5; for Adam, Malladi et al. 2022.
+    """
+    if config.scaling == "none":
+        return 1.0
+    if effective_batch_size is None or config.base_batch_size is None:
+        raise TrainerConfigError(
+            f"schedule.scaling={config.scaling!r} needs the effective batch size, and the loader has neither "
+            "batch_size nor global_batch_size; give the loader one, or schedule.scaling='none'"
+        )
+    ratio = effective_batch_size / config.base_batch_size
+    return ratio if config.scaling == "linear" else math.sqrt(ratio)
+
+
+class Schedule:
+    """Sets the rates of an optimizer's groups; its only state is each group's base rate, kept here."""
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_updates: int,
+        effective_batch_size: int | None,
+    ) -> None:
+        self._config = config
+        self._optimizer = optimizer
+        self._total = total_updates
+        self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._batch_factor = batch_factor(config, effective_batch_size)
+        self._shape = self._import_shape(config.shape) if ":" in config.shape else None
+
+    @property
+    def rate(self) -> float:
+        """The rate of the first group, as last set."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def set_rates(self, update: int) -> None:
+        """Give every group its rate for 0-based update ``update``."""
+        factor = self._factor(update) * self._batch_factor
+        for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+
+    def _factor(self, update: int) -> float:
+        if self._shape is None or update < self._config.warmup_steps:
+            return rate_factor(self._config, update, self._total)
+        return float(self._shape(update, self._total))
+
+    @staticmethod
+    def _import_shape(path: str) -> Shape:
+        shape = import_name("schedule.shape", path)
+        if not callable(shape):
+            raise TrainerConfigError(f"schedule.shape={path!r} is not callable; name a function f(update, total)")
+        return shape

@@ -1,0 +1,77 @@
+"""Shares of a global batch by speed: ranks that compute slower get fewer samples, and each batch stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .errors import TrainerConfigError
+from .parallel import ParallelConfig
+from .world import World
+
+_SMOOTHING = 0.5
+_LEAST_SHARE = 0.1
+
+
+def check_shares(loader: Any, parallel: ParallelConfig) -> None:
+    """Refuse shares by speed where they cannot be set, or where speed cannot be seen."""
+    if not hasattr(loader, "set_shares"):
+        raise TrainerConfigError(
+            f"shares='auto' cuts global batches anew and loader={type(loader).__name__} has no set_shares(weights); "
+            "use shares='equal', or penstock's loader"
+        )
+    if parallel.zero:
+        raise TrainerConfigError(
+            f"shares='auto' measures each rank's forward, and with parallel.zero={parallel.zero} forward waits for the "
+            "slowest rank; use parallel.zero=0, or shares='equal'"
+        )
+
+
+def blend_weights(old: Sequence[float], speeds: Sequence[float]) -> list[float]:
+    """New weights, mean 1: half the old ones, half in proportion to speed, none below a tenth of the mean.
+
+    Speeds are samples per second of computing. A rank that computed nothing (speed 0) keeps its weight.
+    """
+    before = np.asarray(old, dtype=np.float64)
+    found = np.asarray(speeds, dtype=np.float64)
+    seen = found > 0
+    if not seen.any():
+        return [float(w) for w in before]
+    target = before.copy()
+    target[seen] = found[seen] / found[seen].sum() * before[seen].sum()
+    blended = np.maximum(_SMOOTHING * before + (1 - _SMOOTHING) * target, _LEAST_SHARE)
+    return [float(w) for w in blended / blended.mean()]
+
+
+class SpeedShares:
+    """Measures this rank and sets the loader's shares from all ranks' speeds; every rank computes the same weights."""
+
+    def __init__(self, loader: Any, world: World) -> None:
+        self._loader = loader
+        self._world = world
+        self._weights = [1.0] * world.world_size
+        self._rows = 0
+        self._seconds_before = 0.0
+
+    @property
+    def weights(self) -> Sequence[float]:
+        return self._weights
+
+    def add(self, rows: int) -> None:
+        """Count the rows that this rank has computed in a step."""
+        self._rows += rows
+
+    def rebalance(self, forward_s: float) -> None:
+        """Set new shares, given the seconds that this rank has spent in forward since the start; a collective."""
+        spent = forward_s - self._seconds_before
+        speeds = torch.zeros(self._world.world_size, dtype=torch.float64, device=self._world.device)
+        speeds[self._world.rank] = self._rows / spent if spent > 0 else 0.0
+        if self._world.world_size > 1:
+            dist.all_reduce(speeds)
+        self._weights = blend_weights(self._weights, speeds.tolist())
+        self._loader.set_shares(self._weights)
+        self._rows, self._seconds_before = 0, forward_s

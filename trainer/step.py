@@ -1,0 +1,222 @@
+"""One update: forward and backward over the microbatches, exact normalisation, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .batches import count_rows, sample_ids
+from .errors import NonFiniteLossError
+from .options import check_choice, check_range, option
+from .parallel import ParallelModel
+from .precision import LossScaler, PrecisionConfig, compute_context, local_part
+
+LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
+Phase = Callable[[str], AbstractContextManager[Any]]
+Outcome = Literal["updated", "overflow", "non-finite", "empty"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What one update is made of."""
+
+    accumulate: int = option(1, "microbatches of each rank in one update")
+    clip_norm: float | None = option(None, "largest global norm of the gradients")
+    on_nan: Literal["stop", "skip"] = option("stop", "a loss that is NaN or infinite: stop, or skip the update")
+    max_skipped: int = option(10, "on_nan=skip: stop after this many")
+
+    def __post_init__(self) -> None:
+        check_range("step.accumulate", self.accumulate, low=1)
+        check_range("step.clip_norm", self.clip_norm, low=0.0, above=True)
+        check_choice("step.on_nan", self.on_nan, ("stop", "skip"))
+        check_range("step.max_skipped", self.max_skipped, low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, the same on every rank: mean loss over ``count`` samples or tokens of ``rows`` rows."""
+
+    loss: float
+    count: float
+    rows: int
+    gradient_norm: float | None
+    outcome: Outcome
+    stop_requested: bool
+
+
+class StepRunner:
+    """Runs steps of one model; its state is the last global count, the losses skipped so far, and the loss scale.
+
+    The loss is a sum, and the gradient of its mean over all ranks and microbatches is wanted. The global count is only
+    known after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is the
+    previous step's, the same on every rank; what it was wrong by is made good on the reduced gradients. Batches of
+    equal counts, the common case, need no correction. Ranks that exchange no gradients each take their own mean.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        config: StepConfig,
+        precision: PrecisionConfig,
+        phase: Phase,
+    ) -> None:
+        self._parallel = parallel
+        self._world = parallel.world
+        self._optimizer = optimizer
+        self._loss = loss
+        self._config = config
+        self._precision = precision
+        self._phase = phase
+        self._scaler = LossScaler(precision, self._world)
+        self._expected_count: float | None = None
+        self._skipped = 0
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor on the loss now, for fp16; None otherwise."""
+        return float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able, and the same for any number of ranks."""
+        return {
+            "expected_count": self._expected_count,
+            "skipped": self._skipped,
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._expected_count = state["expected_count"]
+        self._skipped = state["skipped"]
+        if self._scaler.is_enabled() and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def run(self, step: int, microbatches: Sequence[Any], *, stop_requested: bool = False) -> StepResult:
+        """Forward and backward of this rank's microbatches, then the update; a collective over all ranks.
+
+        Raises:
+            NonFiniteLossError: on every rank alike, before the weights are touched.
+        """
+        # float64, one element each: sum of losses, count, rows, non-finite losses, requests to stop.
+        totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
+        totals[4] = stop_requested
+        own_count = totals[1]
+        exchange: dist.Work | None = None
+        suspects: list[Any] = []
+        for index, batch in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            with self._parallel.exchange_when(last=last):
+                with self._phase("forward"):
+                    loss_sum, count = self._forward(batch)
+                finite = torch.isfinite(loss_sum.detach())
+                totals[0] += loss_sum.detach()
+                totals[1] += count
+                totals[2] += count_rows(batch)
+                totals[3] += ~finite
+                suspects.append(finite)
+                if self._expected_count is None:
+                    self._expected_count = self._expect(totals[1]) * len(microbatches)
+                if last and self._world.world_size > 1:
+                    own_count = totals[1].clone()
+                    exchange = dist.all_reduce(totals, async_op=True)
+                with self._phase("backward"):
+                    scale = self._world.world_size / self._expected_count
+                    self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        if exchange is not None:
+            with self._phase("reduce"):
+                exchange.wait()
+        loss_total, count_total, rows, bad, stop = totals.tolist()
+        norm: float | None = None
+        outcome: Outcome
+        if bad:
+            self._refuse_or_skip(step, microbatches, suspects)
+            outcome = "non-finite"
+        elif not count_total:
+            outcome = "empty"
+        else:
+            with self._phase("optimizer"):
+                assert self._expected_count is not None, "there was a microbatch"
+                right = count_total if self._parallel.exchanges else float(own_count) * self._world.world_size
+                outcome, norm = self._update(step, self._expected_count / right if right else 1.0)
+            self._expected_count = count_total
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(
+            loss=loss_total / count_total if count_total else math.nan,
+            count=count_total,
+            rows=int(rows),
+            gradient_norm=norm,
+            outcome=outcome,
+            stop_requested=stop > 0,
+        )
+
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+        with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
+            return self._loss(self._parallel.module, batch)
+
+    def _expect(self, count: torch.Tensor) -> float:
+        known = count.clone()
+        if self._world.world_size > 1:
+            dist.all_reduce(known)
+        return max(1.0, float(known))
+
+    def _update(self, step: int, correction: float) -> tuple[Outcome, float | None]:
+        norm: float | None = None
+        factor = correction
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+        if self._config.clip_norm is not None:
+            norm = global_norm(gradients) * correction
+            if not math.isfinite(norm) and not self._scaler.is_enabled():
+                self._count_skip(f"step {step}: the global norm of the gradients is {norm}")
+                return "non-finite", norm
+            factor *= min(1.0, self._config.clip_norm / (norm + 1e-6))
+        if factor != 1.0:
+            torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+        return ("updated" if self._scaler.step_and_update(self._optimizer) else "overflow"), norm
+
+    def _refuse_or_skip(self, step: int, microbatches: Sequence[Any], suspects: Sequence[torch.Tensor]) -> None:
+        found = [
+            (self._world.rank, index, sample_ids(batch))
+            for index, (batch, finite) in enumerate(zip(microbatches, suspects, strict=True))
+            if not finite
+        ]
+        everywhere: list[list[tuple[int, int, list[int] | None]]] = [found]
+        if self._world.world_size > 1:
+            everywhere = [[] for _ in range(self._world.world_size)]
+            dist.all_gather_object(everywhere, found)
+        places = "; ".join(
+            f"rank {rank}, microbatch {index}, "
+            + ("sample ids unknown (the loader gives them with with_ids=True)" if ids is None else f"sample ids {ids}")
+            for there in everywhere
+            for rank, index, ids in there
+        )
+        self._count_skip(f"step {step}: the loss is not finite ({places})")
+
+    def _count_skip(self, problem: str) -> None:
+        if self._config.on_nan == "stop":
+            raise NonFiniteLossError(
+                f"{problem}; look at these samples, lower the rate or set step.clip_norm, or set step.on_nan='skip' "
+                "to leave such steps out"
+            )
+        self._skipped += 1
+        if self._skipped > self._config.max_skipped:
+            raise NonFiniteLossError(
+                f"{problem}; it is the {self._skipped}th such step and step.max_skipped={self._config.max_skipped}"
+            )
+
+
+def global_norm(gradients: Sequence[torch.Tensor]) -> float:
+    """The Euclidean norm of all gradients as one vector, over all shards; a collective where they are sharded."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

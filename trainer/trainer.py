@@ -1,0 +1,351 @@
+"""The training loop. It reads top to bottom; everything it calls is in a file of its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .activation import compile_model, recompute_activations
+from .averaging import PeriodicAverager
+from .batches import count_rows
+from .checkpoint import Checkpointer, export_safetensors
+from .checkpoint_folder import step_folder
+from .compress import Compression
+from .config import TrainerConfig
+from .errors import TrainerConfigError, TrainerError
+from .evaluate import Evaluation, evaluate
+from .extent import agree_on_length, count_steps, effective_batch_size
+from .feed import Feed
+from .guard import Guard
+from .parallel import OptimizerFactory, ParallelModel
+from .progress import Progress, Summary
+from .randomness import seed_step
+from .recorder import Recorder
+from .report import Observer, format_times, open_observers
+from .schedule import Schedule
+from .shares import SpeedShares, check_shares
+from .step import LossFunction, StepRunner
+from .stopwatch import Stopwatch
+from .world import World, open_world
+
+
+class DistributedTrainer:
+    """Trains a model on an iterable of batches, on as many ranks as there are.
+
+    ``optimizer`` is one over the model's parameters, without state so far, or a function from parameters to one.
+    ``loader`` gives this rank's share of each global batch and as many batches on every rank; with ``state_dict`` and
+    ``load_state_dict`` training resumes at the exact sample. ``loss`` takes (model, batch) and returns the sum of the
+    losses and their count (of samples or tokens); the gradient is that of the mean over all ranks and microbatches.
+
+    Where checkpoints are asked for, making the trainer continues from the newest one in the folder that verifies.
+    Every rank makes it and calls it alike, in its main thread; making it, ``train`` and ``evaluate`` are collectives.
+
+    Raises:
+        TrainerConfigError: at once, for anything that cannot work and can be known before the first step.
+        CheckpointError: at once, for a folder that cannot be written or holds no checkpoint that can be trusted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        loader: Iterable[Any],
+        config: TrainerConfig,
+        *,
+        loss: LossFunction,
+        evaluation: Evaluation | None = None,
+        observers: Sequence[Observer] = (),
+        world: World | None = None,
+    ) -> None:
+        self.config = config
+        self.world = world if world is not None else open_world(device=config.device)
+        self.progress = Progress()
+        self.stopwatch = Stopwatch()
+        self._feed = Feed(loader, accumulate=config.step.accumulate, device=self.world.device)
+        self._evaluation = evaluation
+        self._metrics: dict[str, float] = {}
+        self._checkpointer: Checkpointer | None = None
+        self._averager: PeriodicAverager | None = None
+
+        if evaluation is None and (config.evaluate.every or config.evaluate.best):
+            raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
+        if config.shares == "auto":
+            check_shares(loader, config.parallel)
+        self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
+        total_steps = count_steps(config, agree_on_length(loader, self.world), loader)
+        self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
+        self._guard = Guard(
+            self.world,
+            self.progress,
+            self.stopwatch,
+            stall_timeout_s=config.stall_timeout_s,
+            report_folder=Path(config.output_dir) / "stalls",
+        )
+
+        recompute_activations(model, config.activation)
+        compile_model(model, config.compile, config.parallel, self.world)
+        self.parallel = ParallelModel(
+            model, config.parallel, config.precision, self.world, exchange=config.averaging is None
+        )
+        self.optimizer = self.parallel.adopt_optimizer(optimizer)
+        self.schedule = Schedule(
+            config.schedule,
+            self.optimizer,
+            total_updates=total_steps or 0,
+            effective_batch_size=effective_batch_size(loader, config, self.world),
+        )
+        self.compression = Compression(self.parallel.module, self.optimizer, config.compression, self.world)
+        self.steps = StepRunner(
+            self.parallel,
+            self.optimizer,
+            loss,
+            config=config.step,
+            precision=config.precision,
+            phase=self.stopwatch.phase,
+        )
+        try:
+            if config.averaging is not None:
+                self._averager = PeriodicAverager(model, self.optimizer, config.averaging, self.world)
+            if config.keeps_checkpoints:
+                folder = Path(config.output_dir) / config.checkpoint.folder
+                self._checkpointer = Checkpointer(replace(config.checkpoint, folder=str(folder)), self.world)
+                self._checkpointer.check_room(model)
+            self._open_observers(observers, total_steps)
+            self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    def train(self) -> Summary:
+        """Train until the steps or epochs are done, or a signal asks to stop; the same on every rank but for times.
+
+        Raises:
+            NonFiniteLossError: on every rank, where the policy is to stop or too many were skipped.
+            StallError: on every rank, where one of them stalled, failed or died.
+        """
+        started, stopped = time.perf_counter(), False
+        self.parallel.module.train()
+        self._recorder.begin()
+        with self._guard:
+            while not self._is_done():
+                microbatches = self._fetch()
+                if not microbatches:  # the epoch is over
+                    if stopped := self._end_epoch():
+                        break
+                    continue
+                seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device)
+                self.schedule.set_rates(self.progress.updates)
+                result = self.steps.run(
+                    self.progress.step, microbatches, stop_requested=self._guard.is_stop_requested()
+                )
+                self.compression.end_step()
+                self.progress.count(result)
+                self._recorder.add(result)
+                if self._averager is not None:
+                    self._average(self._averager)
+                if self._shares is not None:
+                    self._share_anew(self._shares, microbatches)
+                if self.progress.step % self.config.report.every == 0:
+                    self._record_steps()
+                stopped = result.stop_requested
+                if not stopped and self._is_multiple(self.config.evaluate.every):
+                    stopped = self._is_asked_to_stop_in_evaluation()
+                if stopped:
+                    break
+                if self._is_multiple(self.config.checkpoint.every_steps):
+                    self._save(blocking=False)
+            self._finish(stopped)
+        summary = self._recorder.finish(
+            time.perf_counter() - started, stopped=stopped, metrics=self._metrics, sent=self.compression.stats
+        )
+        if self.world.is_first and not self.config.report.quiet:
+            print(format_times(summary.phase_seconds, summary.seconds), flush=True)
+        return summary
+
+    def evaluate(self) -> dict[str, float] | None:
+        """The metrics over all evaluation data; None without any, or where a signal asks to stop; a collective."""
+        if self._evaluation is None:
+            return None
+        self._agree_on_weights()
+        found = evaluate(
+            self.parallel,
+            self._evaluation,
+            precision=self.config.precision,
+            phase=self.stopwatch.phase,
+            stop_requested=self._guard.is_stop_requested,
+        )
+        if found is not None:
+            self._metrics = found
+            self._recorder.record("evaluate", found)
+            self._keep_best(found)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but weights and optimizer state: JSON-able, small, the same for any number of ranks."""
+        return {
+            "version": 1,
+            "progress": self.progress.state_dict(),
+            "steps": self.steps.state_dict(),
+            "feed": self._feed.state_dict(),
+            "random": {"policy": "seed, step, rank", "seed": self.config.seed},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, on any number of ranks."""
+        if state.get("version") != 1:
+            raise TrainerError(f"the state has version {state.get('version')!r} and this trainer reads version 1")
+        self.progress.load_state_dict(state["progress"])
+        self.steps.load_state_dict(state["steps"])
+        self._feed.load_state_dict(state["feed"])
+
+    def close(self) -> None:
+        """Close what the trainer opened, the save under way first; loader and process group are the caller's."""
+        with ExitStack() as stack:
+            stack.callback(self._recorder.close)
+            if self._averager is not None:
+                stack.callback(self._averager.close)
+            if self._checkpointer is not None:
+                stack.callback(self._checkpointer.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except TrainerError as exc:
+            if error is None:
+                raise
+            error.add_note(f"and while closing: {exc}")  # a consequence must not stand before its cause
+
+    def _open_observers(self, given: Sequence[Observer], total_steps: int | None) -> None:
+        problem: list[TrainerError | None] = [None]
+        if self.world.is_first:
+            try:
+                opened = open_observers(self.config.report, Path(self.config.output_dir), total_steps)
+                self._recorder.open([*given, *opened])
+            except TrainerError as exc:
+                problem = [exc]
+        if self.world.world_size > 1:
+            dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise problem[0]
+
+    def _resume(self) -> None:
+        if not self._feed.is_exact:
+            self._recorder.note(
+                f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run begins its epoch "
+                "anew, so that samples of that epoch may come twice"
+            )
+        if self._checkpointer is None:
+            return
+        found = self._checkpointer.load_newest(self.parallel.inner, self.optimizer)
+        for step, damage in self._checkpointer.passed_over.items():
+            self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
+        if found is None:
+            return
+        step, state = found
+        self.load_state_dict(state)
+        self.compression.load_state_dict(self._checkpointer.load_rank_state(), steps=step)
+        self._recorder.note(
+            f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
+        )
+
+    def _is_done(self) -> bool:
+        steps, epochs = self.config.steps, self.config.epochs
+        return (steps is not None and self.progress.step >= steps) or (
+            epochs is not None and self.progress.epoch >= epochs
+        )
+
+    def _is_multiple(self, every: int | None) -> bool:
+        return bool(every) and self.progress.step % (every or 1) == 0
+
+    def _fetch(self) -> list[Any]:
+        with self.stopwatch.phase("fetch"):
+            return self._feed.take(self.progress.epoch)
+
+    def _end_epoch(self) -> bool:
+        """Count the epoch, evaluate if that is due, and say whether a signal asked to stop meanwhile."""
+        self.progress.epoch += 1
+        return self.config.evaluate.every is None and self._is_asked_to_stop_in_evaluation()
+
+    def _is_asked_to_stop_in_evaluation(self) -> bool:
+        return self._evaluation is not None and self.evaluate() is None
+
+    def _average(self, averager: PeriodicAverager) -> None:
+        with self.stopwatch.phase("average"):
+            averager.average_if_due(self.progress.step)
+
+    def _agree_on_weights(self) -> None:
+        if self._averager is not None:
+            with self.stopwatch.phase("average"):
+                self._averager.average_all()
+
+    def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
+        shares.add(sum(count_rows(batch) for batch in microbatches))
+        if self._is_multiple(self.config.shares_every):
+            with self.stopwatch.phase("shares"):
+                shares.rebalance(self.stopwatch.seconds["forward"])
+
+    def _keep_best(self, found: dict[str, float]) -> None:
+        name, best = self.config.evaluate.best, self.progress.best
+        if name is None:
+            return
+        if name not in found:
+            raise TrainerConfigError(
+                f"evaluate.best={name!r} is no metric of the evaluation; it gives {', '.join(sorted(found))}"
+            )
+        sign = 1 if self.config.checkpoint.best == "max" else -1
+        if math.isnan(found[name]) or (best is not None and sign * found[name] <= sign * best):
+            return
+        self.progress.best, self.progress.best_step = found[name], self.progress.step
+        if self.config.checkpoint.keep_best:
+            self._save(blocking=False, metric=found[name])
+
+    def _save(self, *, blocking: bool, metric: float | None = None) -> None:
+        if self._checkpointer is None:
+            return
+        self._agree_on_weights()
+        with self.stopwatch.phase("checkpoint"):
+            self._checkpointer.save(
+                self.progress.step,
+                self.parallel.inner,
+                self.optimizer,
+                self.state_dict(),
+                blocking=blocking,
+                metric=metric,
+                rank_state=self.compression.state_dict(),
+            )
+
+    def _finish(self, stopped: bool) -> None:
+        self._record_steps()
+        if stopped and self._checkpointer is None:
+            self._recorder.note("asked to stop: nothing is saved, as checkpoint.every_steps=0")
+        self._agree_on_weights()
+        self._save(blocking=True)
+        if self.config.export is not None and self._checkpointer is not None and self.world.is_first:
+            newest = step_folder(self._checkpointer.folder, self.progress.step)
+            export_safetensors(newest, Path(self.config.output_dir) / self.config.export)
+        if stopped and self._checkpointer is not None:
+            self._recorder.note(f"asked to stop: saved after step {self.progress.step}")
+
+    def _record_steps(self) -> None:
+        self._recorder.record_steps(
+            {
+                "rate": self.schedule.rate,
+                "loss_scale": self.steps.loss_scale,
+                "wire_bytes": self.compression.stats.wire_bytes,
+            }
+        )
