@@ -92,8 +92,12 @@ class BytesColumn:
 
     def take(self, rows: IntArray) -> list[Any]:
         """The values of ``rows`` as bytes or str of their own; None where missing."""
-        buffer = self.buffer
+        whole = self.buffer.obj
         starts, stops = self.starts[rows].tolist(), self.stops[rows].tolist()
+        if type(whole) is bytes and len(whole) == len(self.buffer) and not self.text:
+            # A slice of bytes is a copy in one step, where a view would be made first, and thrown away.
+            return [whole[a:b] if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
+        buffer = self.buffer
         if self.text:
             return [str(buffer[a:b], "utf-8") if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
         return [bytes(buffer[a:b]) if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
@@ -103,9 +107,7 @@ class BytesColumn:
 
         Views into the buffer would keep it in memory until the last of them is decoded.
         """
-        buffer = self.buffer
-        starts, stops = self.starts[rows].tolist(), self.stops[rows].tolist()
-        return [memoryview(bytes(buffer[a:b])) if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
+        return [None if value is None else memoryview(value) for value in self.take(rows)]
 
 
 @dataclass(frozen=True, slots=True)
