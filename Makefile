@@ -14,7 +14,7 @@ help:
 	@echo 'make demo STORE=s3    the same, with the shards on a real S3 server; or STORE=s3://bucket/prefix'
 	@echo 'make test             install what the tests need, and run them; ARGS="-k resume" goes to pytest'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
-	@echo 'make bench            throughput against other loaders'
+	@echo 'make bench            throughput against other loaders on made-up data; ARGS="--store s3" from a real S3 server'
 	@echo 'make clean            remove the virtual environment and everything that was made'
 
 demo: $(VENV)/.demo
@@ -29,7 +29,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench
-	$(BIN)/penstock bench $(ARGS)
+	$(BIN)/python -m penstock.benchmarks.suite $(ARGS)
 
 # A real S3 server and a real web server, where Debian's apt and root are there. Elsewhere their tests say what to do.
 servers:
@@ -57,7 +57,7 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.lint: EXTRAS := test,lint
-$(VENV)/.bench: EXTRAS := bench,images
+$(VENV)/.bench: EXTRAS := bench,images,images
 
 clean:
 	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
