@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..loader import DistributedDataLoader
@@ -18,14 +18,12 @@ from ..loader.errors import ConfigError
 from ..loader.index_cache import cache_home
 from ..loader.manifest import Manifest
 from ..storage import NotFoundError, Store, open_store
+from .config import BenchConfig
 from .contenders import CONTENDERS
 from .job import Job, PeerDecode
 from .layout import Layout, image_fields
 from .s3 import is_s3
 from .subprocesses import MeasurementError, run_job, run_module
-
-if TYPE_CHECKING:
-    from .rounds import BenchConfig
 
 _MARKER = "penstock-conversion.json"
 _VERSION = 1

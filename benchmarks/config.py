@@ -1,0 +1,49 @@
+"""What the tool is to measure, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..loader.errors import ConfigError
+from ..loader.formats.shard import ShardFormat
+from .contenders import CONTENDERS, OURS
+from .job import Decode, PeerDecode, PeerLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What to measure. A run ends after ``epochs`` passes or ``seconds``, whichever is first; None is no limit.
+
+    ``startup`` measures the time to the first batch by itself too, fresh and after a resume in mid-epoch.
+    ``conversions`` is the folder or URL that peers' copies of the data are kept in; None chooses one. ``peer_layout``
+    "plain" gives peers a record a sample and a field a column, as their manuals do; "packed" groups a table's columns
+    into one array a type, and for webdataset also rows into blocks, as an expert would who needs speed from them.
+    """
+
+    source: str | list[str]
+    against: tuple[str, ...] = ()
+    batch_size: int = 64
+    decode: Decode = "auto"
+    peer_decode: PeerDecode = "auto"
+    workers: int | None = None
+    epochs: int | None = 1
+    seconds: float | None = None
+    rounds: int = 3
+    step_ms: float = 0.0
+    startup: bool = True
+    cache_dir: str | None = None
+    storage_options: Mapping[str, str] = field(default_factory=dict)
+    format: ShardFormat | None = None
+    conversions: str | None = None
+    peer_layout: PeerLayout = "plain"
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds {self.rounds}: must be 1 or more")
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: must be 1 or more")
+        unknown = [name for name in self.against if name not in CONTENDERS or name == OURS]
+        if unknown:
+            peers = ", ".join(name for name in CONTENDERS if name != OURS)
+            raise ConfigError(f"--against {','.join(unknown)}: unknown; the peers are {peers}")
