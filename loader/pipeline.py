@@ -60,7 +60,8 @@ class Pipeline:
         self._position = position
         self._counters = counters
         self._stopping = threading.Event()
-        self._out = Handover(options.batch_budget_bytes)
+        # On a device two batches wait, the least that keeps it fed: its memory is the model's.
+        self._out = Handover(options.batch_budget_bytes if options.device is None else 0)
         self._pool = DecodeThreads(options.decode_threads if workers is None else 0)
         self._maker = BatchMaker(
             options=batch_options,
