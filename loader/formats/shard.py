@@ -81,22 +81,23 @@ class ArrayColumn:
 class BytesColumn:
     """Values that are slices of one buffer: value i is ``buffer[starts[i]:stops[i]]``, missing where starts[i] < 0.
 
-    ``text`` says that the values are UTF-8 and are handed out as str. The buffer is shared by the columns of a block
-    and is counted once, in ``Block.nbytes``.
+    ``text`` says that the values are UTF-8 and are handed out as str; ``ascii`` may hold the whole buffer as one, where
+    it is ASCII. The buffer is shared by the columns of a block and is counted once, in ``Block.nbytes``.
     """
 
     buffer: memoryview
     starts: IntArray
     stops: IntArray
     text: bool = False
+    ascii: str | None = None
 
     def take(self, rows: IntArray) -> list[Any]:
         """The values of ``rows`` as bytes or str of their own; None where missing."""
-        whole = self.buffer.obj
         starts, stops = self.starts[rows].tolist(), self.stops[rows].tolist()
-        if type(whole) is bytes and len(whole) == len(self.buffer) and not self.text:
-            # A slice of bytes is a copy in one step, where a view would be made first, and thrown away.
-            return [whole[a:b] if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
+        # A slice of bytes or str is a copy in one step, where a view would be made first, and thrown away.
+        whole = self.ascii if self.text else self.buffer.obj
+        if whole is not None and type(whole) in (bytes, str) and len(whole) == len(self.buffer):  # type: ignore[arg-type]
+            return [whole[a:b] if a >= 0 else None for a, b in zip(starts, stops, strict=True)]  # type: ignore[index]
         buffer = self.buffer
         if self.text:
             return [str(buffer[a:b], "utf-8") if a >= 0 else None for a, b in zip(starts, stops, strict=True)]

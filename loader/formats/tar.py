@@ -23,6 +23,7 @@ from .tar_headers import read_members, refuse_truncation
 from .tar_names import KEY_COLUMN, RESERVED_FIELDS, NameTable, group_names
 from .windows import PieceWindows, ShardWindows
 
+_SMALL_BYTES = 64
 _ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd", ".tzst")
 
 
@@ -112,7 +113,7 @@ class TarFormat:
                 absent = np.full(table.samples, -1, np.int64)
                 block[name] = BytesColumn(run, absent, absent)
             else:
-                block[name] = BytesColumn(run, starts[code], stops[code])
+                block[name] = _field_column(run, starts[code], stops[code])
         nbytes = len(run) + len(keys.buffer) + 16 * table.samples * len(block)
         return Block(table.samples, nbytes, block)
 
@@ -127,6 +128,21 @@ def _chosen(columns: Sequence[str] | None, fields: Sequence[str]) -> Sequence[st
     return chosen
 
 
+def _field_column(run: memoryview, starts: IntArray, stops: IntArray) -> BytesColumn:
+    """A field's values where they lie in the chunk; small ones side by side in a buffer of their own.
+
+    A label of a few bytes is then not a cache miss of its own, somewhere in the megabytes of the chunk, when it is
+    gathered: its block has just been read here.
+    """
+    sizes = stops - starts
+    total = int(sizes.sum())
+    if total > _SMALL_BYTES * len(sizes):
+        return BytesColumn(run, starts, stops)
+    ends = np.cumsum(sizes)
+    packed = np.frombuffer(run, np.uint8)[np.repeat(starts - (ends - sizes), sizes) + np.arange(total)]
+    return BytesColumn(memoryview(packed.tobytes()), np.where(starts >= 0, ends - sizes, -1), ends)
+
+
 def _key_column(table: NameTable) -> BytesColumn:
     first = np.flatnonzero(np.diff(table.rows, prepend=-1))
     names, dots = table.names[first], table.dots[first]
@@ -138,7 +154,8 @@ def _key_column(table: NameTable) -> BytesColumn:
         stops = np.cumsum([len(key) for key in keys])
         return BytesColumn(memoryview(b"".join(keys)), stops - [len(key) for key in keys], stops, text=True)
     starts = np.arange(len(names), dtype=np.int64) * names.shape[1]
-    return BytesColumn(memoryview(names.tobytes()), starts, starts + dots, text=True)
+    data = names.tobytes()
+    return BytesColumn(memoryview(data), starts, starts + dots, text=True, ascii=data.decode("ascii"))
 
 
 def cut_chunks(starts: IntArray, stops: IntArray, chunk_bytes: int) -> list[ChunkSpan]:

@@ -102,14 +102,27 @@ def test_a_field_that_a_sample_or_a_whole_shard_lacks_is_missing_there(tmp_path:
     assert column.starts.tolist() == [-1]
 
 
-def test_values_are_views_of_the_chunk_and_not_copies(tmp_path: Path) -> None:
-    chunk = memoryview(member("1.x", b"abc") + END)
-    ref = ChunkRef(ObjectInfo("s.tar", len(chunk)), 0, len(chunk), 1, 0)
-    block = TarFormat().open_chunk(ref, None, [chunk], None, {"fields": ["x"]})
-    column = block.columns["x"]
-    assert isinstance(column, BytesColumn)
-    assert column.buffer is chunk
-    assert bytes(column.copies(np.array([0]))[0] or b"") == b"abc"
+def test_large_values_are_views_of_the_chunk_and_small_ones_lie_side_by_side(tmp_path: Path) -> None:
+    large = bytes(range(256)) * 4
+    chunk = memoryview(
+        member("1.x", large)
+        + member("1.y", b"1")
+        + member("2.x", b"")
+        + member("3.x", large)
+        + member("3.y", b"34")
+        + END
+    )
+    ref = ChunkRef(ObjectInfo("s.tar", len(chunk)), 0, len(chunk), 3, 0)
+    block = TarFormat().open_chunk(ref, None, [chunk], None, {"fields": ["x", "y"]})
+    x, y = block.columns["x"], block.columns["y"]
+    assert isinstance(x, BytesColumn)
+    assert isinstance(y, BytesColumn)
+    assert x.buffer is chunk
+    assert bytes(y.buffer) == b"134"
+    rows = np.array([2, 0, 1])
+    assert x.take(rows) == [large, large, b""]
+    assert y.take(rows) == [b"34", b"1", None]
+    assert [None if view is None else bytes(view) for view in y.copies(rows)] == [b"34", b"1", None]
 
 
 @pytest.mark.parametrize(
