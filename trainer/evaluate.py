@@ -68,8 +68,9 @@ def evaluate(
         batch: Any = None
         with torch.no_grad():
             while True:
-                with phase("evaluate"):
+                with phase("evaluation fetch"):
                     fresh = next(source, None)
+                with phase("evaluate"):
                     flags = [fresh is not None, stop_requested(), fresh is None and batch is None]
                     having, stopping, idle = _add_over_ranks(flags, world.device)
                     if stopping:

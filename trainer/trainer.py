@@ -26,7 +26,7 @@ from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .extent import agree_on_length, count_steps, effective_batch_size
 from .feed import Feed
-from .guard import Guard
+from .guard import Guard, list_activities
 from .parallel import OptimizerFactory, ParallelModel
 from .progress import Progress, Summary
 from .randomness import seed_step
@@ -90,6 +90,7 @@ class DistributedTrainer:
             self.stopwatch,
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
+            activities=list_activities(loader, evaluation),
         )
 
         recompute_activations(model, config.activation)
