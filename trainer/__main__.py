@@ -50,7 +50,8 @@ options and their defaults:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns its exit code: 0 trained or asked to stop, 75 where a rank stalled or died, 2 for an error to be cured.
+    Returns its exit code: 0 trained or asked to stop, 2 for an error to be cured, and 75 where training can go on when
+    started again: a rank stalled or died, or another node alone was asked to stop.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or "--help" in words or "-h" in words:
@@ -66,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         world = open_world(device=recipe.trainer.device)
         try:
-            train_recipe(recipe, world)
+            summary = train_recipe(recipe, world)
         finally:
             close_world()
     except PenstockError as exc:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
         print(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}", file=sys.stderr)
         return EXIT_STALLED if isinstance(exc, StallError) else 2
-    return 0
+    return EXIT_STALLED if summary.stopped_by_others else 0
 
 
 def train_recipe(recipe: Recipe, world: World) -> Summary:

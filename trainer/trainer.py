@@ -166,8 +166,13 @@ class DistributedTrainer:
                 if self._is_multiple(self.config.checkpoint.every_steps):
                     self._save(blocking=False)
             self._finish(stopped)
+            by_others = stopped and self.world.num_nodes > 1 and not self._guard.is_stop_requested()
         summary = self._recorder.finish(
-            time.perf_counter() - started, stopped=stopped, metrics=self._metrics, sent=self.compression.stats
+            time.perf_counter() - started,
+            stopped=stopped,
+            by_others=by_others,
+            metrics=self._metrics,
+            sent=self.compression.stats,
         )
         if self.world.is_first and not self.config.report.quiet:
             print(format_times(summary.phase_seconds, summary.seconds), flush=True)
