@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launch import import_root
+from launch import ranks_environment
 from tar_rows import read_starts, write_shards
 
 from penstock.loader.audit import audit
@@ -38,12 +38,7 @@ class Nodes:
                     "--rdzv-conf=last_call_timeout=1,join_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=3",
                     *("--max-restarts=3", str(Path(__file__).with_name("elastic_run.py")), str(self._folder)),
                 ],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(filter(None, [import_root(), os.environ.get("PYTHONPATH", "")])),
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                },
+                env={**ranks_environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 stdout=log,
                 stderr=log,
             )
