@@ -212,7 +212,7 @@ class StepRunner:
         self._skipped += 1
         if self._skipped > self._config.max_skipped:
             raise NonFiniteLossError(
-                f"{problem}; it is the {self._skipped}th such step and step.max_skipped={self._config.max_skipped}"
+                f"{problem}; with it {self._skipped} steps were skipped, and step.max_skipped={self._config.max_skipped}"
             )
 
 
