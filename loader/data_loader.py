@@ -323,6 +323,15 @@ class DistributedDataLoader:
             bottleneck=find_bottleneck(totals),
         )
 
+    def activity(self) -> dict[str, Any]:
+        """What the next batch waits for now, for people: such as ``{"waiting_for": "chunk at byte 0 of train-3.tar",
+        "since_s": 4.2}``; empty where a batch is ready or none was asked for.
+
+        Cheap, and may be called by any thread while another one iterates: a watchdog asks it why training stands still.
+        """
+        pipeline = self._running.pipeline
+        return {} if pipeline is None else pipeline.activity()
+
     def close(self) -> None:
         """Stop all threads and processes, and close the store; the loader cannot be used again.
 

@@ -77,6 +77,9 @@ class Handover:
             self._changed.notify_all()
             return item
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

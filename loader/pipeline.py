@@ -76,6 +76,7 @@ class Pipeline:
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
         self._assembling: EpochSpans | None = None
+        self._finishing: tuple[Delivery, float] | None = None  # waited for by the next batch's thread, since when
         self._reader = ChunkReader(
             source,
             budget_bytes=options.chunk_budget_bytes,
@@ -99,8 +100,31 @@ class Pipeline:
         if item.batch is None:
             return item
         if isinstance(item.batch, PendingBatch):
-            return _with_batch(item, item.batch.result())
+            return _with_batch(item, self._finish(item, item.batch))
         return _with_batch(item, item.batch.take())
+
+    def activity(self) -> dict[str, Any]:
+        """What the next batch waits for, and for how many seconds; empty where one is ready. Called by any thread."""
+        finishing = self._finishing
+        if finishing is not None:
+            item, since = finishing
+            shown = ", ".join(map(str, item.ids[:_SHOWN_IDS])) + (", ..." if len(item.ids) > _SHOWN_IDS else "")
+            what = f"decoding and transforming samples {shown} of epoch {item.epoch}"
+            return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
+        missing, waited_s = self._reader.list_missing()
+        if len(self._out) or not missing:
+            return {}
+        chunk = self._source.manifest.chunk(missing[0])
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        what = f"chunk at byte {chunk.offset} of {chunk.shard.key}{more}"
+        return {"waiting_for": what, "since_s": round(waited_s, 1)}
+
+    def _finish(self, item: Delivery, pending: PendingBatch) -> Any:
+        self._finishing = item, time.perf_counter()
+        try:
+            return pending.result()
+        finally:
+            self._finishing = None
 
     @property
     def resident_bytes(self) -> int:
@@ -239,7 +263,7 @@ class Pipeline:
             while True:
                 item = self._host_out.get()
                 if item.batch is not None:
-                    batch = item.batch.result()
+                    batch = self._finish(item, item.batch)
                     started = time.perf_counter()
                     item = _with_batch(item, self._feeder.stage(batch))
                     self._counters.add(copy_s=time.perf_counter() - started)
@@ -279,4 +303,5 @@ def _with_batch(item: Delivery, batch: Any) -> Delivery:
 
 
 _CLOSING_S = 1.0
+_SHOWN_IDS = 8
 _NO_IDS: IntArray = np.empty(0, np.int64)

@@ -56,6 +56,7 @@ class ChunkReader:
         self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
         self._urgent: deque[int] = deque()  # needed now, and not in memory
         self._current: dict[int, None] = {}  # needed by the span at hand and not yet handed to it
+        self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._reserved = 0
         self._peak = 0
         self._requested_bytes = 0
@@ -121,19 +122,22 @@ class ChunkReader:
                     self._changed.notify_all()  # the chunk just used may now be evicted
 
     def _wait_for_any(self) -> tuple[int, Block | BaseException]:
-        started = time.perf_counter()
-        while True:
-            if self._closed:
-                raise LoaderClosedError("the loader was closed while a batch was being read")
-            if self._failure is not None:
-                raise self._failure
-            for chunk in self._current:
-                slot = self._slots[chunk]
-                loaded = slot.block or slot.error
-                if loaded is not None:
-                    self._counters.add(chunk_wait_s=time.perf_counter() - started)
-                    return chunk, loaded
-            self._changed.wait()
+        started = self._waiting_since = time.perf_counter()
+        try:
+            while True:
+                if self._closed:
+                    raise LoaderClosedError("the loader was closed while a batch was being read")
+                if self._failure is not None:
+                    raise self._failure
+                for chunk in self._current:
+                    slot = self._slots[chunk]
+                    loaded = slot.block or slot.error
+                    if loaded is not None:
+                        self._counters.add(chunk_wait_s=time.perf_counter() - started)
+                        return chunk, loaded
+                self._changed.wait()
+        finally:
+            self._waiting_since = None
 
     def stop(self) -> None:
         """Begin no more fetches, and wake who waits."""
@@ -155,6 +159,16 @@ class ChunkReader:
             self._slots.clear()
             self._current.clear()
             self._reserved = self._requested_bytes = 0
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def list_missing(self) -> tuple[list[int], float]:
+        """The chunks that the assembler waits for, those being fetched first, and for how many seconds it has."""
+        with self._changed:
+            if self._waiting_since is None:
+                return [], 0.0
+            missing = sorted(self._current, key=lambda chunk: not self._slots[chunk].in_flight)
+            return missing, time.perf_counter() - self._waiting_since
 
     @property
     def resident_bytes(self) -> int:

@@ -50,7 +50,8 @@ options and their defaults:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns its exit code: 0 trained or asked to stop, 75 where a rank stalled or died, 2 for an error to be cured.
+    Returns its exit code: 0 trained or asked to stop, 2 for an error to be cured, and 75 where training can go on when
+    started again: a rank stalled or died, or another node alone was asked to stop.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or "--help" in words or "-h" in words:
@@ -65,23 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(format_toml(recipe.describe()).strip())
             return 0
         world = open_world(device=recipe.trainer.device)
-        try:
-            train_recipe(recipe, world)
-        finally:
-            close_world()
+        summary = train_recipe(recipe, world)
+        return EXIT_STALLED if summary.stopped_by_others else 0
     except PenstockError as exc:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
         print(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}", file=sys.stderr)
         return EXIT_STALLED if isinstance(exc, StallError) else 2
-    return 0
+    finally:
+        close_world()  # after the handler, when the error no longer holds the frames of what uses the group
 
 
 def train_recipe(recipe: Recipe, world: World) -> Summary:
     """Build everything that the recipe names, train, and close what can be closed."""
     torch.manual_seed(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
-    model = recipe.model.resolve()()
-    with _opened(recipe.data.resolve()()) as loader:
-        evaluation_source = recipe.evaluation_data.resolve()() if recipe.evaluation_data else None
+    model = recipe.model.make()
+    with _opened(recipe.data.make()) as loader:
+        evaluation_source = recipe.evaluation_data.make() if recipe.evaluation_data else None
         with _opened(evaluation_source) as evaluation_batches:
             evaluation = (
                 Evaluation(batches=evaluation_batches, metrics=recipe.evaluation.resolve(2))
@@ -90,7 +90,7 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
             )
             with DistributedTrainer(
                 model,
-                recipe.optimizer.resolve(1),
+                recipe.optimizer.make,
                 loader,
                 recipe.trainer,
                 loss=recipe.loss.resolve(2),

@@ -72,17 +72,17 @@ class CheckpointConfig:
         scheme = urlsplit(str(self.folder)).scheme
         if not str(self.folder) or scheme:
             raise TrainerConfigError(
-                f"checkpoint folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
+                f"checkpoint.folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
                 "all ranks share: give a path, of a mount where the store is remote"
             )
         if self.every_steps < 0:
-            raise TrainerConfigError(f"checkpoint every_steps={self.every_steps} must be 0 (only when asked) or more")
+            raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
         if self.keep_last < 1:
-            raise TrainerConfigError(f"checkpoint keep_last={self.keep_last} must be 1 or more")
+            raise TrainerConfigError(f"checkpoint.keep_last={self.keep_last} must be 1 or more")
         if self.keep_best < 0:
-            raise TrainerConfigError(f"checkpoint keep_best={self.keep_best} must be 0 or more")
+            raise TrainerConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 or more")
         if self.best not in ("max", "min"):
-            raise TrainerConfigError(f"checkpoint best={self.best!r} must be 'max' or 'min'")
+            raise TrainerConfigError(f"checkpoint.best={self.best!r} must be 'max' or 'min'")
 
 
 class Checkpointer:

@@ -3,6 +3,8 @@
 Under ``torchrun --nnodes=a:b`` nodes may come and go. Set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for that:
 without it a newcomer waits 60 s for a store that the workers of the last round took with them, and fails. Each change
 of membership restarts the processes, so training goes on from the newest checkpoint, on the ranks that are there then.
+A node that is asked to leave by SIGTERM stops all ranks with a checkpoint; those of the other nodes then end with an
+exit code that makes torchrun start them again.
 """
 
 from __future__ import annotations

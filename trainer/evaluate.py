@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .batches import move_batch
-from .errors import TrainerError
+from .errors import TrainerConfigError, TrainerError
 from .options import check_range, option
 from .parallel import ParallelModel
 from .precision import PrecisionConfig, compute_context
@@ -68,8 +68,9 @@ def evaluate(
         batch: Any = None
         with torch.no_grad():
             while True:
-                with phase("evaluate"):
+                with phase("evaluation fetch"):
                     fresh = next(source, None)
+                with phase("evaluate"):
                     flags = [fresh is not None, stop_requested(), fresh is None and batch is None]
                     having, stopping, idle = _add_over_ranks(flags, world.device)
                     if stopping:
@@ -99,6 +100,10 @@ def _accumulate(
     found: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]],
     device: torch.device,
 ) -> None:
+    if not isinstance(found, Mapping) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in found.values()):
+        raise TrainerConfigError(
+            f"the evaluation's function gave {found!r:.200}; it must give a mapping of metric to (sum, count)"
+        )
     for name, (amount, count) in found.items():
         into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
         into[0] += amount

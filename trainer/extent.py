@@ -16,8 +16,10 @@ def agree_on_length(loader: Iterable[Any], world: World) -> int | None:
     """Batches of one epoch, the same on every rank, or None where the loader has no length; a collective.
 
     Raises:
-        TrainerConfigError: the ranks' lengths differ.
+        TrainerConfigError: the loader cannot be iterated, or the ranks' lengths differ.
     """
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise TrainerConfigError(f"loader={loader!r:.200} cannot be iterated; give an iterable of batches")
     try:
         mine = len(loader)  # type: ignore[arg-type]
     except TypeError:

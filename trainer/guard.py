@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,14 +11,15 @@ from typing import Self
 from .elastic import StopFlag
 from .progress import Progress
 from .stopwatch import Stopwatch
-from .watchdog import Watchdog
+from .watchdog import Activity, Watchdog
 from .world import World
 
 
 class Guard:
     """A stop flag and a watchdog for as long as its context lasts; it may be entered again. Entering is a collective.
 
-    The watchdog learns from the stopwatch what this rank does, and with which step and epoch.
+    The watchdog learns from the stopwatch what this rank does, and with which step and epoch; ``activities`` say more
+    of the phases that they are named for.
     """
 
     def __init__(
@@ -28,12 +30,14 @@ class Guard:
         *,
         stall_timeout_s: float | None,
         report_folder: Path,
+        activities: Mapping[str, Activity],
     ) -> None:
         self._world = world
         self._progress = progress
         self._stopwatch = stopwatch
         self._stall_timeout_s = stall_timeout_s
         self._report_folder = report_folder
+        self._activities = activities
         self._flag: StopFlag | None = None
         self._stack = ExitStack()
 
@@ -47,8 +51,10 @@ class Guard:
             if self._stall_timeout_s is not None:
                 watchdog = Watchdog(self._world, self._stall_timeout_s, report_folder=self._report_folder)
                 stack.enter_context(watchdog)
-                progress = self._progress
-                self._stopwatch.entered = lambda name: watchdog.phase(name, step=progress.step, epoch=progress.epoch)
+                progress, activities = self._progress, self._activities
+                self._stopwatch.entered = lambda name: watchdog.phase(
+                    name, step=progress.step, epoch=progress.epoch, activity=activities.get(name)
+                )
             self._flag, self._stack = flag, stack.pop_all()
         return self
 
@@ -57,3 +63,10 @@ class Guard:
     ) -> None:
         self._flag, self._stopwatch.entered = None, None
         self._stack.__exit__(kind, error, trace)
+
+
+def list_activities(loader: object, evaluation: object | None) -> dict[str, Activity]:
+    """By phase, the ``activity`` of the loader and of the evaluation's batches, where they have one."""
+    sources = {"fetch": loader, "evaluation fetch": getattr(evaluation, "batches", None)}
+    found = {phase: getattr(source, "activity", None) for phase, source in sources.items()}
+    return {phase: activity for phase, activity in found.items() if callable(activity)}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-ALONE = frozenset({"fetch", "decode", "transform", "log", "compile"})
+ALONE = frozenset({"fetch", "evaluation fetch", "decode", "transform", "log", "compile"})
 """Phases without a collective: a rank that stays in one does so on its own account. In any other it may be a victim."""
 
 VERDICT_AT = 0.7

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import traceback
+from pathlib import Path
 
 from .errors import TrainerConfigError
 from .options import suggest
@@ -24,9 +26,18 @@ def import_name(key: str, path: str) -> object:
             f"{key}={path!r}: module {module_name!r} cannot be imported ({exc}); is it installed, or its folder on "
             "PYTHONPATH?"
         ) from exc
+    except Exception as exc:
+        raise TrainerConfigError(f"{key}={path!r}: importing {module_name!r} raised {describe_error(exc)}") from exc
     for part in name.split("."):
         if not hasattr(found, part):
             public = [known for known in vars(found) if not known.startswith("_")] if hasattr(found, "__dict__") else []
             raise TrainerConfigError(f"{key}={path!r}: {module_name!r} has no {name!r}; {suggest(part, public)}")
         found = getattr(found, part)
     return found
+
+
+def describe_error(error: Exception) -> str:
+    """An error of somebody else's code in one line: its type, what it says, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

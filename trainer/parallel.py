@@ -102,7 +102,13 @@ class ParallelModel:
             TrainerConfigError: an optimizer with state already, or over parameters that are not the model's.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return optimizer(parameter for parameter in self.inner.parameters() if parameter.requires_grad)
+            made = optimizer(parameter for parameter in self.inner.parameters() if parameter.requires_grad)
+            if not isinstance(made, torch.optim.Optimizer):
+                raise TrainerConfigError(
+                    f"optimizer is a function that gave a {type(made).__name__} and no torch.optim.Optimizer; give one "
+                    "from parameters to an optimizer"
+                )
+            return made
         if optimizer.state and self.is_sharded:
             raise TrainerConfigError(
                 f"optimizer={type(optimizer).__name__} has made updates already and parallel.zero={self.config.zero} "
@@ -138,7 +144,9 @@ class ParallelModel:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that has nothing to train."""
+    """Refuse a model that is none, or has nothing to train."""
+    if not isinstance(model, nn.Module):
+        raise TrainerConfigError(f"model is a {type(model).__name__} and no torch.nn.Module; give one")
     if not any(True for _ in model.parameters()):
         raise TrainerConfigError(
             f"model={type(model).__name__} has no parameters; give one that has (are its layers attributes of the "

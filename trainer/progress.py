@@ -44,6 +44,8 @@ class Progress:
 class Summary:
     """What a call of ``train`` came to; ``metrics`` are those of the last evaluation.
 
+    ``stopped_by_others`` says that only another node got the signal that asked to stop. That node leaves; for the run
+    to go on without it, the process should end with EXIT_STALLED, so that torchrun starts it again.
     ``wire_bytes`` are what this rank sent of gradients, ``plain_bytes`` what they would have been uncompressed.
     """
 
@@ -58,6 +60,7 @@ class Summary:
     best: float | None
     best_step: int | None
     stopped_early: bool
+    stopped_by_others: bool
     seconds: float
     phase_seconds: Mapping[str, float]
     wire_bytes: int

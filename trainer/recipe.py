@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..storage.errors import PenstockError
 from .config import TrainerConfig
 from .errors import RecipeError, TrainerConfigError
-from .imports import import_name
+from .imports import describe_error, import_name
 from .options import build_config, suggest
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -45,6 +46,21 @@ class Component:
             )
         self._check_arguments(found, given)
         return partial(found, **self.args)
+
+    def make(self, *given: Any) -> Any:
+        """What the callable gives for ``given`` and its arguments.
+
+        Raises:
+            RecipeError: it cannot be called so, or it raised an error, which is told with its place.
+        """
+        call = self.resolve(len(given))
+        try:
+            return call(*given)
+        except PenstockError:
+            raise
+        except Exception as exc:
+            args = f" with {self.key}.args={dict(self.args)!r}" if self.args else ""
+            raise RecipeError(f"{self.key}.use={self.use!r}{args} raised {describe_error(exc)}") from exc
 
     def _check_arguments(self, found: Callable[..., Any], given: int) -> None:
         try:

@@ -67,7 +67,9 @@ class Recorder:
         for observer in self._observers:
             observer.record(kind, self._progress.step, values)
 
-    def finish(self, seconds: float, *, stopped: bool, metrics: Mapping[str, float], sent: CompressionStats) -> Summary:
+    def finish(
+        self, seconds: float, *, stopped: bool, by_others: bool, metrics: Mapping[str, float], sent: CompressionStats
+    ) -> Summary:
         """Record the end of a run of ``seconds`` and sum it up."""
         progress = self._progress
         summary = Summary(
@@ -82,6 +84,7 @@ class Recorder:
             best=progress.best,
             best_step=progress.best_step,
             stopped_early=stopped,
+            stopped_by_others=by_others,
             seconds=seconds,
             phase_seconds=dict(self._stopwatch.seconds),
             wire_bytes=sent.wire_bytes,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .batches import count_rows, sample_ids
-from .errors import NonFiniteLossError
+from .errors import NonFiniteLossError, TrainerConfigError
 from .options import check_choice, check_range, option
 from .parallel import ParallelModel
 from .precision import LossScaler, PrecisionConfig, compute_context, local_part
@@ -161,7 +161,7 @@ class StepRunner:
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
-            return self._loss(self._parallel.module, batch)
+            return _check_loss(self._loss(self._parallel.module, batch))
 
     def _expect(self, count: torch.Tensor) -> float:
         known = count.clone()
@@ -212,8 +212,26 @@ class StepRunner:
         self._skipped += 1
         if self._skipped > self._config.max_skipped:
             raise NonFiniteLossError(
-                f"{problem}; it is the {self._skipped}th such step and step.max_skipped={self._config.max_skipped}"
+                f"{problem}; with it {self._skipped} steps were skipped, and step.max_skipped={self._config.max_skipped}"
             )
+
+
+def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """What a loss function gave, if it is what one gives."""
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise TrainerConfigError(
+            f"the loss function gave a {type(given).__name__}; it must give two: the sum of the losses, and the count "
+            "of samples or tokens in it"
+        )
+    total = given[0]
+    if not (isinstance(total, torch.Tensor) and total.ndim == 0 and total.requires_grad):
+        got = f"shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+        got += " without a gradient" if isinstance(total, torch.Tensor) and not total.requires_grad else ""
+        raise TrainerConfigError(
+            f"the loss function gave a sum of {got}; it must be a tensor of shape () that the parameters' gradients "
+            "can be computed from, such as losses.sum()"
+        )
+    return given
 
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> float:

@@ -26,7 +26,7 @@ from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .extent import agree_on_length, count_steps, effective_batch_size
 from .feed import Feed
-from .guard import Guard
+from .guard import Guard, list_activities
 from .parallel import OptimizerFactory, ParallelModel
 from .progress import Progress, Summary
 from .randomness import seed_step
@@ -90,6 +90,7 @@ class DistributedTrainer:
             self.stopwatch,
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
+            activities=list_activities(loader, evaluation),
         )
 
         recompute_activations(model, config.activation)
@@ -165,8 +166,13 @@ class DistributedTrainer:
                 if self._is_multiple(self.config.checkpoint.every_steps):
                     self._save(blocking=False)
             self._finish(stopped)
+            by_others = stopped and self.world.num_nodes > 1 and not self._guard.is_stop_requested()
         summary = self._recorder.finish(
-            time.perf_counter() - started, stopped=stopped, metrics=self._metrics, sent=self.compression.stats
+            time.perf_counter() - started,
+            stopped=stopped,
+            by_others=by_others,
+            metrics=self._metrics,
+            sent=self.compression.stats,
         )
         if self.world.is_first and not self.config.report.quiet:
             print(format_times(summary.phase_seconds, summary.seconds), flush=True)

@@ -13,6 +13,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,9 @@ from .errors import StallError, TrainerConfigError, WorldError
 from .heartbeat import SILENT_AT, VERDICT_AT, Beat, Sighting, State, describe, judge
 from .world import World
 
+Activity = Callable[[], Mapping[str, Any]]
+"""Says what a phase waits for just now."""
+
 EXIT_STALLED = 75
 """Exit code of a process that the watchdog ended: EX_TEMPFAIL, for another start may well succeed."""
 
@@ -32,6 +36,7 @@ _TICKS_PER_TIMEOUT = 25
 _TICK_S = (0.02, 2.0)  # least and most
 _ERROR_CHARACTERS = 2000
 _COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ProcessGroup")
+_ASKED_AT = 0.2  # of stall_timeout_s: a phase this old is told with what its activity says of it
 _GRACE = 0.1  # of stall_timeout_s: time for a rank that is not blocked to stop by an exception of its own
 
 
@@ -61,6 +66,7 @@ class Watchdog:
         now_s = time.monotonic()
         self._beat = Beat(phase="start", timeout_s=stall_timeout_s)
         self._phase_began_s = now_s
+        self._activity: tuple[int, Activity] | None = None  # of the phase with this count
         self._broke_at_s = now_s
         self._store_answered_s = now_s
         watched = range(world.world_size) if world.rank == 0 else (0,)
@@ -80,11 +86,15 @@ class Watchdog:
         self._talker.start()
         self._guard.start()
 
-    def phase(self, name: str, *, timeout_s: float | None = None, **details: Any) -> None:
+    def phase(
+        self, name: str, *, timeout_s: float | None = None, activity: Activity | None = None, **details: Any
+    ) -> None:
         """Say what this rank does from now on, such as ``phase("fetch", step=7, shard="train-0003.tar")``.
 
         ``timeout_s`` replaces ``stall_timeout_s`` for this phase alone, where it may rightly take longer (a
-        compilation, a checkpoint of a large model). Called by the training loop's thread only.
+        compilation, a checkpoint of a large model). ``activity`` gives more details when the phase has lasted a while:
+        the talking thread calls it for each heartbeat from then on, so it must not block. Called by the training
+        loop's thread only.
 
         Raises:
             StallError: another rank stalled, failed or died.
@@ -92,9 +102,9 @@ class Watchdog:
         if self._verdict is not None:
             self._stop(self._verdict)
         self._phase_began_s = time.monotonic()
-        self._beat = Beat(
-            phase=name, details=details, count=self._beat.count + 1, timeout_s=timeout_s or self.stall_timeout_s
-        )
+        count = self._beat.count + 1
+        self._activity = None if activity is None else (count, activity)
+        self._beat = Beat(phase=name, details=details, count=count, timeout_s=timeout_s or self.stall_timeout_s)
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one stops because of ``error``; they stop too, and name it."""
@@ -173,7 +183,7 @@ class Watchdog:
     def _exchange(self, sequence: int) -> None:
         """Send this rank's beat, read the others', and judge; one round trip or two, of a few hundred bytes a rank."""
         now_s = time.monotonic()
-        beat = replace(self._beat, sequence=sequence, since_s=now_s - self._phase_began_s)
+        beat = replace(self._own_beat(), sequence=sequence)
         if beat.state is State.BROKEN_OFF:
             beat = replace(beat, broken_s=now_s - self._broke_at_s)
         self._store.set(f"beat/{self._world.rank}", beat.to_text())
@@ -280,8 +290,18 @@ class Watchdog:
             sys.stderr.write(f"the report could not be written to {path}: {exc}\n")
 
     def _own_sighting(self) -> Sighting:
-        now_s = time.monotonic()
-        return Sighting(beat=replace(self._beat, since_s=now_s - self._phase_began_s), changed_at_s=now_s)
+        return Sighting(beat=self._own_beat(), changed_at_s=time.monotonic())
+
+    def _own_beat(self) -> Beat:
+        beat, activity = self._beat, self._activity
+        since_s = time.monotonic() - self._phase_began_s
+        details = beat.details
+        if activity is not None and activity[0] == beat.count and since_s > _ASKED_AT * self.stall_timeout_s:
+            try:
+                details = {**activity[1](), **details}
+            except Exception as exc:  # noqa: BLE001 - it is a loader's, and what it cannot tell must not end the watch
+                details = {**details, "activity": f"{type(exc).__name__}: {exc}"}
+        return replace(beat, details=details, since_s=since_s)
 
 
 def is_of_a_collective(error: BaseException) -> bool:

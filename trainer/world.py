@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch._dynamo  # optimizers import it: here, because imported after the process group is made it outlives its end
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -83,9 +85,15 @@ def open_world(*, device: str = "auto", timeout_s: float = 1800.0) -> World:
 
 
 def close_world() -> None:
-    """Leave the process group if ``open_world`` made it; closing twice is allowed."""
+    """Leave the process group if ``open_world`` made it; closing twice is allowed.
+
+    Call it when the trainer and what else uses the group are out of scope: a group that something still holds keeps its
+    threads, and a thread of gloo that drops the last reference to a tensor while Python exits ends the process by
+    SIGABRT ("terminate called without an active exception").
+    """
     global _opened_here
     if _opened_here and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
     _opened_here = False
 

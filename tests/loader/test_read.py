@@ -279,3 +279,22 @@ def test_closing_does_not_wait_for_each_of_many_hanging_fetches():
     source.gate.set()
     wait_until(lambda: not fetch_threads(), "a thread is left")
     assert reader.resident_bytes == 0
+
+
+def test_what_is_waited_for_is_told_while_it_is_waited_for_and_no_longer() -> None:
+    source = FakeSource([10] * 4, held=frozenset({1}))
+    reader = make_reader(source, budget=40, threads=2)
+    reader.request([0, 1, 2])
+    assert reader.list_missing() == ([], 0.0)
+    taken: list[int] = []
+    taker = threading.Thread(target=lambda: taken.extend(chunk for chunk, _ in reader.take([0, 1, 2])))
+    taker.start()
+    wait_until(lambda: len(taken) == 2 and reader.list_missing()[0], "the others to be taken")
+    missing, first_s = reader.list_missing()
+    time.sleep(0.05)
+    assert missing == [1]
+    assert reader.list_missing()[1] >= first_s + 0.05
+    source.gate.set()
+    taker.join(10)
+    assert reader.list_missing() == ([], 0.0)
+    close(reader)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import shutil
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.trainer.__main__ import format_help, main
 from penstock.trainer.config import TrainerConfig
@@ -161,3 +164,94 @@ def test_a_model_without_parameters_is_refused_before_the_first_step(
     assert main([str(path)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "penstock-run").exists()
+
+
+def bare_loss(model: Any, batch: Any) -> Any:
+    return model(batch["image"]).sum()
+
+
+def loss_without_gradient(model: Any, batch: Any) -> Any:
+    return model(batch["image"]).sum().detach(), 1
+
+
+def losses(model: Any, batch: Any) -> Any:
+    return model(batch["image"]).sum(1), 1
+
+
+def bare_metric(model: Any, batch: Any) -> Any:
+    return 0.5
+
+
+def no_optimizer(parameters: Any) -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"use": "builtins:dict"}}, ["model is a dict", "torch.nn.Module"]),
+        ({"model.args.width": -4}, ["model.use=", "model.args={'width': -4}", "raised", "line "]),
+        ({"optimizer.args.lr": -1.0}, ["optimizer.args={'lr': -1.0}", "Invalid learning rate"]),
+        ({"optimizer": {"use": f"{__name__}:no_optimizer"}}, ["gave a NoneType", "torch.optim.Optimizer"]),
+        ({"data": {"use": "builtins:int"}}, ["loader=0 cannot be iterated"]),
+        ({"data.args.global_batch_size": 0}, ["global_batch_size=0", "at least 1"]),
+        ({"loss.use": f"{__name__}:bare_loss"}, ["loss function gave a Tensor", "count of samples"]),
+        ({"loss.use": f"{__name__}:loss_without_gradient"}, ["without a gradient"]),
+        ({"loss.use": f"{__name__}:losses"}, ["a sum of shape (64,)", "losses.sum()"]),
+        ({"evaluation.use": f"{__name__}:bare_metric", "trainer.evaluate": {"every": 1}}, ["gave 0.5", "(sum, count)"]),
+        ({"trainer.checkpoint": {"every_steps": -1}}, ["checkpoint.every_steps=-1", "or more"]),
+        ({"trainer.checkpoint": {"every_steps": 1, "folder": "/proc/run"}}, ["cannot be written to /proc/run"]),
+    ],
+)
+def test_what_a_recipe_builds_is_refused_with_what_is_wrong_and_no_step_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: list[str]
+) -> None:
+    wrong = tables()
+    wrong["trainer"]["output_dir"] = str(tmp_path / "run")
+    for path, value in changes.items():
+        put(path, value)(wrong)
+    (tmp_path / "recipe.toml").write_text(format_toml(wrong))
+    assert main([str(tmp_path / "recipe.toml")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    for word in words:
+        assert word in said
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_module_that_cannot_be_imported_for_an_error_in_it_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_with_an_error.py").write_text("import torch\n\nwidth = height\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = tables()
+    wrong["model"] = {"use": "models_with_an_error:Net"}
+    with pytest.raises(RecipeError, match=r"model\.use='models_with_an_error:Net'.*'height'.*_error\.py, line 3"):
+        build_recipe(wrong).check()
+
+
+def train(folder: Path, *words: str) -> int:
+    fixed = ["--trainer.report.quiet=true", "--trainer.checkpoint.every_steps=2", f"--trainer.output_dir={folder}/run"]
+    return main(["digits", "--trainer.steps=2", "--model.args.width=4", *fixed, *words])
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path) == 0
+    capsys.readouterr()
+    assert train(tmp_path, "--model.args.width=8", "--trainer.steps=4") == 2
+    said = capsys.readouterr().err
+    assert "another model: features.0.bias has shape (4,) there and (8,) here" in said
+    assert f"{tmp_path}/run/checkpoints" in said
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*")) == ["step-2"]
+
+
+def test_a_disk_too_full_for_a_checkpoint_is_told_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    assert train(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run/checkpoints has 0.0 MB free" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

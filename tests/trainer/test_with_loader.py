@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from together_cases import Line, make_trainer
 from torch import nn
 
 from penstock import DistributedDataLoader
+from penstock.trainer.errors import NonFiniteLossError
 from penstock.trainer.world import World
 
 ROWS = 50  # five steps of two batches of at most six rows, the last batch of two
@@ -68,3 +70,44 @@ def test_training_on_the_loader_resumes_at_the_exact_sample(
     assert found_ids == expected_ids
     assert (summary.steps, summary.epochs, summary.samples) == (expected.steps, 3, 3 * ROWS)
     assert all(torch.equal(one, other) for one, other in zip(weights, expected_weights, strict=True))
+
+
+def spoil_one_row(rows: str) -> int:
+    """Make one value NaN where it lies, and return the row's sample id: its place in the data set."""
+    path = Path(rows.removeprefix("file://")) / "rows.parquet"
+    table = pq.read_table(path)
+    values = table["a"].to_numpy().copy()
+    values[20] = np.nan
+    pq.write_table(table.set_column(0, "a", pa.array(values)), path, row_group_size=8)
+    return 20
+
+
+def test_a_nan_in_the_data_stops_with_the_step_and_the_ids_of_the_samples(
+    world: World, tmp_path: Path, rows: str
+) -> None:
+    spoiled = spoil_one_row(rows)
+    with training(world, rows, tmp_path, steps=None) as (trainer, ids), pytest.raises(NonFiniteLossError) as caught:
+        trainer.train()
+    found = re.match(r"step (\d+): .*microbatch (\d), sample ids \[([\d, ]+)\]", str(caught.value))
+    assert found, caught.value
+    step, microbatch, named = int(found[1]), int(found[2]), [int(word) for word in found[3].split(",")]
+    assert spoiled in named
+    place = ids.index(spoiled) // 6  # of the batch, of six samples each
+    assert (step, microbatch) == divmod(place, 2)
+    assert named == ids[6 * place : 6 * place + 6]
+    assert all(bool(parameter.isfinite().all()) for parameter in trainer.parallel.inner.parameters())
+
+
+def test_a_nan_in_the_data_is_skipped_once_an_epoch_until_there_were_too_many(
+    world: World, tmp_path: Path, rows: str
+) -> None:
+    spoil_one_row(rows)
+    step = {"accumulate": 2, "on_nan": "skip", "max_skipped": 2}
+    with training(world, rows, tmp_path / "two", steps=None, epochs=2, step=step) as (trainer, _):
+        summary = trainer.train()
+    assert (summary.non_finite, summary.updates, summary.steps) == (2, 8, 10)
+    with (
+        training(world, rows, tmp_path / "three", steps=None, epochs=3, step=step) as (trainer, _),
+        pytest.raises(NonFiniteLossError, match="3 steps were skipped, and step.max_skipped=2"),
+    ):
+        trainer.train()

@@ -1,0 +1,30 @@
+"""Run by torchrun, on nodes that come and go: takes its time for each step until the file ``hurry`` is there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tar_rows import square_x, training
+
+from penstock.trainer.watchdog import EXIT_STALLED
+from penstock.trainer.world import close_world, open_world
+
+
+def main(folder: Path) -> int:
+    def loss(model: Any, batch: Any) -> Any:
+        if not (folder / "hurry").exists():
+            time.sleep(0.1)
+        return square_x(model, batch)
+
+    world = open_world(device="cpu")
+    with training(world, folder, loss=loss, epochs=8, checkpoint={"every_steps": 5}) as trainer:
+        summary = trainer.train()
+    close_world()
+    return EXIT_STALLED if summary.stopped_by_others else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
