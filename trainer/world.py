@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,6 +87,8 @@ def close_world() -> None:
     """Leave the process group if ``open_world`` made it; closing twice is allowed."""
     global _opened_here
     if _opened_here and dist.is_initialized():
+        # Only once nothing holds the group does this end its threads; those that outlive it can abort Python's exit.
+        gc.collect()
         dist.destroy_process_group()
     _opened_here = False
 
