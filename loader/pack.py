@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,11 @@ _UPLOADS = 4
 _OURS = re.compile(r"shard-\d{6,}\.(tar|parquet|bin)")
 
 
+PackSource: TypeAlias = (
+    str | Path | Iterable[Sample] | Iterable[pa.RecordBatch] | Iterable[Sequence[int]] | Iterable[str]
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSummary:
     """What ``pack`` wrote. ``classes`` are the names behind the numbers in ``cls``; ``dropped`` what is in no shard."""
@@ -45,9 +51,15 @@ class PackSummary:
     classes: tuple[str, ...] = ()
     dropped: str | None = None
 
+    def __str__(self) -> str:
+        return (
+            f"{self.url}: {self.samples:,} samples in {self.shards} {self.format} shards, {self.bytes:,} bytes, "
+            f"packed in {self.seconds:.1f} s"
+        )
+
 
 def pack(
-    source: str | Path | Iterable[Sample] | Iterable[Sequence[int]] | Iterable[str],
+    source: PackSource,
     target_url: str | Path,
     *,
     format: Literal["tar", "parquet", "tokens"] = "tar",  # noqa: A002 - the word that users know
@@ -66,8 +78,9 @@ def pack(
 
     A folder's files are grouped into samples by what precedes the first dot of their names; where every file lies in
     one of several subfolders, these are classes and each sample gets a ``cls``. A table (.jsonl, .csv, .parquet) has
-    a sample a row. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the one that holds text or integers) are for
-    tokens alone. ``checksums`` puts one per chunk into the manifest, which readers check.
+    a sample a row, and so have Arrow record batches, for parquet alone. ``seq_len``, ``dtype``, ``tokenizer`` and
+    ``field`` (the one that holds text or integers) are for tokens alone. ``checksums`` puts one per chunk into the
+    manifest, which readers check.
 
     Every shard is put whole and the manifest last: an interrupted pack is seen as such, and can be run again. A
     target that holds anything else is refused unless ``overwrite``.
@@ -121,6 +134,27 @@ def pack(
         )
     finally:
         store.close()
+
+
+def pack_once(source: PackSource, target_url: str | Path, **options: Any) -> PackSummary | None:
+    """``pack`` with its ``options``, unless the target holds something already; then None, and nothing is read.
+
+    What an interrupted pack left is packed anew.
+
+    Raises:
+        ConfigError, DatasetError: as ``pack``.
+    """
+    if unknown := sorted(set(options) - set(inspect.signature(pack).parameters)):
+        raise ConfigError(f"{', '.join(unknown)}: no option of pack")
+    store = open_store(str(target_url).rstrip("/") + "/", storage_options=options.get("storage_options"))
+    try:
+        keys = {info.key for info in store.list()}
+        is_whole = bool(keys) and not (MANIFEST_NAME in keys and bytes(store.get(MANIFEST_NAME)) == UNFINISHED)
+    except NotFoundError:
+        is_whole = False  # a folder or bucket that the first put makes, or fails to
+    finally:
+        store.close()
+    return None if is_whole else pack(source, target_url, **options)
 
 
 def _make_writer(

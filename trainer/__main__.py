@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..storage.errors import PenstockError
 from .config import TrainerConfig
-from .errors import StallError
+from .errors import RecipeError, StallError
 from .evaluate import Evaluation
 from .options import list_options
 from .progress import Summary
@@ -38,7 +39,11 @@ Its sections [model], [optimizer], [loss], [data], and, if wanted, [evaluation] 
   data(**args) -> iterable of this rank's batches; evaluation.data alike
   evaluation(model, batch, **args) -> {{name: (sum, count)}}
 
-and [trainer] has the options below. Any key can be overridden: --trainer.steps=100 --model.args.width=64.
+An argument may itself be named: {{ use = "package.module:name" }} is what is named there, and with args, what it
+returns when called with them. [data.prepare] and [evaluation.data.prepare], also use and args, name what is called on
+one rank of each node before the data is opened, with target_url=..., which is by default the source of the data.
+
+[trainer] has the options below. Any key can be overridden: --trainer.steps=100 --model.args.width=64.
 
   --dry-run   print the resolved recipe as TOML, with every import checked, and stop
   --help      print this and stop
@@ -66,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(format_toml(recipe.describe()).strip())
             return 0
         world = open_world(device=recipe.trainer.device)
+        prepare_data(recipe, world)
         summary = train_recipe(recipe, world)
         return EXIT_STALLED if summary.stopped_by_others else 0
     except PenstockError as exc:
@@ -74,6 +80,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_STALLED if isinstance(exc, StallError) else 2
     finally:
         close_world()  # after the handler, when the error no longer holds the frames of what uses the group
+
+
+def prepare_data(recipe: Recipe, world: World) -> None:
+    """Have the first rank of each node prepare the recipe's data while the others wait; a collective.
+
+    Node 0 goes first: where nodes share the place, the others find its data there; where each has a disk of its own,
+    each makes its own.
+
+    Raises:
+        RecipeError: on every rank, where it failed on one.
+    """
+    for data in (recipe.data, recipe.evaluation_data):
+        if data is None or data.prepare is None:
+            continue
+        for is_first_node in (True, False)[: min(2, world.num_nodes)]:
+            problem: str | None = None
+            if world.local_rank == 0 and (world.node_rank == 0) == is_first_node:
+                try:
+                    made = data.prepare.resolve()()
+                except PenstockError as exc:
+                    problem = f"{data.prepare.key} failed on rank {world.rank}: {type(exc).__name__}: {exc}"
+                else:
+                    if made is not None:
+                        print(f"{data.prepare.key}: {made}", file=sys.stderr, flush=True)
+            problems = [problem]
+            if world.world_size > 1:
+                problems = [None] * world.world_size
+                dist.all_gather_object(problems, problem)
+            if any(problems):
+                raise RecipeError("; ".join(filter(None, problems)))
 
 
 def train_recipe(recipe: Recipe, world: World) -> Summary:

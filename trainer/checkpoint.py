@@ -135,20 +135,20 @@ class Checkpointer:
         blocking: bool = False,
         metric: float | None = None,
         rank_state: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    ) -> bool:
         """Save training as it is after ``step``; returns when the state is copied, or with ``blocking`` when it counts.
 
         ``extra`` is JSON, the same on every rank and free of the world (loader, schedule, scaler); rank 0's is kept.
         ``rank_state`` holds tensors of this rank alone, which come back only in a world of the same size. A save that
         is still under way is waited for first. Saving the step that was saved or loaded last does
-        nothing, unless there is a metric to add.
+        nothing, unless there is a metric to add; the result says whether there was something to save.
 
         Raises:
             CheckpointError: the state cannot be written, or the save before this one could not.
         """
         self.wait()
         if step == self._current_step and metric is None:
-            return
+            return False
         if step < 0:
             raise CheckpointError(f"step={step} cannot be saved; count steps from 0")
         try:
@@ -166,6 +166,7 @@ class Checkpointer:
         self._thread.start()
         if blocking or not self.config.background:
             self.wait()
+        return True
 
     def load_newest(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None where there is none at all.

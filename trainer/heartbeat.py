@@ -15,8 +15,9 @@ VERDICT_AT = 0.7
 """Share of the time-out after which the rank that is furthest behind is overdue; the rest is for stopping everyone."""
 
 SILENT_AT = 0.2
-"""Share of the time-out after which silence explains why a collective broke under another rank."""
+"""Share of the time-out after which silence explains why a collective broke under another rank; but see below."""
 
+_SILENT_S = 5.0  # explains a broken collective whatever the time-out: beats come every 2 s or faster
 _SURELY_AT = 0.85  # of the time-out: now somebody must be named, also where the one furthest behind is not overdue
 _BROKEN_AT = 0.5  # of the time-out: a broken collective that nothing else explains
 _NAMED_OTHERS = 8
@@ -88,7 +89,7 @@ def judge(
     if failed:
         return _sentence(failed[:1], sightings, now_s)
     broken = {rank: beat.broken_s for rank, beat in seen.items() if beat.state is State.BROKEN_OFF}
-    silent_limit_s = timeout_s * (SILENT_AT if broken else VERDICT_AT)
+    silent_limit_s = silence_limit_s(timeout_s, broken=bool(broken))
     closed = {rank for rank, beat in seen.items() if beat.state is State.CLOSED}
     silent = [rank for rank, one in sightings.items() if rank not in closed and one.silent_s(now_s) > silent_limit_s]
     if silent:
@@ -98,6 +99,11 @@ def judge(
         return _sentence([first], sightings, now_s) if broken[first] > _BROKEN_AT * timeout_s else None
     running = {rank: sightings[rank] for rank in seen if rank not in closed}
     return _judge_overdue(running, sightings, now_s, timeout_s=timeout_s, unexcused_s=now_s - excused_at_s)
+
+
+def silence_limit_s(timeout_s: float, *, broken: bool) -> float:
+    """How long a rank may be silent; ``broken``: where a collective broke, which its death would explain."""
+    return min(SILENT_AT * timeout_s, _SILENT_S) if broken else VERDICT_AT * timeout_s
 
 
 def _judge_overdue(
@@ -163,7 +169,7 @@ def _cause(rank: int, sighting: Sighting, now_s: float) -> str:
         return f"rank {rank} failed {doing}: {beat.error}"
     if beat.state is State.BROKEN_OFF:
         return f"a collective failed under rank {rank} {doing}: {beat.error}"
-    if sighting.silent_s(now_s) > beat.timeout_s * SILENT_AT:
+    if sighting.silent_s(now_s) > silence_limit_s(beat.timeout_s, broken=True):
         return (
             f"rank {rank} has sent no heartbeat for {sighting.silent_s(now_s):.1f} s (its process is dead, stopped or "
             f"starved), last seen {doing}"

@@ -6,7 +6,7 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,51 @@ _SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Something to import and call: ``use`` is its import path, ``args`` its keyword arguments."""
+    """Something to import and call: ``use`` is its import path, ``args`` its keyword arguments.
+
+    An argument, at any depth, may be named by import path too: ``{ use = "package.module:name" }`` is what is named
+    there, and with ``args``, be they empty, what it returns when called with them. ``prepare``, of data alone, is
+    called once a node before the data is opened.
+    """
 
     key: str
     use: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Component | None = None
 
-    def resolve(self, given: int = 0) -> Callable[..., Any]:
-        """The callable with its arguments filled in but for the first ``given`` ones.
+    def check(self, given: int = 0) -> Callable[..., Any]:
+        """What ``use`` names, imported, once it is sure that it takes ``given`` arguments and then ``args``.
 
         Raises:
-            RecipeError: the import path leads nowhere or to something that cannot be called, or the arguments are not
+            RecipeError: an import path leads nowhere or to something that cannot be called, or the arguments are not
                 those that it takes.
         """
-        try:
-            found = import_name(f"{self.key}.use", self.use)
-        except TrainerConfigError as exc:
-            raise RecipeError(str(exc)) from exc
+        found = _import(self.key, self.use)
         if not callable(found):
             raise RecipeError(
                 f"{self.key}.use={self.use!r} is a {type(found).__name__} and not callable; name a class or function"
             )
         self._check_arguments(found, given)
-        return partial(found, **self.args)
+        for name, value in self.args.items():
+            _check_value(f"{self.key}.args.{name}", value)
+        if self.prepare is not None:
+            self.prepare.check()
+        return found
+
+    def resolve(self, given: int = 0) -> Callable[..., Any]:
+        """The callable with its arguments made and filled in but for the first ``given`` ones.
+
+        Raises:
+            RecipeError: as ``check``.
+        """
+        found = self.check(given)
+        made = {name: _make_value(f"{self.key}.args.{name}", value) for name, value in self.args.items()}
+        return partial(found, **made)
+
+    def describe(self) -> dict[str, Any]:
+        """Nested plain data, as the TOML file would have it."""
+        table: dict[str, Any] = {"use": self.use, "args": dict(self.args)}
+        return table if self.prepare is None else {**table, "prepare": self.prepare.describe()}
 
     def make(self, *given: Any) -> Any:
         """What the callable gives for ``given`` and its arguments.
@@ -103,12 +125,12 @@ class Recipe:
             (self.evaluation_data, 0),
         ):
             if component is not None:
-                component.resolve(given)
+                component.check(given)
 
     def describe(self) -> dict[str, Any]:
         """Nested plain data, as the TOML file would have it."""
         tables: dict[str, Any] = {
-            name: {"use": component.use, "args": dict(component.args)}
+            name: component.describe()
             for name, component in (
                 ("model", self.model),
                 ("optimizer", self.optimizer),
@@ -119,7 +141,7 @@ class Recipe:
             if component is not None
         }
         if self.evaluation_data is not None:
-            tables["evaluation"]["data"] = {"use": self.evaluation_data.use, "args": dict(self.evaluation_data.args)}
+            tables["evaluation"]["data"] = self.evaluation_data.describe()
         tables["trainer"] = asdict(self.trainer)
         return tables
 
@@ -181,7 +203,7 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
         evaluation = dict(_table("evaluation", evaluation))
         if "data" not in evaluation:
             raise RecipeError("evaluation has no data; add [evaluation.data] with use and args")
-        evaluation_data = _component("evaluation.data", evaluation.pop("data"))
+        evaluation_data = _data_component("evaluation.data", evaluation.pop("data"))
     for key in ("model", "optimizer", "loss", "data", "trainer"):
         if key not in tables:
             raise RecipeError(f"the recipe has no section [{key}]; add it")
@@ -189,7 +211,7 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
         model=_component("model", tables["model"]),
         optimizer=_component("optimizer", tables["optimizer"]),
         loss=_component("loss", tables["loss"]),
-        data=_component("data", tables["data"]),
+        data=_data_component("data", tables["data"]),
         evaluation=None if evaluation is None else _component("evaluation", evaluation),
         evaluation_data=evaluation_data,
         trainer=build_config(TrainerConfig, _table("trainer", tables["trainer"]), "trainer."),
@@ -222,6 +244,56 @@ def _component(key: str, table: Any) -> Component:
     if not isinstance(table.get("use"), str):
         raise RecipeError(f"{key}.use={table.get('use')!r} is no import path; give {key}.use='package.module:name'")
     return Component(key=key, use=table["use"], args=dict(_table(f"{key}.args", table.get("args", {}))))
+
+
+def _data_component(key: str, table: Any) -> Component:
+    """Data may be prepared; the place, ``target_url``, is by default the ``source`` that is then read."""
+    table = dict(_table(key, table))
+    prepare = table.pop("prepare", None)
+    data = _component(key, table)
+    if prepare is None:
+        return data
+    step = _component(f"{key}.prepare", prepare)
+    target = {"target_url": data.args["source"]} if "source" in data.args else {}
+    return replace(data, prepare=replace(step, args={**target, **step.args}))
+
+
+def _named(key: str, value: Any) -> Component | None:
+    return _component(key, value) if isinstance(value, Mapping) and "use" in value else None
+
+
+def _check_value(key: str, value: Any) -> None:
+    named = _named(key, value)
+    if named is not None and "args" in value:
+        named.check()
+    elif named is not None:
+        _import(key, named.use)
+    else:
+        for inner, item in _items(key, value):
+            _check_value(inner, item)
+
+
+def _make_value(key: str, value: Any) -> Any:
+    named = _named(key, value)
+    if named is not None:
+        return named.resolve()() if "args" in value else _import(key, named.use)
+    made = [_make_value(inner, item) for inner, item in _items(key, value)]
+    if isinstance(value, Mapping):
+        return dict(zip(value, made, strict=True))
+    return made if isinstance(value, list) else value
+
+
+def _items(key: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"{key}.{name}", item) for name, item in value.items()]
+    return [(f"{key}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else []
+
+
+def _import(key: str, path: str) -> object:
+    try:
+        return import_name(f"{key}.use", path)
+    except TrainerConfigError as exc:
+        raise RecipeError(str(exc)) from exc
 
 
 def _table(key: str, value: Any) -> Mapping[str, Any]:

@@ -325,7 +325,7 @@ class DistributedTrainer:
             return
         self._agree_on_weights()
         with self.stopwatch.phase("checkpoint"):
-            self._checkpointer.save(
+            is_new = self._checkpointer.save(
                 self.progress.step,
                 self.parallel.inner,
                 self.optimizer,
@@ -334,6 +334,9 @@ class DistributedTrainer:
                 metric=metric,
                 rank_state=self.compression.state_dict(),
             )
+        if is_new:
+            is_written = blocking or not self.config.checkpoint.background
+            self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
 
     def _finish(self, stopped: bool) -> None:
         self._record_steps()

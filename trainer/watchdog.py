@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from .errors import StallError, TrainerConfigError, WorldError
-from .heartbeat import SILENT_AT, VERDICT_AT, Beat, Sighting, State, describe, judge
+from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
 from .world import World
 
 Activity = Callable[[], Mapping[str, Any]]
@@ -216,8 +216,8 @@ class Watchdog:
         now_s = time.monotonic()
         if self._world.rank == 0:
             return judge(self._sightings, now_s, self.stall_timeout_s, excused_at_s=self._excused_at_s)
-        limit = SILENT_AT if self._beat.state is State.BROKEN_OFF else VERDICT_AT
-        if self._sightings[0].silent_s(now_s) <= limit * self.stall_timeout_s:
+        limit_s = silence_limit_s(self.stall_timeout_s, broken=self._beat.state is State.BROKEN_OFF)
+        if self._sightings[0].silent_s(now_s) <= limit_s:
             return None
         return judge({**self._sightings, self._world.rank: self._own_sighting()}, now_s, self.stall_timeout_s)
 
@@ -227,13 +227,23 @@ class Watchdog:
             self._verdict = self._store.compare_set("verdict", "", sentence).decode()
 
     def _take_leave(self) -> None:
-        """Count this rank as gone; rank 0 stays until all are, for its process may hold the store that they read."""
+        """Count this rank as gone; rank 0 stays until all are, for its process may hold the store that they read.
+
+        After a verdict the dead are not waited for.
+        """
         gone = self._store.add("gone", 1)
         if self._world.rank != 0:
             return
+        awaited = self._world.world_size
+        if self._verdict:
+            now_s, limit_s = time.monotonic(), silence_limit_s(self.stall_timeout_s, broken=True)
+            awaited -= sum(
+                one.silent_s(now_s) > limit_s and (one.beat is None or one.beat.state is not State.CLOSED)
+                for one in self._sightings.values()
+            )
         patience_s = self.stall_timeout_s * (_GRACE if self._verdict else 1.0)
         deadline_s = time.monotonic() + patience_s
-        while gone < self._world.world_size and time.monotonic() < deadline_s:
+        while gone < awaited and time.monotonic() < deadline_s:
             time.sleep(_TICK_S[0])
             gone = self._store.add("gone", 0)
 

@@ -79,7 +79,7 @@ def run_demo(url: str, folder: Path, epochs: int) -> int:
 
     # After the epoch's first checkpoint and before its second: the batches between are delivered again.
     kill_epoch, kill_step = epochs // 3, 16
-    arguments = ["--train", train_url, "--test", test_url, "--checkpoint", str(folder / "checkpoint.pt"),
+    arguments = ["--train", train_url, "--test", test_url, "--output", str(folder / "training"),
                  "--audit", str(folder / "audit"), "--epochs", str(epochs)]  # fmt: skip
     first = run_attempt(3, [*arguments, "--kill", f"1:{kill_epoch}:{kill_step}"], folder / "attempt-1.log", epochs)
     if first.kill is None or first.last_checkpoint is None or first.exit_code == 0:
@@ -89,8 +89,8 @@ def run_demo(url: str, folder: Path, epochs: int) -> int:
     if second.end is None or second.exit_code != 0:
         raise AttemptError(f"the second attempt failed; see {folder / 'attempt-2.log'}")
 
-    accuracy = second.end["right"] / second.end["count"]
-    screen.show_result(second.end, LEAST_ACCURACY)
+    accuracy = second.end["accuracy"]
+    screen.show_result(second.end, sum(written.test), LEAST_ACCURACY)
     samples = sum(written.train)
     audited = screen.show_audit(folder / "audit")
     is_exact = audited == 0 and is_complete(audit(folder / "audit"), epochs, samples)
@@ -169,9 +169,9 @@ def parse_event(line: str) -> Event:
 def prepare_folder(folder: Path) -> Path:
     """Make the demo's folder, without what an earlier run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("store", "audit"):
+    for name in ("store", "audit", "training"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("checkpoint.pt", "attempt-1.log", "attempt-2.log"):
+    for name in ("attempt-1.log", "attempt-2.log"):
         (folder / name).unlink(missing_ok=True)
     return folder.resolve()
 
@@ -193,7 +193,7 @@ def open_place(store: str, folder: Path) -> Iterator[tuple[str, Mapping[str, str
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", default="local", help="local (default), s3, or the URL of a prefix to write to")
-    parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="for checkpoint, audit and logs")
+    parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="for checkpoints, audit and logs")
     parser.add_argument("--epochs", type=int, default=12, help="3 or more (default 12)")
     options = parser.parse_args()
     if options.epochs < 3:

@@ -101,17 +101,16 @@ class _Tally:
         self.done = self.count = 0
         self.loss = self.rate = 0.0
         self._at = (0, 0)
-        self._samples = 0
+        self._first_samples = 0
         self._started_s = 0.0
 
     def add(self, step: Event) -> None:
         now_s = time.monotonic()
         if self.count:
-            self._samples += step["samples"]
-            self.rate = self._samples / max(now_s - self._started_s, 1e-9)
+            self.rate = (step["samples"] - self._first_samples) / max(now_s - self._started_s, 1e-9)
             self.loss += 0.1 * (step["loss"] - self.loss)
         else:
-            self._started_s, self.loss = now_s, step["loss"]
+            self._started_s, self._first_samples, self.loss = now_s, step["samples"], step["loss"]
         self.count += 1
         self._at = (step["epoch"], step["step"])
         self.done = step["epoch"] * self.steps + step["step"] + 1
@@ -130,11 +129,11 @@ def show_kill(kill: Event, checkpoint: Event, ending_s: float) -> None:
     _console.print()
 
 
-def show_result(end: Event, least_accuracy: float) -> None:
-    accuracy = end["right"] / end["count"]
+def show_result(end: Event, held_out: int, least_accuracy: float) -> None:
+    accuracy, right = end["accuracy"], round(end["accuracy"] * held_out)
     is_enough = accuracy >= least_accuracy
     short = "" if is_enough else f"; [red]less than {least_accuracy}[/]"
-    share = f"accuracy [bold]{accuracy:.4f}[/] ({end['right']} of {end['count']} held-out digits)"
+    share = f"accuracy [bold]{accuracy:.4f}[/] ({right} of {held_out} held-out digits)"
     say("result", f"loss {end['loss']:.3f}, {share}{short}", style="green" if is_enough else "red")
     _console.print()
 

@@ -105,6 +105,15 @@ def test_a_broken_collective_that_nothing_explains_is_told_in_the_end() -> None:
     assert sentence.startswith("a collective failed under rank 0 in backward for 1.0 s: RuntimeError: gloo")
 
 
+def test_a_death_is_named_in_seconds_whatever_the_timeout() -> None:
+    broken = sight("backward", 6.0, state=State.BROKEN_OFF, error="RuntimeError: gloo", timeout_s=600.0)
+    for silent_s, is_judged in ((4.5, False), (5.5, True)):
+        dead = sight("backward", 6.0, silent_s=silent_s, timeout_s=600.0)
+        sentence = judge({0: broken, 1: dead}, 100.0, 600.0)
+        assert (sentence is not None) == is_judged
+        assert sentence is None or sentence.startswith("rank 1 has sent no heartbeat for 5.5 s")
+
+
 def test_a_rank_never_heard_of_is_named() -> None:
     sentence = judge({0: sight("start", 1.0), 1: Sighting(beat=None, changed_at_s=92.0)}, 100.0, 10.0)
     assert sentence is not None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -11,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.trainer.__main__ import format_help, main
+from penstock import ImageDecoder
+from penstock.trainer.__main__ import format_help, main, prepare_data
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import RecipeError, TrainerConfigError
 from penstock.trainer.options import list_options
 from penstock.trainer.recipe import build_recipe, format_toml, parse_overrides, read_recipe, shipped_recipes
+from penstock.trainer.world import World
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -26,10 +30,10 @@ def tables() -> dict[str, Any]:
         "model": {"use": f"{recipes}:DigitsNet", "args": {"width": 4}},
         "optimizer": {"use": "torch.optim:SGD", "args": {"lr": 0.1}},
         "loss": {"use": f"{recipes}:cross_entropy"},
-        "data": {"use": f"{recipes}:load_digits", "args": {"global_batch_size": 64}},
+        "data": {"use": "penstock:DistributedDataLoader", "args": {"source": "train", "global_batch_size": 64}},
         "evaluation": {
             "use": f"{recipes}:measure",
-            "data": {"use": f"{recipes}:load_digits", "args": {"split": "test", "batch_size": 60}},
+            "data": {"use": "penstock:DistributedDataLoader", "args": {"source": "test", "batch_size": 60}},
         },
         "trainer": {"steps": 3, "precision": {"dtype": "fp32"}},
     }
@@ -43,6 +47,19 @@ def put(path: str, value: Any) -> Change:
         into[last] = value
 
     return change
+
+
+def few_batches() -> list[dict[str, torch.Tensor]]:
+    return [{"png": torch.zeros(2, 3, 8, 8), "cls": torch.zeros(2, dtype=torch.long)}]
+
+
+def small_text(section: str) -> list[str]:
+    source = f"--{section}.prepare.args.source.args"
+    return [f"{source}.max_bytes=300_000", f"--{section}.args.global_batch_size=4"]
+
+
+def few_rows(section: str) -> list[str]:
+    return [f"--{section}.prepare.args.source.args.rows=6000"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +83,16 @@ def put(path: str, value: Any) -> Change:
         (put("model.width", 3), ["model.width=3", "model.args.width"]),
         (put("optimizer.args", [1]), ["optimizer.args=[1]", "not a table"]),
         (put("data", {"args": {}}), ["data.use=None", "package.module:name"]),
+        (put("data.prepare", "pack"), ["data.prepare='pack'", "not a table"]),
+        (put("data.prepare", {"use": "math:pi"}), ["data.prepare.use='math:pi'", "not callable"]),
+        (put("data.prepare", {"use": "math:sqrt", "args": {"x": 1}}), ["data.prepare.args.target_url='train'"]),
+        (put("data.args.transform", {"use": "math:sqroot"}), ["data.args.transform.use", "did you mean 'sqrt'"]),
+        (put("data.args.transform", {"name": 1, "use": "math:e"}), ["data.args.transform.name=1"]),
+        (
+            put("data.args.decode", {"png": {"use": "penstock:ImageDecoder", "args": {"sise": 8}}}),
+            ["data.args.decode.png.args.sise=8", "did you mean 'size'"],
+        ),
+        (put("model.prepare", {}), ["model.prepare={}", "use and args"]),
         (put("evaluation", {"use": "math:sqrt"}), ["evaluation has no data", "[evaluation.data]"]),
     ],
 )
@@ -106,6 +133,52 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert read_recipe(str(path)) == recipe
 
 
+def test_arguments_named_by_import_path_are_what_is_named_or_what_it_returns() -> None:
+    given = tables()
+    put("data.args.transform", {"use": "math:sqrt"})(given)
+    put("data.args.decode", {"png": {"use": "penstock:ImageDecoder", "args": {"size": 8}}, "cls": "plain"})(given)
+    put("data.args.columns", ["png", {"use": "math:tau"}])(given)
+    recipe = build_recipe(given)
+    recipe.check()
+    assert tomllib.loads(format_toml(recipe.describe()))["data"] == given["data"]
+    arguments = recipe.data.resolve().keywords  # type: ignore[attr-defined]
+    assert arguments["transform"] is math.sqrt
+    assert arguments["decode"] == {"png": ImageDecoder(size=8), "cls": "plain"}
+    assert arguments["columns"] == ["png", math.tau]
+
+
+def write_rows(target_url: str, rows: int) -> str | None:
+    """What a [data.prepare] may name; it counts its calls."""
+    path = Path(target_url) / "rows.jsonl"
+    if path.exists():
+        return None
+    path.parent.mkdir(parents=True)
+    path.write_text('{"n": 1}\n' * rows)
+    return f"{rows} rows"
+
+
+def test_data_is_prepared_where_the_loader_reads_it_and_once(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tables()
+    put("data.prepare", {"use": f"{__name__}:write_rows", "args": {"rows": 3}})(given)
+    put("data.args.source", str(tmp_path / "rows"))(given)
+    recipe = build_recipe(given)
+    for said in ("data.prepare: 3 rows\n", ""):
+        prepare_data(recipe, world)
+        assert capsys.readouterr().err == said
+        assert (tmp_path / "rows" / "rows.jsonl").read_text().count("n") == 3
+
+
+def test_data_that_cannot_be_prepared_is_an_error_that_names_rank_and_cause(tmp_path: Path, world: World) -> None:
+    given = tables()
+    wrong = {"source": ["text"], "format": "tokens"}
+    put("data.prepare", {"use": "penstock.loader.pack:pack_once", "args": wrong})(given)
+    put("data.args.source", str(tmp_path / "rows"))(given)
+    with pytest.raises(RecipeError, match=r"data.prepare failed on rank 0: ConfigError: seq_len=None"):
+        prepare_data(build_recipe(given), world)
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_shipped_recipe_names_only_what_there_is(name: str) -> None:
     read_recipe(name).check()
@@ -142,11 +215,31 @@ def test_the_dry_run_prints_the_recipe_and_trains_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recipe_trains_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("digits", ["--trainer.epochs=1", "--model.args.width=8"]),
+        (
+            "gpt",
+            ["--trainer.steps=2", "--trainer.evaluate.every=2", *small_text("data"), *small_text("evaluation.data")],
+        ),
+        ("clicks", ["--trainer.epochs=1", *few_rows("data"), *few_rows("evaluation.data")]),
+    ],
+)
+def test_a_shipped_recipe_trains_from_the_command_line_on_shards_that_it_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["digits", "--trainer.epochs=1", "--model.args.width=8", "--trainer.report.quiet=true"]) == 0
-    lines = (tmp_path / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()
-    assert '"kind": "end"' in lines[-1]
+    quiet = ["--trainer.report.quiet=true", "--trainer.checkpoint.every_steps=0", "--trainer.checkpoint.keep_best=0"]
+    assert main([name, *words, *quiet]) == 0
+    packed = {path: path.stat().st_mtime_ns for path in Path("runs", name, "data").rglob("*.*")}
+    assert {path.parent.name for path in packed} >= {"train", "test"}
+    assert main([name, *words, *quiet]) == 0
+    assert {path: path.stat().st_mtime_ns for path in Path("runs", name, "data").rglob("*.*")} == packed
+    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    assert [lines[-1]["kind"], lines[-1]["accuracy"] > 0] == ["end", True]
+    first, again = (line for line in lines if line["kind"] == "end")
+    assert {**first, "time": 0, "seconds": 0} == {**again, "time": 0, "seconds": 0}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +253,8 @@ def test_a_model_without_parameters_is_refused_before_the_first_step(
     path = tmp_path / "recipe.toml"
     wrong = tables()
     wrong["model"] = {"use": model}
+    del wrong["evaluation"]
+    wrong["data"] = {"use": f"{__name__}:few_batches"}
     path.write_text(format_toml(wrong))
     assert main([str(path)]) == 2
     assert message in capsys.readouterr().err

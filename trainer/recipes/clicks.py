@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..arrays import ArrayLoader
 from ..batches import VALID
 from ..errors import TrainerConfigError
 
 CATEGORIES = 8
 NUMBERS = 4
+_BATCH_ROWS = 8192
 
 
 class ClickNet(nn.Module):
@@ -47,8 +45,10 @@ class ClickNet(nn.Module):
         return logits.squeeze(1)
 
 
-def write_clicks(path: Path, rows: int, values: int = 1000, seed: int = 0) -> None:
-    """A made-up click log whose clicks follow from hidden traits of the categories, as parquet."""
+def read_clicks(split: str, *, rows: int, values: int = 1000, seed: int = 0) -> Iterator[pa.RecordBatch]:
+    """A made-up click log whose clicks follow from hidden traits of the categories; its last tenth is held out."""
+    if split not in ("train", "test"):
+        raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
     random = np.random.default_rng(seed)
     traits = random.normal(size=(CATEGORIES, values, 3)) / np.sqrt(3)
     categories = np.minimum(random.zipf(1.3, size=(rows, CATEGORIES)) - 1, values - 1)
@@ -58,50 +58,31 @@ def write_clicks(path: Path, rows: int, values: int = 1000, seed: int = 0) -> No
     columns: dict[str, Any] = {f"category_{i}": categories[:, i].astype(np.int32) for i in range(CATEGORIES)}
     columns |= {f"number_{i}": numbers[:, i] for i in range(NUMBERS)}
     columns["click"] = (random.random(rows) < 1 / (1 + np.exp(-score))).astype(np.int8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.tmp")
-    pq.write_table(pa.table(columns), written, row_group_size=8192, compression="zstd")
-    written.rename(path)
-
-
-def load_clicks(folder: str, split: str = "train", *, rows: int = 100_000, **loader: Any) -> ArrayLoader:
-    """Rows of ``folder/clicks-ROWS.parquet``, which is written first where there is none; a tenth is held out."""
-    if split not in ("train", "test"):
-        raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
-    path = Path(folder) / f"clicks-{rows}.parquet"
-    if not path.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
-        write_clicks(path, rows)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-    table = pq.read_table(path)
+    log = pa.record_batch(columns)
     cut = rows - rows // 10
-    table = table.slice(0, cut) if split == "train" else table.slice(cut)
-    categories = np.stack([table[f"category_{i}"].to_numpy() for i in range(CATEGORIES)], axis=1)
-    numbers = np.stack([table[f"number_{i}"].to_numpy() for i in range(NUMBERS)], axis=1)
-    arrays = {
-        "categories": categories.astype(np.int64),
-        "numbers": numbers.astype(np.float32),
-        "click": table["click"].to_numpy().astype(np.float32),
-    }
-    return ArrayLoader(arrays, **loader)
+    part = log.slice(0, cut) if split == "train" else log.slice(cut)
+    for start in range(0, len(part), _BATCH_ROWS):
+        yield part.slice(start, _BATCH_ROWS)
 
 
 def log_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the binary cross entropies of the valid rows, and their number."""
-    losses = F.binary_cross_entropy_with_logits(_logits(model, batch), batch["click"], reduction="none")
-    valid = batch.get(VALID, torch.ones_like(batch["click"], dtype=torch.bool))
-    return (losses * valid).sum(), valid.sum()
+    losses, _, valid = _score(model, batch)
+    return losses.sum(), valid.sum()
 
 
 def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Loss and accuracy over the valid rows."""
-    logits = _logits(model, batch)
-    valid = batch.get(VALID, torch.ones_like(batch["click"], dtype=torch.bool))
-    losses = F.binary_cross_entropy_with_logits(logits, batch["click"], reduction="none") * valid
-    right = ((logits > 0) == (batch["click"] > 0.5)) & valid
+    losses, right, valid = _score(model, batch)
     return {"loss": (losses.sum(), valid.sum()), "accuracy": (right.sum(), valid.sum())}
 
 
-def _logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits: torch.Tensor = model(batch["numbers"], batch["categories"])
-    return logits.float()
+def _score(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each row's loss and whether it is predicted right, both zero where a row only fills up; and the mask of rows."""
+    numbers = torch.stack([batch[f"number_{i}"] for i in range(NUMBERS)], dim=1)
+    categories = torch.stack([batch[f"category_{i}"] for i in range(CATEGORIES)], dim=1).long()
+    click = batch["click"].float()
+    logits = model(numbers, categories).float()
+    valid = batch.get(VALID, torch.ones_like(click, dtype=torch.bool))
+    losses = F.binary_cross_entropy_with_logits(logits, click, reduction="none") * valid
+    return losses, ((logits > 0) == (click > 0.5)) & valid, valid

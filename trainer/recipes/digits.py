@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..arrays import ArrayLoader
 from ..batches import VALID
 from ..errors import TrainerConfigError
 
@@ -38,32 +38,41 @@ class DigitsNet(nn.Module):
         return scores
 
 
-def load_digits(split: str = "train", **loader: Any) -> ArrayLoader:
-    """The train or the held-out part, cut once and for all; ``loader`` goes to ``ArrayLoader``."""
-    try:
-        from sklearn import datasets
-    except ImportError as exc:
-        raise TrainerConfigError("the digits come with scikit-learn; install penstock[demo]") from exc
+def read_digits(split: str) -> Iterator[dict[str, Any]]:
+    """The images of the train or the held-out part, cut once and for all, as PNG files with their classes."""
     if split not in ("train", "test"):
         raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
+    try:
+        import cv2
+        from sklearn import datasets
+    except ImportError as exc:
+        raise TrainerConfigError(
+            "the digits come with scikit-learn and are written with OpenCV; install penstock[demo]"
+        ) from exc
     found = datasets.load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    rows = order[_HELD_OUT:] if split == "train" else order[:_HELD_OUT]
-    images = (found.images[rows, None] / 16.0).astype(np.float32)
-    return ArrayLoader({"image": images, "label": found.target[rows].astype(np.int64)}, **loader)
+    images = np.rint(found.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), from 0..16
+    order = np.random.default_rng(0).permutation(len(images))
+    for row in order[_HELD_OUT:] if split == "train" else order[:_HELD_OUT]:
+        png = cv2.imencode(".png", images[row])[1].tobytes()
+        yield {"__key__": f"{row:04d}", "png": png, "cls": int(found.target[row])}
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the losses of the valid rows, and their number."""
-    losses = F.cross_entropy(model(batch["image"]).float(), batch["label"], reduction="none")
-    valid = batch.get(VALID, torch.ones_like(batch["label"], dtype=torch.bool))
+    losses = F.cross_entropy(model(_images(batch)).float(), batch["cls"], reduction="none")
+    valid = batch.get(VALID, torch.ones_like(batch["cls"], dtype=torch.bool))
     return (losses * valid).sum(), valid.sum()
 
 
 def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Loss and accuracy over the valid rows."""
-    scores = model(batch["image"]).float()
-    valid = batch.get(VALID, torch.ones_like(batch["label"], dtype=torch.bool))
-    right = (scores.argmax(1) == batch["label"]) & valid
-    losses = F.cross_entropy(scores, batch["label"], reduction="none") * valid
+    scores = model(_images(batch)).float()
+    valid = batch.get(VALID, torch.ones_like(batch["cls"], dtype=torch.bool))
+    right = (scores.argmax(1) == batch["cls"]) & valid
+    losses = F.cross_entropy(scores, batch["cls"], reduction="none") * valid
     return {"loss": (losses.sum(), valid.sum()), "accuracy": (right.sum(), valid.sum())}
+
+
+def _images(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    # (B, 3, 8, 8) uint8, all channels alike -> (B, 1, 8, 8) float32 in [0, 1]
+    return (batch["png"][:, 0].float() / 255).unsqueeze(1)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..arrays import ArrayLoader
 from ..batches import VALID
 from ..errors import TrainerConfigError
+
+Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
 
 class Block(nn.Module):
@@ -72,35 +71,19 @@ class SmallGPT(nn.Module):
         return scores
 
 
-def load_sources(
-    split: str = "train",
-    *,
-    vocabulary: int = 2048,
-    length: int = 128,
-    max_bytes: int = 4_000_000,
-    cache_dir: str | None = None,
-    **loader: Any,
-) -> ArrayLoader:
-    """Windows of ``length + 1`` tokens; a tenth of them is held out. ``loader`` goes to ``ArrayLoader``.
+def read_tokens(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) -> Iterator[Tokens]:
+    """The tokens of one module after the other; every tenth module is held out.
 
-    The tokens are made once, by rank 0, and kept in ``cache_dir``.
+    ``tokenizer`` is the file of a byte-level BPE with ``vocabulary`` tokens, trained on the other modules and written
+    where there is none.
     """
     if split not in ("train", "test"):
         raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
-    folder = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "penstock" / "recipes")
-    key = hashlib.sha256(f"{sys.version}{vocabulary}{max_bytes}".encode()).hexdigest()[:16]
-    path = folder / f"stdlib-{key}.npy"
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    if first and not path.exists():
-        _save_whole(path, tokenize(read_sources(max_bytes), vocabulary))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-    tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    windows = len(tokens) // (length + 1)
-    table = tokens[: windows * (length + 1)].reshape(windows, length + 1)
-    held_out = np.arange(windows) // 10 % 10 == 9  # ten windows in a row, all over the text
-    rows = table[held_out if split == "test" else ~held_out]
-    return ArrayLoader({"tokens": rows.astype(np.int64)}, **loader)
+    texts = read_sources(max_bytes)
+    parts = {"train": [text for i, text in enumerate(texts) if i % 10 != 9], "test": texts[9::10]}
+    bpe = open_tokenizer(Path(tokenizer), vocabulary, parts["train"])
+    for text in parts[split]:
+        yield np.asarray(bpe.encode(text).ids, dtype=np.uint16)
 
 
 def read_sources(max_bytes: int) -> list[str]:
@@ -120,46 +103,50 @@ def read_sources(max_bytes: int) -> list[str]:
     return texts
 
 
-def tokenize(texts: list[str], vocabulary: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Train a byte-level BPE on the texts and give them as one line of uint16 tokens."""
+def open_tokenizer(path: Path, vocabulary: int, texts: list[str]) -> Any:
+    """The byte-level BPE that is kept at ``path``; where there is none it is trained on the texts and written whole."""
     if not 256 <= vocabulary <= 65536:
         raise TrainerConfigError(f"vocabulary={vocabulary} is out of range; a byte-level BPE has 256 to 65536 tokens")
     try:
-        from tokenizers import ByteLevelBPETokenizer
+        from tokenizers import ByteLevelBPETokenizer, Tokenizer
     except ImportError as exc:
         raise TrainerConfigError("the recipe trains a tokenizer with tokenizers; install penstock[demo]") from exc
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=vocabulary, show_progress=False)
-    encoded = tokenizer.encode_batch(texts)
-    return np.concatenate([np.asarray(each.ids, dtype=np.uint16) for each in encoded])
+    if not path.exists():
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(texts, vocab_size=vocabulary, show_progress=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        bpe.save(str(fresh))
+        fresh.replace(path)
+    found = Tokenizer.from_file(str(path))
+    if found.get_vocab_size() > vocabulary:
+        raise TrainerConfigError(
+            f"vocabulary={vocabulary}, and the tokenizer kept at {path} has {found.get_vocab_size()} tokens; delete it "
+            "and the token files made with it, or use its number"
+        )
+    return found
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """The sum of the losses of all next tokens, and their number."""
-    targets = _targets(batch)
-    total = F.cross_entropy(model(batch["tokens"][:, :-1]).float(), targets, ignore_index=-1, reduction="sum")
+    inputs, targets = _split(batch)
+    total = F.cross_entropy(model(inputs).float(), targets, ignore_index=-1, reduction="sum")
     return total, int((targets >= 0).sum())
 
 
 def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Loss and accuracy of the next token."""
-    targets = _targets(batch)
-    scores = model(batch["tokens"][:, :-1]).float()
+    inputs, targets = _split(batch)
+    scores = model(inputs).float()
     count = (targets >= 0).sum()
     total = F.cross_entropy(scores, targets, ignore_index=-1, reduction="sum")
     return {"loss": (total, count), "accuracy": ((scores.argmax(1) == targets).sum(), count)}
 
 
-def _targets(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    targets = batch["tokens"][:, 1:]
+def _split(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    # (B, T + 1) uint16 -> inputs (B, T) and targets (B * T,), int64; -1 where a row only fills the batch up
+    tokens = batch["tokens"].long()
+    targets = tokens[:, 1:]
     if VALID in batch:
         targets = targets.masked_fill(~batch[VALID][:, None], -1)
-    return targets.flatten()
-
-
-def _save_whole(path: Path, tokens: np.ndarray[Any, np.dtype[np.uint16]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with written.open("wb") as file:
-        np.save(file, tokens)
-    written.rename(path)
+    return tokens[:, :-1], targets.flatten()
