@@ -37,11 +37,12 @@ def _summarize_one(name: str, runs: Runs) -> dict[str, Any]:
     summary: dict[str, Any] = {key: statistics.median(getattr(run, key) for run in own["epoch"]) for key in _MEDIANS}
     summary["cpu_us_per_sample"] = statistics.median(run.cpu_s / max(run.samples, 1) * 1e6 for run in own["epoch"])
     summary["first_batch_s"] = statistics.median(run.first_batch_s for run in own["fresh"] or own["epoch"])
-    if own["resumed"]:
-        summary["resumed_first_batch_s"] = statistics.median(run.first_batch_s for run in own["resumed"])
-        summary["resume_ratio"] = median_ratio(
-            [run.first_batch_s for run in own["resumed"]], [run.first_batch_s for run in own["fresh"]]
-        )
+    resumed = [run.first_batch_s for run in own["resumed"]]
+    if resumed:
+        summary["resumed_first_batch_s"] = statistics.median(resumed)
+        # A slow contender does not come to the middle of its epoch in every round, and is not resumed there then.
+        if len(resumed) == len(own["fresh"]):
+            summary["resume_ratio"] = median_ratio(resumed, [run.first_batch_s for run in own["fresh"]])
     named = [run.bottleneck for run in own["epoch"] if run.bottleneck is not None]
     if named:
         summary["bottleneck"] = statistics.mode(named)
