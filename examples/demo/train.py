@@ -65,7 +65,7 @@ def train(options: argparse.Namespace, world: World) -> None:
     """Go on from the newest checkpoint, if there is one, to the end of the last epoch; then evaluate."""
     torch.manual_seed(0)
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=1e-2)
     with (
         DistributedDataLoader(
             options.train,
@@ -83,7 +83,7 @@ def train(options: argparse.Namespace, world: World) -> None:
             epochs=options.epochs,
             output_dir=str(options.output),
             precision=PrecisionConfig(dtype="fp32"),
-            schedule=ScheduleConfig(shape="cosine", warmup_steps=3 * steps // 10),
+            schedule=ScheduleConfig(shape="cosine", warmup_steps=steps // 10),
             evaluate=EvaluateConfig(every=steps),  # once, at the end
             # Written before training goes on: what the kill finds on disk is then the same in every run.
             checkpoint=CheckpointConfig(every_steps=CHECKPOINT_EVERY, background=False),

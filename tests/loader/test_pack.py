@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,7 +19,7 @@ from penstock.loader.formats.shard import ArrayColumn
 from penstock.loader.index import open_manifest
 from penstock.loader.index_build import UnfinishedDatasetError
 from penstock.loader.manifest import MANIFEST_NAME, Manifest
-from penstock.loader.pack import pack
+from penstock.loader.pack import pack, pack_once
 from penstock.loader.verify import verify
 from penstock.storage import AccessDeniedError, open_store
 from penstock.storage.memory import Fault, MemoryStore
@@ -160,6 +161,43 @@ def test_an_interrupted_pack_is_seen_as_such_and_can_be_run_again(memory_store: 
         open_manifest(memory_store.url)
     pack(({"txt": f"{number}"} for number in range(40)), memory_store.url, shard_bytes=4000)
     assert open_manifest(memory_store.url).num_samples == 40
+
+
+def test_packing_once_keeps_what_is_there_reads_nothing_and_goes_on_after_an_interrupt(
+    memory_store: MemoryStore,
+) -> None:
+    def samples(stop_at: int) -> Iterator[dict[str, Any]]:
+        for number in range(40):
+            if number == stop_at:
+                raise KeyboardInterrupt
+            yield {"txt": f"{number}"}
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_once(samples(20), memory_store.url, shard_bytes=4000)
+    summary = pack_once(samples(-1), memory_store.url, shard_bytes=4000)
+    assert summary is not None
+    assert "40 samples" in str(summary)
+    assert pack_once(samples(0), memory_store.url) is None
+    assert open_manifest(memory_store.url).num_samples == 40
+
+
+def test_packing_once_leaves_shards_of_others_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"n": 1}\n')
+    assert pack_once([{"txt": "a"}], tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_packing_once_refuses_what_is_no_option_of_pack(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shard_byte: no option of pack"):
+        pack_once([{"txt": "a"}], tmp_path / "out", shard_byte=4000)
+    assert not (tmp_path / "out").exists()
+
+
+def test_record_batches_become_parquet_without_rows_in_between(tmp_path: Path) -> None:
+    batches = (pa.record_batch({"n": pa.array(range(start, start + 100), pa.int16())}) for start in (0, 100, 200))
+    summary = pack(batches, tmp_path / "out", format="parquet")
+    assert summary.samples == 300
+    assert [sample["n"] for sample in read_samples(str(tmp_path / "out"))] == list(range(300))
 
 
 def test_a_failing_store_leaves_an_unfinished_data_set(memory_store: MemoryStore) -> None:

@@ -147,6 +147,15 @@ def test_the_weights_at_the_end_are_exported_to_one_file(world: World, tmp_path:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(("background", "state"), [(True, "being written"), (False, "written")])
+def test_observers_are_told_of_each_checkpoint_once(world: World, tmp_path: Path, background: bool, state: str) -> None:
+    options = {"every_steps": 2, "background": background}
+    with make_trainer(world, str(tmp_path), checkpoint=options) as trainer:
+        trainer.train()
+    told = [(one["step"], one["state"]) for one in read_records(tmp_path) if one["kind"] == "checkpoint"]
+    assert told == [(2, state), (4, state)]
+
+
 def test_a_finished_run_is_not_run_again(world: World, tmp_path: Path) -> None:
     for _ in range(2):
         with make_trainer(world, str(tmp_path), checkpoint={"every_steps": 3}) as trainer:

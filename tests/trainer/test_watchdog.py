@@ -88,6 +88,24 @@ def test_whatever_befalls_a_rank_all_others_name_it_and_stop_in_time(tmp_path: P
             assert "in _train_until" in _read_report(tmp_path / name, victim)
 
 
+def _lose_a_rank(world: World) -> str:
+    with Watchdog(world, 600.0) as watchdog:
+        watchdog.phase("backward", step=1)
+        dist.all_reduce(torch.ones(4))
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(4))
+    return "done"
+
+
+def test_a_killed_rank_ends_the_others_in_seconds_however_patient_they_are_with_a_stall() -> None:
+    began_s = time.monotonic()
+    outcomes = Ranks(_lose_a_rank, 3).join(60.0, expect={0, 1, 2})
+    assert time.monotonic() - began_s < 40.0  # 600 s is what a stall would have, and torchrun kills after 30
+    for rank in (0, 2):
+        assert _says_why(outcomes[rank], "rank 1 has sent no heartbeat|not been heard of"), outcomes[rank]
+
+
 def _says_why(outcome: Outcome, pattern: str) -> bool:
     """Ended by the watchdog's code, or by a StallError that says the same as the report."""
     if outcome.exit_code == EXIT_STALLED:
