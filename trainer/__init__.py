@@ -6,9 +6,11 @@ from .errors import TrainerError
 from .evaluate import Evaluation
 from .progress import Summary
 from .trainer import DistributedTrainer
+from .watchdog import EXIT_STALLED
 from .world import World, close_world, open_world
 
 __all__ = [
+    "EXIT_STALLED",
     "ArrayLoader",
     "DistributedTrainer",
     "Evaluation",

@@ -212,7 +212,8 @@ class StepRunner:
         self._skipped += 1
         if self._skipped > self._config.max_skipped:
             raise NonFiniteLossError(
-                f"{problem}; with it {self._skipped} steps were skipped, and step.max_skipped={self._config.max_skipped}"
+                f"{problem}; with it {self._skipped} steps were skipped, and step.max_skipped="
+                f"{self._config.max_skipped}"
             )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch._dynamo  # optimizers import it: here, because imported after the process group is made it outlives its end
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -99,6 +99,8 @@ def close_world() -> None:
 
 
 def _join(world: World, timeout_s: float) -> None:
+    # Every optimizer imports this; imported once there is a process group, it keeps the group's threads past its end.
+    importlib.import_module("torch._dynamo")
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     try:

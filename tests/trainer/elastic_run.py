@@ -9,7 +9,7 @@ from typing import Any
 
 from tar_rows import square_x, training
 
-from penstock.trainer.watchdog import EXIT_STALLED
+from penstock.trainer import EXIT_STALLED
 from penstock.trainer.world import close_world, open_world
 
 

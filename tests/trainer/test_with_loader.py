@@ -108,6 +108,6 @@ def test_a_nan_in_the_data_is_skipped_once_an_epoch_until_there_were_too_many(
     assert (summary.non_finite, summary.updates, summary.steps) == (2, 8, 10)
     with (
         training(world, rows, tmp_path / "three", steps=None, epochs=3, step=step) as (trainer, _),
-        pytest.raises(NonFiniteLossError, match="3 steps were skipped, and step.max_skipped=2"),
+        pytest.raises(NonFiniteLossError, match=r"3 steps were skipped, and step\.max_skipped=2"),
     ):
         trainer.train()
