@@ -281,6 +281,17 @@ def no_optimizer(parameters: Any) -> Any:
     return None
 
 
+@pytest.fixture(scope="module")
+def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from penstock.loader.pack import pack_once
+    from penstock.trainer.recipes.digits import read_digits
+
+    folder = tmp_path_factory.mktemp("digits")
+    for split in ("train", "test"):
+        pack_once(read_digits(split), folder / split, format="tar")
+    return {split: str(folder / split) for split in ("train", "test")}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -299,9 +310,15 @@ def no_optimizer(parameters: Any) -> Any:
     ],
 )
 def test_what_a_recipe_builds_is_refused_with_what_is_wrong_and_no_step_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], words: list[str]
+    tmp_path: Path,
+    digit_shards: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: list[str],
 ) -> None:
     wrong = tables()
+    wrong["data"]["args"]["source"] = digit_shards["train"]
+    wrong["evaluation"]["data"]["args"]["source"] = digit_shards["test"]
     wrong["trainer"]["output_dir"] = str(tmp_path / "run")
     for path, value in changes.items():
         put(path, value)(wrong)
