@@ -16,7 +16,7 @@ from .job import Job, Measurement
 from .layout import Layout, find_layout
 from .machine import describe_machine, list_versions
 from .ratios import summarize
-from .subprocesses import run_job
+from .subprocesses import MeasurementError, run_job
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
 
         prepared, refused = prepare_peers(config, manifest, layout, ours, say)
         jobs |= prepared
-    runs = _run_rounds(jobs, config.rounds, startup=config.startup, say=say)
+    runs = _run_rounds(jobs, config.rounds, startup=config.startup, say=say, refused=refused)
     contenders = {
         name: {kind: [asdict(run) for run in done] for kind, done in kinds.items()} for name, kinds in runs.items()
     }
@@ -77,9 +77,12 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
 
 
 def _run_rounds(
-    jobs: Mapping[str, Job], rounds: int, *, startup: bool, say: Say
+    jobs: Mapping[str, Job], rounds: int, *, startup: bool, say: Say, refused: dict[str, str]
 ) -> dict[str, dict[str, list[Measurement]]]:
-    """A B C A B C ...: each contender's epoch, then its first batch, from fresh and from the middle of an epoch."""
+    """A B C A B C ...: each contender's epoch, then its first batch, from fresh and from the middle of an epoch.
+
+    A peer that cannot go on from its own state in another process is not resumed again; ``refused`` says why.
+    """
     runs: dict[str, dict[str, list[Measurement]]] = {name: {"epoch": [], "fresh": [], "resumed": []} for name in jobs}
     for number in range(1, rounds + 1):
         for name, job in jobs.items():
@@ -89,9 +92,14 @@ def _run_rounds(
             if not startup:
                 continue
             runs[name]["fresh"].append(run_job(replace(job, mode="first-batch")))
-            if run.state is not None:
-                resumed = run_job(replace(job, mode="first-batch", state=run.state))
-                runs[name]["resumed"].append(resumed)
+            if run.state is None or (resume := f"{name}, resume") in refused:
+                continue
+            try:
+                runs[name]["resumed"].append(run_job(replace(job, mode="first-batch", state=run.state)))
+            except MeasurementError as exc:
+                if name == OURS:
+                    raise
+                refused[resume] = str(exc).strip().splitlines()[-1]
     return runs
 
 
