@@ -53,7 +53,8 @@ class PackSummary:
 
     def __str__(self) -> str:
         return (
-            f"{self.url}: {self.samples:,} samples in {self.shards} {self.format} shards, {self.bytes:,} bytes, "
+            f"{self.url}: {self.samples:,} samples, {self.bytes:,} bytes of {self.format} in "
+            f"{self.shards} {'shard' if self.shards == 1 else 'shards'}, "
             f"packed in {self.seconds:.1f} s"
         )
 
