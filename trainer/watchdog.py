@@ -126,7 +126,9 @@ class Watchdog:
             self._beat = replace(self._beat, state=State.CLOSED)
         self._closing.set()
         self._wake.set()
-        self._talker.join(timeout=2 * self.stall_timeout_s)
+        # With a verdict nothing is left to say; and a store whose host is gone may hold the thread for ever.
+        patience = _GRACE if self._verdict is not None else 2.0
+        self._talker.join(timeout=patience * self.stall_timeout_s)
         self._released.set()
         self._guard.join()
 
