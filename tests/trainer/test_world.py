@@ -81,6 +81,8 @@ def test_a_place_outside_the_world_is_refused(changes: dict[str, int]) -> None:
 def test_an_environment_of_no_possible_world_is_explained(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(WorldError) as caught:
