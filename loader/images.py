@@ -72,8 +72,9 @@ class ImageDecoder:
     The formats are told by content, not by name. Grey, palette and 16-bit images become 8-bit RGB, CMYK is converted,
     alpha is dropped, of an animation the first frame is taken, and EXIF orientation is ignored (as PIL does).
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still larger than what is asked. Reduction is
-    low-pass filtered as in PIL's antialiased bilinear resize: of the same region, the two agree to 35 dB PSNR or better
-    on photographs. A region is placed to within half a pixel of the output.
+    low-pass filtered as in PIL's antialiased bilinear resize: of the same region, the two agree to about 35 dB PSNR
+    or better on photographs; an edge that is no multiple of 8 pixels can cost a little of it. A region is
+    placed to within half a pixel of the output.
 
     An instance holds no mutable state; any number of threads may use it, and the heavy calls release the GIL.
     """

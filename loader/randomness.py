@@ -23,7 +23,7 @@ class _Key(ISeedSequence):
 
 
 def sample_rng(seed: int, epoch: int, sample_id: int) -> np.random.Generator:
-    """The generator of one sample in one epoch; about 3 us, no state shared with any other.
+    """The generator of one sample in one epoch: cheap to make, no state shared with any other.
 
     Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key (seed, sample id)
     and the epoch in the highest word of its 256-bit counter. So distinct triples (modulo 2**64 each) have streams that

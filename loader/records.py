@@ -2,8 +2,7 @@
 
 Gathering rows at random costs about one cache miss a value while values lie column by column, and one a row while they
 lie row by row. Chunks of tables are therefore turned into records when they are opened, on the fetch threads, in tiles
-that stay in the cache; and a span of batches is turned back into columns when it is gathered. Measured on 40 columns
-of 4 bytes: 0.13 us a row in all, against 0.36 us.
+that stay in the cache; and a span of batches is turned back into columns when it is gathered.
 """
 
 from __future__ import annotations

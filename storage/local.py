@@ -1,8 +1,4 @@
-"""Files of a folder, read with pread: no lock of Python is held while the kernel copies.
-
-Chosen over obstore's LocalStore by measurement (page cache, one thread): 4 MiB ranges 16 GB/s against 11 GB/s,
-64 KiB ranges 43,000/s against 11,000/s.
-"""
+"""Files of a folder, read with pread: no lock of Python is held while the kernel copies."""
 
 from __future__ import annotations
 
