@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..loader.errors import ConfigError
-from ..loader.pack import pack
+from ..loader.tools.pack import pack
 from ..storage import open_store
 from .job import Decode, PeerLayout
 

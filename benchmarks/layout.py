@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ..loader import DistributedDataLoader
+from ..loader.dataset.manifest import Manifest
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import ShardFormat
-from ..loader.manifest import Manifest
 
 Layout = dict[str, dict[str, Any]]
 

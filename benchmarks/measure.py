@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from .batch_stats import checksum, touch
 from .contenders import Contender, find_module
 from .job import Job, Measurement
-from .touch import checksum, touch
 
 
 def measure(job: Job) -> Measurement:

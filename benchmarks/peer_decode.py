@@ -124,7 +124,7 @@ class _Ours:
     """penstock's fused decoder, on one image at a time."""
 
     def __init__(self, what: str) -> None:
-        from ..loader.images import ImageDecoder
+        from ..loader.decoding.images import ImageDecoder
 
         self._decoder = ImageDecoder(size=_SIDE, crop="random", flip=0.5) if what == "random-224" else ImageDecoder()
         self._rng = np.random.default_rng()
@@ -140,7 +140,7 @@ class _RandomCrop:
         self._rng = np.random.default_rng()
 
     def _draw(self, height: int, width: int) -> tuple[Any, bool]:
-        from ..loader.images import random_region
+        from ..loader.decoding.images import random_region
 
         return random_region(height, width, _SCALE, _RATIO, self._rng), bool(self._rng.random() < 0.5)
 

@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..loader import DistributedDataLoader
+from ..loader.dataset.cache import cache_home
+from ..loader.dataset.manifest import Manifest
 from ..loader.errors import ConfigError
-from ..loader.index_cache import cache_home
-from ..loader.manifest import Manifest
 from ..storage import NotFoundError, Store, open_store
 from .config import BenchConfig
 from .contenders import CONTENDERS

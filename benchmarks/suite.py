@@ -22,15 +22,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ..loader.dataset.cache import cache_home
 from ..loader.errors import ConfigError
-from ..loader.index_cache import cache_home
 from ..storage import PenstockError, open_store
+from .comparison import bench
 from .config import BenchConfig
 from .contenders import OURS
 from .datasets import CASES, Case, make_case
 from .ratios import best_peer
 from .report import plot_ratios, print_result, short_number
-from .rounds import bench
 
 _ROOT = Path(__file__).resolve().parent.parent
 _S3_SERVER = _ROOT / "tests" / "servers" / "s3_server.sh"

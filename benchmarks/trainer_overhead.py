@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..trainer.arrays import ArrayLoader
 from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
+from ..trainer.ranks.world import World, close_world, open_world
 from ..trainer.trainer import DistributedTrainer
-from ..trainer.world import World, close_world, open_world
 
 _WIDTH = 512
 _CLASSES = 32

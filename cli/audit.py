@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.table import Table
 
-from ..loader.audit import AuditReport, audit
+from ..loader.tools.audit import AuditReport, audit
 from .common import console, parse, print_json
 
 

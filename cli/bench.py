@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ..benchmarks.comparison import bench
 from ..benchmarks.config import BenchConfig
 from ..benchmarks.report import plot_ratios, print_result
-from ..benchmarks.rounds import bench
 from ..loader.errors import ConfigError
 from .common import SourceArguments, console, parse, print_json
 

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..loader.checksum import sum_chunks
+from ..loader.dataset.build import INDEX_THREADS, StaleManifestWarning
+from ..loader.dataset.index import open_manifest, read_saved_manifest
+from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
+from ..loader.dataset.source import absolute_urls
 from ..loader.errors import ConfigError
-from ..loader.index import open_manifest, read_saved_manifest
-from ..loader.index_build import INDEX_THREADS, StaleManifestWarning
-from ..loader.manifest import MANIFEST_NAME, Manifest
-from ..loader.source import absolute_urls
+from ..loader.reading.checksum import sum_chunks
 from ..storage import PenstockError, open_store
 from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 

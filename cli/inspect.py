@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.inspect import Inspection, Spread, draw_bars, inspect
+from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect
 from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..loader.errors import ConfigError
-from ..loader.pack import PackSummary, pack
+from ..loader.tools.pack import PackSummary, pack
 from .common import (
     StorageOptions,
     console,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.checksum import READ_THREADS
-from ..loader.verify import VerifyResult, verify
+from ..loader.reading.checksum import READ_THREADS
+from ..loader.tools.verify import VerifyResult, verify
 from .common import SourceArguments, console, fact_table, format_bytes, format_count, format_seconds, parse, print_json
 
 _SHOWN = 50

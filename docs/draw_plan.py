@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from penstock.loader.plan import EpochPlan, Order, batch_bounds, lane_offsets, rank_segments
+from penstock.loader.order.plan import EpochPlan, Order, batch_bounds, lane_offsets, rank_segments
 
 SHARD_CHUNKS = [[12, 12, 6], [12, 12], [9], [12, 12, 12, 5], [12, 4], [12, 12, 12]]
 LANES, WORLD_SIZE, GLOBAL_BATCH, STEPS = 8, 2, 20, 3

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import DistributedDataLoader, ImageDecoder
-from penstock.loader.pack import pack
+from penstock.loader.tools.pack import pack
 
 CLASSES = 4
 

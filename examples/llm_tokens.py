@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import DistributedDataLoader, TokensFormat
-from penstock.loader.pack import pack
+from penstock.loader.tools.pack import pack
 
 SEQ_LEN = 129  # 128 inputs, and the targets that are one token further
 

@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .data_loader import DistributedDataLoader
-    from .formats.arrow_ipc import ArrowFormat
-    from .formats.jsonl import JsonlFormat
+    from .dataset.index import open_manifest
+    from .dataset.manifest import Manifest
+    from .decoding.images import ImageDecoder
+    from .formats.arrow.ipc import ArrowFormat
+    from .formats.arrow.parquet import ParquetFormat
+    from .formats.json.jsonl import JsonlFormat
     from .formats.mds import MdsFormat
-    from .formats.parquet import ParquetFormat
-    from .formats.tar import TarFormat
+    from .formats.tar.format import TarFormat
     from .formats.tokens import TokensFormat
-    from .images import ImageDecoder
-    from .index import open_manifest
-    from .manifest import Manifest
 
 _HOMES = {
-    "ArrowFormat": ".formats.arrow_ipc",
+    "ArrowFormat": ".formats.arrow.ipc",
     "DistributedDataLoader": ".data_loader",
-    "ImageDecoder": ".images",
-    "JsonlFormat": ".formats.jsonl",
-    "Manifest": ".manifest",
+    "ImageDecoder": ".decoding.images",
+    "JsonlFormat": ".formats.json.jsonl",
+    "Manifest": ".dataset.manifest",
     "MdsFormat": ".formats.mds",
-    "ParquetFormat": ".formats.parquet",
-    "TarFormat": ".formats.tar",
+    "ParquetFormat": ".formats.arrow.parquet",
+    "TarFormat": ".formats.tar.format",
     "TokensFormat": ".formats.tokens",
-    "open_manifest": ".index",
+    "open_manifest": ".dataset.index",
 }
 
 __all__ = [

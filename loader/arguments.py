@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .decode import DecodeChoice, check_choice
+from .dataset.manifest import Manifest
+from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
-from .manifest import Manifest
+from .order.spans import Share
 from .ranks import find_rank
-from .spans import Share
 
 _KEY = "__key__"
 

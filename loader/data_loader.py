@@ -14,27 +14,27 @@ import torch
 
 from ..storage import LocalStore, open_store
 from .arguments import check_at_least, check_names, make_share
-from .audit import DeliveryLog
-from .batch import Batch, BatchOptions
-from .chunk_source import ChunkSource
-from .decode import DecodeChoice
-from .device import resolve_cuda
+from .dataset.index import open_manifest
+from .dataset.manifest import Manifest
+from .decoding.batch import Batch, BatchOptions
+from .decoding.decode import DecodeChoice
+from .decoding.gather import FieldDecoders
+from .decoding.row_work import RowWork, Sample
+from .decoding.worker_pool import WorkerPool
 from .errors import ConfigError, LoaderClosedError, PartitionError
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
-from .gather import FieldDecoders
-from .index import open_manifest
 from .limits import parse_bytes, usable_cores
-from .manifest import Manifest
 from .metrics import Counters, LoaderMetrics, find_bottleneck
-from .pipeline import Pipeline
-from .plan import Order, auto_lanes, auto_window, count_steps
-from .quarantine import BadChunk, Quarantine
+from .order.plan import Order, auto_lanes, auto_window, count_steps
+from .order.state import LoaderState
+from .pipeline.device import resolve_cuda
+from .pipeline.pipeline import Pipeline
+from .pipeline.tuning import tune
 from .ranks import local_world_size
-from .row_work import RowWork, Sample
-from .state import LoaderState
-from .tuning import tune
-from .worker_pool import WorkerPool
+from .reading.chunk_source import ChunkSource
+from .reading.quarantine import BadChunk, Quarantine
+from .tools.audit import DeliveryLog
 
 LastBatch = Literal["drop", "pad", "partial"]
 

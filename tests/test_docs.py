@@ -20,7 +20,7 @@ import torch
 import penstock.storage.resolve
 from penstock import DistributedDataLoader, ImageDecoder
 from penstock.cli import COMMANDS
-from penstock.loader.pack import pack
+from penstock.loader.tools.pack import pack
 from penstock.storage import MemoryStore, Store
 from penstock.storage.remote import RemoteStore
 

@@ -4,10 +4,10 @@ from .arrays import ArrayLoader
 from .config import TrainerConfig
 from .errors import TrainerError
 from .evaluate import Evaluation
-from .progress import Summary
+from .ranks.world import World, close_world, open_world
+from .report.progress import Summary
 from .trainer import DistributedTrainer
-from .watchdog import EXIT_STALLED
-from .world import World, close_world, open_world
+from .watch.watchdog import EXIT_STALLED
 
 __all__ = [
     "EXIT_STALLED",

@@ -16,11 +16,11 @@ from .config import TrainerConfig
 from .errors import RecipeError, StallError
 from .evaluate import Evaluation
 from .options import list_options
-from .progress import Summary
-from .recipe import Recipe, format_toml, read_recipe, shipped_recipes
+from .ranks.world import World, close_world, open_world
+from .recipes.recipe import Recipe, format_toml, read_recipe, shipped_recipes
+from .report.progress import Summary
 from .trainer import DistributedTrainer
-from .watchdog import EXIT_STALLED
-from .world import World, close_world, open_world
+from .watch.watchdog import EXIT_STALLED
 
 _USAGE = """\
 usage: [torchrun --nproc-per-node=N] -m penstock.trainer RECIPE [--dry-run] [--KEY=VALUE ...]

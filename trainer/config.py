@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .activation import ActivationConfig, CompileConfig
-from .averaging import AveragingConfig
-from .checkpoint import CheckpointConfig
-from .compress import CompressionConfig
+from .checkpoint.checkpointer import CheckpointConfig
+from .compression.compression import CompressionConfig
 from .errors import TrainerConfigError
 from .evaluate import EvaluateConfig
 from .options import check_choice, check_range, option
-from .parallel import ParallelConfig
-from .precision import PrecisionConfig
-from .report import ReportConfig
+from .parallel.activation import ActivationConfig, CompileConfig
+from .parallel.averaging import AveragingConfig
+from .parallel.model import ParallelConfig
+from .parallel.precision import PrecisionConfig
+from .report.observers import ReportConfig
 from .schedule import ScheduleConfig
 from .step import StepConfig
 

@@ -15,8 +15,8 @@ from torch import nn
 from .batches import move_batch
 from .errors import TrainerConfigError, TrainerError
 from .options import check_range, option
-from .parallel import ParallelModel
-from .precision import PrecisionConfig, compute_context
+from .parallel.model import ParallelModel
+from .parallel.precision import PrecisionConfig, compute_context
 
 MetricFunction = Callable[[nn.Module, Any], Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .elastic import StopFlag
-from .progress import Progress
+from .ranks.world import World
+from .report.progress import Progress
 from .stopwatch import Stopwatch
-from .watchdog import Activity, Watchdog
-from .world import World
+from .watch.stop_flag import StopFlag
+from .watch.watchdog import Activity, Watchdog
 
 
 class Guard:

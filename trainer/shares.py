@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .errors import TrainerConfigError
-from .parallel import ParallelConfig
-from .world import World
+from .parallel.model import ParallelConfig
+from .ranks.world import World
 
 _SMOOTHING = 0.5
 _LEAST_SHARE = 0.1

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from .batches import count_rows, sample_ids
 from .errors import NonFiniteLossError, TrainerConfigError
 from .options import check_choice, check_range, option
-from .parallel import ParallelModel
-from .precision import LossScaler, PrecisionConfig, compute_context, local_part
+from .parallel.model import ParallelModel
+from .parallel.precision import LossScaler, PrecisionConfig, compute_context, local_part
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 Phase = Callable[[str], AbstractContextManager[Any]]

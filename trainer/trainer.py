@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .activation import compile_model, recompute_activations
-from .averaging import PeriodicAverager
 from .batches import count_rows
-from .checkpoint import Checkpointer, export_safetensors
-from .checkpoint_folder import step_folder
-from .compress import Compression
+from .checkpoint.checkpointer import Checkpointer, export_safetensors
+from .checkpoint.folder import step_folder
+from .compression.compression import Compression
 from .config import TrainerConfig
 from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
-from .extent import agree_on_length, count_steps, effective_batch_size
 from .feed import Feed
 from .guard import Guard, list_activities
-from .parallel import OptimizerFactory, ParallelModel
-from .progress import Progress, Summary
+from .parallel.activation import compile_model, recompute_activations
+from .parallel.averaging import PeriodicAverager
+from .parallel.model import OptimizerFactory, ParallelModel
 from .randomness import seed_step
-from .recorder import Recorder
-from .report import Observer, format_times, open_observers
+from .ranks.world import World, open_world
+from .report.observers import Observer, format_times, open_observers
+from .report.progress import Progress, Summary
+from .report.recorder import Recorder
+from .run_length import agree_on_length, count_steps, effective_batch_size
 from .schedule import Schedule
 from .shares import SpeedShares, check_shares
 from .step import LossFunction, StepRunner
 from .stopwatch import Stopwatch
-from .world import World, open_world
 
 
 class DistributedTrainer:

@@ -28,7 +28,7 @@ from digits import write_digits
 from s3_server import ServerError, run_s3_server
 
 from penstock import PenstockError
-from penstock.loader.audit import AuditReport, audit
+from penstock.loader.tools.audit import AuditReport, audit
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
 LEAST_ACCURACY = 0.97

@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from penstock import DistributedDataLoader
 from penstock.trainer import DistributedTrainer, Evaluation, TrainerConfig, World, close_world, open_world
-from penstock.trainer.checkpoint import CheckpointConfig
+from penstock.trainer.checkpoint.checkpointer import CheckpointConfig
 from penstock.trainer.evaluate import EvaluateConfig
-from penstock.trainer.precision import PrecisionConfig
-from penstock.trainer.report import ReportConfig
+from penstock.trainer.parallel.precision import PrecisionConfig
+from penstock.trainer.report.observers import ReportConfig
 from penstock.trainer.schedule import ScheduleConfig
 
 GLOBAL_BATCH_SIZE = 48  # the same on 2 ranks and on 3

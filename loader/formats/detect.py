@@ -15,12 +15,12 @@ from .shard import ShardFormat
 
 # Imported when needed: a format's libraries are no cost to those who read another.
 _CLASSES = {
-    "tar": ("tar", "TarFormat"),
-    "parquet": ("parquet", "ParquetFormat"),
-    "arrow": ("arrow_ipc", "ArrowFormat"),
+    "tar": ("tar.format", "TarFormat"),
+    "parquet": ("arrow.parquet", "ParquetFormat"),
+    "arrow": ("arrow.ipc", "ArrowFormat"),
     "tokens": ("tokens", "TokensFormat"),
     "mds": ("mds", "MdsFormat"),
-    "jsonl": ("jsonl", "JsonlFormat"),
+    "jsonl": ("json.jsonl", "JsonlFormat"),
 }
 FORMAT_NAMES = tuple(_CLASSES)
 

@@ -20,8 +20,8 @@ import zstandard
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..errors import ConfigError, DatasetError, FormatError
-from .columns import choose_columns, make_block, merge_columns
 from .mds_encodings import fixed_size, gather, make_column
+from .schema import choose_columns, make_block, merge_columns
 from .shard import CHUNK_BYTES, Block, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
 
 _INDEX_NAME = "index.json"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..errors import ConfigError, FormatError
-from .columns import choose_columns, merge_columns
+from .schema import choose_columns, merge_columns
 from .shard import CHUNK_BYTES, ArrayColumn, Block, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
 _DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.benchmarks.batch_stats import checksum, touch
 from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import CONTENDERS, OURS
 from penstock.benchmarks.convert import group_scalars
@@ -21,10 +22,9 @@ from penstock.benchmarks.job import Job, Measurement
 from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, summarize
 from penstock.benchmarks.report import format_duration, plot_ratios, short_number
 from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
-from penstock.benchmarks.touch import checksum, touch
 from penstock.cli.bench import _without_secrets
 from penstock.loader.errors import ConfigError
-from penstock.loader.pack import pack
+from penstock.loader.tools.pack import pack
 
 SAMPLES = 150
 

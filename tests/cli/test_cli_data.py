@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import COMMANDS, run
-from penstock.loader.manifest import MANIFEST_NAME
+from penstock.loader.dataset.manifest import MANIFEST_NAME
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -210,7 +210,7 @@ def test_the_process_hands_on_exit_codes_and_survives_a_closed_pipe(shards: Path
 _SLOW = """
 import sys, time
 sys.stdin.close()
-from penstock.loader.formats.tar import TarFormat
+from penstock.loader.formats.tar.format import TarFormat
 read = TarFormat.index_shard
 def slow(self, store, task):
     time.sleep(0.4)

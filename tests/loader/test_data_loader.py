@@ -27,7 +27,7 @@ from penstock.loader.errors import (
     PartitionError,
     StateMismatchError,
 )
-from penstock.loader.quarantine import BadChunkWarning
+from penstock.loader.reading.quarantine import BadChunkWarning
 
 SIZES = [37, 5, 80, 1, 64, 23, 90, 12]
 

@@ -8,7 +8,7 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
 from penstock.loader.errors import ConfigError
-from penstock.loader.pipeline import Pipeline
+from penstock.loader.pipeline.pipeline import Pipeline
 
 SAMPLES = 100
 

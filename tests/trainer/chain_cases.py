@@ -11,8 +11,8 @@ from torch import nn
 from penstock.trainer.arrays import ArrayLoader
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.options import build_config
+from penstock.trainer.ranks.world import World
 from penstock.trainer.trainer import DistributedTrainer
-from penstock.trainer.world import World
 
 CHAIN = ((3, 3), (2, 1), (4, 0))
 

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from penstock.trainer.world import World, close_world, open_world
-
-sys.path.insert(0, str(Path(__file__).parent))
+from penstock.trainer.ranks.world import World, close_world, open_world
 
 
 @pytest.fixture
@@ -32,6 +29,6 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from launch import run_ranks
 
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_ranks(Path(__file__).with_name("ranks.py"), 4, str(folder))
+    done = run_ranks(Path(__file__).with_name("rank_program.py"), 4, str(folder))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
     return folder

@@ -10,7 +10,7 @@ from typing import Any
 from tar_rows import square_x, training
 
 from penstock.trainer import EXIT_STALLED
-from penstock.trainer.world import close_world, open_world
+from penstock.trainer.ranks.world import close_world, open_world
 
 
 def main(folder: Path) -> int:

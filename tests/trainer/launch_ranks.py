@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.trainer.world import World
+from penstock.trainer.ranks.world import World
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",  # which making an optimizer imports
         "torch.distributed.fsdp",
-        "penstock.trainer.checkpoint",
-        "penstock.trainer.compress",
+        "penstock.trainer.checkpoint.checkpointer",
+        "penstock.trainer.compression.compression",
         "sklearn.datasets",
     ]
 )

@@ -13,7 +13,7 @@ from tar_rows import square_x, training
 
 from penstock import DistributedDataLoader
 from penstock.trainer.evaluate import Evaluation
-from penstock.trainer.world import close_world, open_world
+from penstock.trainer.ranks.world import close_world, open_world
 
 
 def main(folder: Path, kill_at: int, evaluate_every: int) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from penstock.trainer.arrays import ArrayLoader
 from penstock.trainer.errors import TrainerConfigError, TrainerError
 from penstock.trainer.evaluate import Evaluation
-from penstock.trainer.report import JsonLines, ProgressLine, Prometheus, format_times
+from penstock.trainer.ranks.world import World
+from penstock.trainer.report.observers import JsonLines, ProgressLine, Prometheus, format_times
 from penstock.trainer.shares import blend_weights
-from penstock.trainer.world import World
 
 
 class Noisy(Line):
@@ -239,7 +239,7 @@ def test_recomputed_blocks_give_the_same_gradients(world: World, tmp_path: Path)
 
 
 def test_recomputed_blocks_keep_fewer_activations() -> None:
-    from penstock.trainer.activation import ActivationConfig, recompute_activations
+    from penstock.trainer.parallel.activation import ActivationConfig, recompute_activations
 
     def count_saved(every: int) -> int:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))

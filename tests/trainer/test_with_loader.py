@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock import DistributedDataLoader
 from penstock.trainer.errors import NonFiniteLossError
-from penstock.trainer.world import World
+from penstock.trainer.ranks.world import World
 
 ROWS = 50  # five steps of two batches of at most six rows, the last batch of two
 

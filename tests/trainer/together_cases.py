@@ -19,8 +19,8 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import TrainerConfigError, TrainerError
 from penstock.trainer.evaluate import Evaluation
 from penstock.trainer.options import build_config
+from penstock.trainer.ranks.world import World
 from penstock.trainer.trainer import DistributedTrainer
-from penstock.trainer.world import World
 
 ROWS = 23
 

@@ -1,0 +1,250 @@
+"""Building an index: what is known already, what is missing, the shards read in threads, and all put together."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...storage import ObjectInfo, StorageError, Store
+from ..errors import DatasetError, FormatError
+from ..formats.detect import detect_format, make_format
+from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
+from .manifest import MANIFEST_NAME, Manifest
+from .source import UNFINISHED, Selection
+
+# Indexing mostly waits: against a server on this machine 4 to 64 do alike, against one far away more do better.
+INDEX_THREADS = 32
+
+
+class StaleManifestWarning(UserWarning):
+    """The manifest beside the data does not fit the data any more; what changed was indexed anew."""
+
+
+class UnfinishedDatasetError(DatasetError):
+    """The data set is being written, or its writer was interrupted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingIndex:
+    """An index to be built: ``tasks`` are all shards in order, ``known`` the index of those that did not change."""
+
+    url: str
+    shard_format: ShardFormat
+    tasks: Sequence[ShardTask]
+    known: Mapping[int, ShardIndex]
+    schema: Mapping[str, Any] | None
+
+    @property
+    def missing(self) -> list[int]:
+        return [position for position in range(len(self.tasks)) if position not in self.known]
+
+
+def prepare_index(
+    store: Store, selection: Selection, given: ShardFormat | None, *, rebuild: bool = False
+) -> PendingIndex | Manifest:
+    """What is to be indexed of a selection; or its manifest, where the one beside the data covers it.
+
+    Raises:
+        DatasetError, ConfigError: no shards, mixed formats, or a named object that is no shard.
+    """
+    saved = None if rebuild else load_saved_manifest(store, selection, given)
+    if saved is not None:
+        shard_format = given or make_format(saved.format, saved.config)
+    else:
+        shard_format = given or detect_format(store, selection.listing)
+    tasks = order_tasks(store, selection, shard_format)
+    pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
+    if saved is None:
+        return pending
+    places = {info.key: place for place, info in enumerate(saved.shards)}
+    kept: dict[int, int] = {}
+    for position, task in enumerate(tasks):
+        place = places.get(task.info.key)
+        if place is not None and same_object(saved.shards[place], task.info):
+            kept[position] = place
+    if len(kept) == len(tasks):
+        if selection.chosen is None and len(kept) < len(saved.shards):
+            _warn_stale(selection.url, new=0, gone=len(saved.shards) - len(kept))
+        return take_shards(saved, [kept[position] for position in range(len(tasks))])
+    indexes = _shard_indexes(saved)
+    return replace(pending, known={position: indexes[place] for position, place in kept.items()}, schema=saved.schema)
+
+
+def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat | None) -> Manifest | None:
+    """The manifest beside the data, where there is one of that format; a damaged one is told of and passed over.
+
+    Raises:
+        UnfinishedDatasetError: the data set is not written to its end.
+    """
+    if selection.saved is None:
+        return None
+    try:
+        data = store.get(MANIFEST_NAME)
+        if data == UNFINISHED and selection.chosen is None:
+            raise UnfinishedDatasetError(
+                f"{store.url}: its packing is under way or was interrupted; wait for it, or run `penstock pack` again"
+            )
+        saved = Manifest.from_bytes(data, selection.url, f"{store.url}/{MANIFEST_NAME}")
+    except UnfinishedDatasetError:
+        raise
+    except (DatasetError, StorageError) as exc:
+        warnings.warn(f"the manifest beside the data is not used: {exc}", StaleManifestWarning, stacklevel=2)
+        return None
+    if given is not None and (given.name, given.config()) != (saved.format, dict(saved.config)):
+        return None
+    return saved
+
+
+def same_object(one: ObjectInfo, other: ObjectInfo) -> bool:
+    """Whether two sights of a key are of one content, as far as its size and ETag tell."""
+    return one.size == other.size and (one.etag == other.etag or one.etag is None or other.etag is None)
+
+
+def _warn_stale(url: str, *, new: int, gone: int) -> None:
+    changes = " and ".join(
+        text for count, text in ((new, f"{new} new or changed shards"), (gone, f"{gone} gone")) if count
+    )
+    warnings.warn(
+        f"the manifest beside {url} is out of date: {changes}; it was mended for this run, "
+        f"`penstock index {url}` mends it for all",
+        StaleManifestWarning,
+        stacklevel=2,
+    )
+
+
+def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -> list[ShardTask]:
+    """The shards of a selection, in the order that they are to be read in."""
+    found = shard_format.shards(store, selection.listing)
+    if selection.chosen is None:
+        tasks = list(found)
+    else:
+        by_key = {task.info.key: task for task in found}
+        infos = {info.key: info for info in selection.listing}
+        tasks = []
+        for key in selection.chosen:
+            task = by_key.get(key)
+            if task is None and key in selection.named:
+                # The caller named it: a name without an ending is taken at its word, another format's is not.
+                if "." in key.rpartition("/")[2]:
+                    raise DatasetError(
+                        f"{selection.url}{key}: not a shard of format {shard_format.name!r} by its name; "
+                        "leave it out, or give format="
+                    )
+                task = ShardTask(infos[key])
+            if task is not None:
+                tasks.append(task)
+    if not tasks and selection.chosen is None:
+        tasks = [ShardTask(info) for info in selection.listing if "." not in info.key.rpartition("/")[2]]
+    if not tasks:
+        raise DatasetError(
+            f"{store.url}: holds no {shard_format.name} shards among its {len(selection.listing)} objects"
+        )
+    return tasks
+
+
+def index_one(store: Store, shard_format: ShardFormat, task: ShardTask) -> ShardIndex:
+    """Find the chunks of one shard.
+
+    Raises:
+        FormatError: the shard cannot be indexed, or has no bytes.
+    """
+    if task.info.size == 0:
+        raise FormatError(task.info.key, "the shard is empty (0 bytes); write it again or remove it")
+    return shard_format.index_shard(store, task)
+
+
+def index_shards(
+    store: Store,
+    shard_format: ShardFormat,
+    tasks: Sequence[ShardTask],
+    *,
+    threads: int = INDEX_THREADS,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[ShardIndex]:
+    """Find the chunks of shards, ``threads`` at a time; the first error ends it.
+
+    Raises:
+        FormatError: a shard that cannot be indexed, or that has no bytes.
+    """
+
+    def index_next(task: ShardTask) -> ShardIndex:
+        index = index_one(store, shard_format, task)
+        advance(1)
+        return index
+
+    pool = ThreadPoolExecutor(min(threads, max(1, len(tasks))), "penstock-index")
+    patient = True
+    try:
+        futures = [pool.submit(index_next, task) for task in tasks]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        failed = next((future for future in futures if future.done() and future.exception()), None)
+        return [failed.result()] if failed is not None else [future.result() for future in futures]
+    except KeyboardInterrupt:
+        patient = False  # a request may still be retried for a while
+        raise
+    finally:
+        pool.shutdown(wait=patient, cancel_futures=True)
+
+
+def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex], *, rebuilt: bool = False) -> Manifest:
+    """Put known and found indexes together, in the order of the tasks.
+
+    Raises:
+        FormatError: two shards contradict each other in schema.
+        DatasetError: no shard holds a sample.
+    """
+    schema = pending.schema
+    shards: list[tuple[ObjectInfo, ShardIndex]] = []
+    fresh = 0
+    for position, task in enumerate(pending.tasks):
+        index = pending.known.get(position)
+        if index is None:
+            index = found[position]
+            if index.chunks:
+                fresh += 1
+                if schema is None:
+                    schema = index.schema
+                elif index.schema != schema:
+                    schema = pending.shard_format.merge_schema(schema, index.schema, task.info.key)
+        shards.append((task.info, index))
+    if pending.known and fresh and not rebuilt:
+        _warn_stale(pending.url, new=fresh, gone=0)
+    return Manifest.build(pending.url, pending.shard_format.name, pending.shard_format.config(), schema or {}, shards)
+
+
+def take_shards(manifest: Manifest, places: Sequence[int]) -> Manifest:
+    """The manifest of some shards of another, in the order of ``places``."""
+    if list(places) == list(range(len(manifest.shards))):
+        return manifest
+    counts = np.bincount(manifest.shard_index, minlength=len(manifest.shards))
+    firsts = np.cumsum(counts) - counts
+    chunks = np.concatenate([np.arange(firsts[place], firsts[place] + counts[place]) for place in places])
+    return replace(
+        manifest,
+        shards=tuple(manifest.shards[place] for place in places),
+        shard_index=np.repeat(np.arange(len(places), dtype=np.int64), counts[list(places)]),
+        offsets=manifest.offsets[chunks],
+        lengths=manifest.lengths[chunks],
+        samples=manifest.samples[chunks],
+        memory=manifest.memory[chunks],
+        checksums=None if manifest.checksums is None else manifest.checksums[chunks],
+    )
+
+
+def _shard_indexes(manifest: Manifest) -> list[ShardIndex]:
+    rows = zip(
+        manifest.offsets.tolist(),
+        manifest.lengths.tolist(),
+        manifest.samples.tolist(),
+        manifest.memory.tolist(),
+        strict=True,
+    )
+    chunks: list[list[ChunkSpan]] = [[] for _ in manifest.shards]
+    for place, row in zip(manifest.shard_index.tolist(), rows, strict=True):
+        chunks[place].append(ChunkSpan(*row))
+    return [ShardIndex(spans, manifest.schema) for spans in chunks]

@@ -1,0 +1,224 @@
+"""The manifest: which chunks a data set has. O(chunks) numbers, kept as an Arrow table, identified by a fingerprint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from ...storage import ObjectInfo
+from ..errors import DatasetError
+from ..formats.shard import ChunkRef, IntArray, ShardIndex
+
+MANIFEST_NAME = "penstock-manifest.arrow"
+_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """All chunks of a data set, in sample order.
+
+    ``url`` is the root that shard keys are relative to; it and ``checksums`` are no part of the fingerprint, so a copy
+    of a data set elsewhere continues a state taken here.
+
+    Arrays, one element a chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
+    ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
+    None.
+    """
+
+    url: str
+    format: str
+    config: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    shards: Sequence[ObjectInfo]
+    shard_index: IntArray
+    offsets: IntArray
+    lengths: IntArray
+    samples: IntArray
+    memory: IntArray
+    checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = field(default=None)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.samples)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.first_ids[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of the fields or columns that samples have."""
+        return list(self.schema.get("fields") or self.schema.get("columns") or ())
+
+    @cached_property
+    def first_ids(self) -> IntArray:
+        """(chunks + 1,) int64: the sample id of each chunk's first sample, and at the end the number of samples."""
+        ids = np.zeros(len(self.samples) + 1, np.int64)
+        np.cumsum(self.samples, out=ids[1:])
+        return ids
+
+    @cached_property
+    def _shard_first_ids(self) -> IntArray:
+        first_chunk = np.searchsorted(self.shard_index, np.arange(len(self.shards)))
+        return self.first_ids[first_chunk]
+
+    def chunk(self, index: int) -> ChunkRef:
+        shard = int(self.shard_index[index])
+        return ChunkRef(
+            shard=self.shards[shard],
+            offset=int(self.offsets[index]),
+            length=int(self.lengths[index]),
+            samples=int(self.samples[index]),
+            first_row=int(self.first_ids[index] - self._shard_first_ids[shard]),
+        )
+
+    def shard_of(self, sample_id: int) -> tuple[str, int]:
+        """The shard key of a sample and the sample's ordinal in it."""
+        chunk = int(np.searchsorted(self.first_ids, sample_id, side="right")) - 1
+        shard = int(self.shard_index[chunk])
+        return self.shards[shard].key, int(sample_id - self._shard_first_ids[shard])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits over what decides which sample has which id: format, shard keys and sizes, chunks.
+
+        ETags are left out: a data set copied to another store has others, and is the same data set.
+        """
+        digest = xxhash.xxh3_128()
+        digest.update(json.dumps([_VERSION, self.format, self.config], sort_keys=True).encode())
+        for shard in self.shards:
+            digest.update(f"{shard.key}\0{shard.size}\n".encode())
+        for column in (self.shard_index, self.offsets, self.lengths, self.samples):
+            digest.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def _checksum(self) -> str:
+        """32 hex digits over what is kept and no part of the fingerprint."""
+        digest = xxhash.xxh3_128()
+        digest.update(json.dumps([dict(self.schema), [shard.etag for shard in self.shards]]).encode())
+        digest.update(np.ascontiguousarray(self.memory, dtype="<i8").tobytes())
+        if self.checksums is not None:
+            digest.update(np.ascontiguousarray(self.checksums, dtype="<u8").tobytes())
+        return digest.hexdigest()
+
+    @staticmethod
+    def build(
+        url: str,
+        format: str,  # noqa: A002 - the field's name everywhere
+        config: Mapping[str, Any],
+        schema: Mapping[str, Any],
+        shards: Sequence[tuple[ObjectInfo, ShardIndex]],
+        checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = None,
+    ) -> Manifest:
+        """Put the shards' indexes together; shards without samples are left out.
+
+        Raises:
+            DatasetError: no shard holds a sample.
+        """
+        kept = [(info, index) for info, index in shards if index.chunks]
+        spans = [span for _, index in kept for span in index.chunks]
+        if not spans:
+            raise DatasetError(
+                f"{url}: none of its {len(shards)} {format} shards holds a sample; check the URL and the files"
+            )
+        rows = np.array([(s.offset, s.length, s.samples, s.memory) for s in spans], dtype=np.int64)
+        counts = np.array([len(index.chunks) for _, index in kept], dtype=np.int64)
+        return Manifest(
+            url=url,
+            format=format,
+            config=dict(config),
+            schema=dict(schema),
+            shards=tuple(info for info, _ in kept),
+            shard_index=np.repeat(np.arange(len(kept), dtype=np.int64), counts),
+            offsets=rows[:, 0].copy(),
+            lengths=rows[:, 1].copy(),
+            samples=rows[:, 2].copy(),
+            memory=rows[:, 3].copy(),
+            checksums=checksums,
+        )
+
+    def to_bytes(self) -> bytes:
+        """An Arrow IPC stream: one row a chunk, everything else in the schema's metadata."""
+        shards = {
+            "keys": [shard.key for shard in self.shards],
+            "sizes": [shard.size for shard in self.shards],
+            "etags": [shard.etag for shard in self.shards],
+        }
+        metadata = {
+            "penstock": str(_VERSION),
+            "format": self.format,
+            "config": json.dumps(dict(self.config), sort_keys=True),
+            "schema": json.dumps(dict(self.schema)),
+            "shards": json.dumps(shards),
+            "fingerprint": self.fingerprint,
+            "checksum": self._checksum(),
+        }
+        columns = {
+            "shard": pa.array(self.shard_index),
+            "offset": pa.array(self.offsets),
+            "length": pa.array(self.lengths),
+            "samples": pa.array(self.samples),
+            "memory": pa.array(self.memory),
+        }
+        if self.checksums is not None:
+            columns["checksum"] = pa.array(self.checksums)
+        table = pa.table(columns).replace_schema_metadata(metadata)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+        return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview, url: str, where: str = "manifest") -> Manifest:
+        """Read what ``to_bytes`` wrote.
+
+        Raises:
+            DatasetError: the bytes are not a manifest, of another version, or damaged.
+        """
+        try:
+            table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()
+            metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+            if metadata.get("penstock") != str(_VERSION):
+                raise DatasetError(
+                    f"{where}: a manifest of version {metadata.get('penstock')}, this penstock reads {_VERSION}; "
+                    "build it anew with `penstock index`"
+                )
+            shards = json.loads(metadata["shards"])
+            columns = {name: table.column(name).to_numpy() for name in table.column_names}
+            dtypes = {name: np.dtype(np.uint64 if name == "checksum" else np.int64) for name in columns}
+            if any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
+                raise ValueError("columns of other types")
+            manifest = Manifest(
+                url=url,
+                format=metadata["format"],
+                config=json.loads(metadata["config"]),
+                schema=json.loads(metadata["schema"]),
+                shards=tuple(
+                    ObjectInfo(key, size, etag)
+                    for key, size, etag in zip(shards["keys"], shards["sizes"], shards["etags"], strict=True)
+                ),
+                shard_index=columns["shard"],
+                offsets=columns["offset"],
+                lengths=columns["length"],
+                samples=columns["samples"],
+                memory=columns["memory"],
+                checksums=columns.get("checksum"),
+            )
+            if (manifest.fingerprint, manifest._checksum()) != (metadata["fingerprint"], metadata["checksum"]):
+                raise ValueError("its checksum does not fit")
+        except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as exc:
+            raise DatasetError(
+                f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
+            ) from exc
+        return manifest

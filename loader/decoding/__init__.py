@@ -1,0 +1,1 @@
+"""From rows of opened chunks to a batch."""

@@ -1,0 +1,203 @@
+"""From gathered rows to batches: decoded by threads or processes into their slots, transformed, collated.
+
+A batch is a dict of field name to tensor, or to a list where values have no common shape.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..dataset.manifest import Manifest
+from ..errors import ConfigError, DecodeError, LoaderClosedError
+from ..formats.shard import AnyArray
+from ..metrics import Counters
+from .collate import collate_samples, collate_values
+from .decode import DecodeChoice
+from .gather import FieldDecoders, Rows
+from .row_work import RowError, RowResults, RowTask, RowWork, Sample
+from .threads import DecodeThreads
+from .worker_pool import WorkerPool
+
+IDS, VALID, KEY = "__id__", "__valid__", "__key__"
+
+Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What happens to gathered rows. ``transform`` maps a sample to a sample; ``collate`` a list of samples to a batch.
+
+    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; to each sample where there is a ``collate``.
+
+    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill the last batch up.
+    """
+
+    decode: DecodeChoice = "auto"
+    transform: Callable[..., Sample] | None = None
+    collate: Callable[[list[Sample]], Batch] | None = None
+    with_ids: bool = False
+    pad: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.decode is not None and self.decode != "auto" and not isinstance(self.decode, Mapping):
+            raise ConfigError(f"decode={self.decode!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
+        for name in ("transform", "collate"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name}={value!r} cannot be called; pass a function, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMaker:
+    """Makes batches of gathered rows: has them decoded and transformed, in ``parts`` or so at once, then collates.
+
+    That is done by the threads of ``pool``, or by ``workers``, which are processes.
+    """
+
+    options: BatchOptions
+    decoders: FieldDecoders
+    manifest: Manifest
+    pool: DecodeThreads
+    workers: WorkerPool | None
+    parts: int
+    counters: Counters
+    stopping: threading.Event
+
+    def start(self, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> PendingBatch:
+        """Begin to make a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
+
+        A batch without rows is made of one, for its fields, types and shapes, and handed out empty.
+        """
+        return PendingBatch(self, rows, epoch, num_rows, num_valid)
+
+    def is_stopped(self) -> bool:
+        """Whether nobody waits for batches any more."""
+        return self.stopping.is_set()
+
+
+class PendingBatch:
+    """A batch in the making. ``result`` waits for it; called once, by one thread."""
+
+    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> None:
+        self._maker = maker
+        self._rows = rows
+        self._num_rows = num_rows
+        self._num_valid = num_valid
+        settled = maker.decoders.settled
+        encoded = {
+            name: decoder
+            for name, values in rows.fields.items()
+            if isinstance(values, list) and (decoder := settled.get(name)) is not None
+        }
+        self._task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        self._work = RowWork(transform=maker.options.transform, seed=maker.options.seed)
+        self._results = self._work.allocate(self._task)
+        self._futures: list[Future[None]] = []
+        if encoded or maker.options.transform is not None:
+            count = len(rows.ids)
+            size = max(1, -(-count // (2 * maker.parts)))
+            self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def _submit(self, start: int, stop: int) -> Future[None]:
+        maker = self._maker
+        if maker.workers is None:
+            return maker.pool.submit(self._run, start, stop)
+        task = self._task.cut(start, stop, with_plain=maker.options.transform is not None)
+        return maker.workers.submit(task, partial(self._place, start, stop), maker.is_stopped)
+
+    def _run(self, start: int, stop: int) -> None:
+        """Work on some of the rows; on a thread of the pool."""
+        started = time.perf_counter()
+        try:
+            self._work.run(self._task, self._results, start, stop, self._maker.is_stopped)
+        finally:
+            self._maker.counters.add(decode_s=time.perf_counter() - started)
+
+    def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
+        """Put a process's results in their places."""
+        for name, values in results.values.items():
+            self._results.values[name][start:stop] = values
+        self._results.samples[start:stop] = results.samples
+        self._maker.counters.add(decode_s=busy_s)
+
+    def _explain(self, error: RowError) -> Exception:
+        """What a user sees of it: our own errors name the sample; those of a transform keep their type, with a note."""
+        where, cause = self._describe(error.row), error.cause
+        if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
+            kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
+            explained: Exception = kind(f"{where}: {cause}")
+            explained.__cause__ = cause
+            return explained
+        cause.add_note(f"in {'transform=' if error.step == 'transform' else 'decoding'} of {where}")
+        return cause
+
+    def _describe(self, row: int) -> str:
+        sample_id = int(self._rows.ids[row])
+        shard, number = self._maker.manifest.shard_of(sample_id)
+        key = self._rows.fields.get(KEY)
+        named = f", key {key[row]!r}" if key is not None else ""
+        return f"sample {sample_id} (number {number} of {shard}{named})"
+
+    def result(self) -> Batch:
+        """The batch. Raises what decoding, the transform or the collation raised; LoaderClosedError if cancelled."""
+        failed = self._wait()
+        if failed is not None:
+            raise self._explain(failed)
+        options, values = self._maker.options, self._results.values
+        if options.transform is None and options.collate is None:
+            images = {name for name, decoder in self._task.encoded.items() if decoder.is_image}
+            return self._finish({n: _collate(of_field, is_image=n in images) for n, of_field in values.items()})
+        samples = self._results.samples or [
+            {name: of_field[row] for name, of_field in values.items()} for row in range(len(self._rows.ids))
+        ]
+        if options.collate is None:
+            return self._finish(collate_samples(samples))
+        for name, extra in self._extras().items():
+            for sample, value in zip(samples, extra.tolist(), strict=True):
+                sample[name] = value
+        return options.collate(samples[: self._num_rows])
+
+    def _finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch = {**batch, **self._extras()}
+        if self._num_rows < len(self._rows.ids):
+            return {name: values[: self._num_rows] for name, values in batch.items()}
+        return batch
+
+    def _wait(self) -> RowError | None:
+        """The first row's error, in the order of rows."""
+        try:
+            for future in self._futures:
+                future.result()
+        except RowError as exc:
+            return exc
+        except CancelledError as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being decoded") from exc
+        return None
+
+    def _extras(self) -> dict[str, torch.Tensor]:
+        extras = {}
+        if self._maker.options.with_ids:
+            extras[IDS] = torch.from_numpy(self._rows.ids.copy())
+        if self._maker.options.pad:
+            extras[VALID] = torch.arange(len(self._rows.ids)) < self._num_valid
+        return extras
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+
+def _collate(values: AnyArray | list[Any], *, is_image: bool) -> Any:
+    if isinstance(values, list):
+        return collate_values(values, is_image=is_image)
+    tensor = torch.from_numpy(values)
+    return tensor.permute(0, 3, 1, 2) if is_image else tensor

@@ -1,0 +1,72 @@
+"""From the values of a field to one tensor, where they allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..formats.shard import AnyArray
+
+_INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+
+def collate_samples(samples: Sequence[Mapping[str, Any]], images: Collection[str] = ()) -> dict[str, Any]:
+    """Samples to a batch: each field by ``collate_values``; fields named in ``images`` hold (h, w, c) images.
+
+    A field that some of the samples lack has None in their places, and is a list.
+    """
+    fields = dict.fromkeys(field for sample in samples for field in sample)
+    return {
+        field: collate_values([sample.get(field) for sample in samples], is_image=field in images) for field in fields
+    }
+
+
+def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
+    """The B values of one field as a tensor, or as a list where they cannot be one.
+
+    - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype
+    - bool: (B,) bool; int: (B,) int64; float, also with ints among them: (B,) float64, as torch's default_collate
+    - arrays and tensors of different shapes or dtypes: a list of tensors
+    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list as it is
+
+    With ``is_image`` the arrays are (h, w, c), and come out as (B, c, h, w) or a list of (c, h, w), without a copy:
+    their memory format is channels_last.
+    """
+    if not values:
+        return []
+    kinds = set(map(type, values))
+    if kinds == {bool}:
+        return torch.tensor(values, dtype=torch.bool)
+    if kinds == {int} and min(values) >= _INT64_MIN and max(values) <= _INT64_MAX:
+        return torch.tensor(values, dtype=torch.int64)
+    if float in kinds and kinds <= {int, float}:
+        return torch.tensor(values, dtype=torch.float64)
+    if all(isinstance(value, np.ndarray | np.generic) for value in values):
+        return _collate_arrays([np.asarray(value) for value in values], is_image)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        alike = len({(value.shape, value.dtype, value.device, value.layout) for value in values}) == 1
+        return torch.stack(list(values)) if alike else list(values)
+    return list(values)
+
+
+def images_to_tensor(pixels: AnyArray) -> torch.Tensor:
+    """(..., h, w, c) pixels as a (..., c, h, w) tensor on the same memory: a batch of four axes is channels_last."""
+    return torch.from_numpy(pixels).movedim(-1, -3)
+
+
+def _collate_arrays(arrays: list[AnyArray], is_image: bool) -> Any:
+    try:
+        if len({(array.shape, array.dtype) for array in arrays}) == 1:
+            return _to_tensor(np.stack(arrays), is_image)
+        return [_to_tensor(array, is_image) for array in arrays]
+    except TypeError:  # a dtype that torch lacks: text, records, dates
+        return arrays
+
+
+def _to_tensor(array: AnyArray, is_image: bool) -> torch.Tensor:
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    writable = np.require(native, requirements=("C", "W"))
+    return images_to_tensor(writable) if is_image and array.ndim >= 3 else torch.from_numpy(writable)

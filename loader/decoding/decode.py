@@ -1,0 +1,227 @@
+"""From a field's bytes to its value: which decoder a field gets, by its extension or by the user's choice."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..errors import ConfigError, DecodeError
+from ..formats.shard import AnyArray
+
+Slot = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+@runtime_checkable
+class FieldDecoder(Protocol):
+    """Turns the bytes of one field into its value. Called by many threads at once.
+
+    ``takes_rng``: whether it draws from the sample's generator; else ``rng`` may be None.
+    ``slot``: shape and dtype where all values have the same. A batch assembler may then allocate (B, *shape) once, and
+    have threads call ``decode_into`` on its rows.
+    ``is_image``: values are (height, width, channels), and are handed out as (channels, height, width).
+    """
+
+    @property
+    def takes_rng(self) -> bool: ...
+
+    @property
+    def slot(self) -> Slot | None: ...
+
+    @property
+    def is_image(self) -> bool: ...
+
+    def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any: ...
+
+    def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None: ...
+
+
+DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | None"] | None
+
+
+def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
+    """The decoder of ``field`` under the loader's ``decode=`` argument; None leaves raw bytes.
+
+    ``choice`` None leaves every field raw. "auto" goes by the last extension, in any case of letters:
+
+    - jpg, jpeg, png, webp: (h, w, 3) uint8 RGB
+    - cls, cls2, index, inx, id: int
+    - json, jsn: what the JSON says
+    - npy: the array; npz: a dict of arrays
+    - txt, text, transcript: str
+    - anything else, pickles included: raw bytes. Nothing is ever unpickled.
+
+    A mapping names decoders by field or by trailing extensions ("seg.png", "png"; the longest that fits counts): an
+    ``ImageDecoder`` (or any FieldDecoder), a callable that takes bytes, one that also takes the sample's generator in
+    a parameter named ``rng``, ``str`` for UTF-8 text, or None for raw bytes. Other fields are decoded as with "auto".
+
+    Raises:
+        ConfigError: the choice is none of these, or images are to be decoded and the extra is not installed.
+    """
+    if choice is None:
+        return None
+    if choice == "auto":
+        return _auto(field)
+    if not isinstance(choice, Mapping):
+        raise ConfigError(f"decode={choice!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
+    key = _matching_key(field, choice)
+    return _auto(field) if key is None else _wrap(field, choice[key])
+
+
+def check_choice(choice: DecodeChoice, fields: Sequence[str]) -> None:
+    """Refuse a mapping that names a field which none of ``fields`` is.
+
+    Raises:
+        ConfigError: names the keys that fit nothing, and the fields there are.
+    """
+    if isinstance(choice, Mapping):
+        unused = sorted(set(choice) - {_matching_key(name, choice) for name in fields})
+        if unused:
+            raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
+
+
+def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
+    if field in choice:
+        return field
+    lowered = {key.lower(): key for key in choice}
+    parts = field.lower().split(".")
+    for start in range(len(parts)):
+        suffix = ".".join(parts[start:])
+        if suffix in lowered:
+            return lowered[suffix]
+    return None
+
+
+def _auto(field: str) -> FieldDecoder | None:
+    extension = field.lower().rsplit(".", 1)[-1]
+    if extension in _IMAGE_EXTENSIONS:
+        from .images import ImageDecoder  # OpenCV and simplejpeg are asked for only where there are images
+
+        return _Named(field, ImageDecoder())
+    reader = _READERS.get(extension)
+    return None if reader is None else _Calling(field, reader)
+
+
+def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | None) -> FieldDecoder | None:
+    if decoder is None:
+        return None
+    if not isinstance(decoder, type) and isinstance(decoder, FieldDecoder):
+        return _Named(field, decoder)
+    if decoder is str:
+        return _Calling(field, _read_text)
+    if not callable(decoder):
+        raise ConfigError(f"decode[{field!r}]={decoder!r} cannot be called; use a function of bytes, or None")
+    return _Calling(field, _UserFunction(decoder))
+
+
+class _Named:
+    """A decoder whose errors name the field."""
+
+    def __init__(self, field: str, decoder: FieldDecoder) -> None:
+        self._field = field
+        self._decoder = decoder
+        self.takes_rng = decoder.takes_rng
+        self.slot = decoder.slot
+        self.is_image = decoder.is_image
+
+    def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
+        try:
+            return self._decoder(data, rng)
+        except Exception as exc:
+            raise _field_error(self._field, data, exc) from exc
+
+    def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
+        try:
+            self._decoder.decode_into(data, out, rng)
+        except Exception as exc:
+            raise _field_error(self._field, data, exc) from exc
+
+
+class _UserFunction:
+    """A user's function of bytes, or of str where the column holds text; perhaps with the sample's generator."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.takes_rng = has_rng_parameter(function)
+
+    def __call__(self, data: memoryview | str, rng: np.random.Generator | None) -> Any:
+        value = data if isinstance(data, str) else bytes(data)
+        return self._function(value, rng=rng) if self.takes_rng else self._function(value)
+
+
+class _Calling:
+    """A decoder by a function, whose values have no shape that is known beforehand."""
+
+    slot: Slot | None = None
+    is_image = False
+
+    def __init__(self, field: str, function: Callable[[memoryview], Any] | _UserFunction) -> None:
+        self._field = field
+        self._function = function
+        self.takes_rng = isinstance(function, _UserFunction) and function.takes_rng
+
+    def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
+        try:
+            if isinstance(self._function, _UserFunction):
+                return self._function(data, rng)
+            return self._function(data)
+        except Exception as exc:
+            raise _field_error(self._field, data, exc) from exc
+
+    def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
+        raise ConfigError(f"field {self._field!r} has no slot to be decoded into; call its decoder instead")
+
+
+def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exception:
+    if isinstance(exc, ConfigError):
+        return exc
+    unit = "characters" if isinstance(data, str) else "bytes"
+    cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({len(data)} {unit})"
+    return DecodeError(f"field {field!r}: {cause}")
+
+
+def has_rng_parameter(function: Callable[..., Any]) -> bool:
+    """Whether a user's function wants the sample's generator."""
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # builtins without a signature
+        return False
+
+
+def _read_text(data: memoryview | str) -> str:
+    return data if isinstance(data, str) else str(data, "utf-8")
+
+
+def _read_int(data: memoryview) -> int:
+    return int(bytes(data))
+
+
+def _read_json(data: memoryview) -> Any:
+    return json.loads(bytes(data))
+
+
+def _read_npy(data: memoryview) -> AnyArray:
+    array: AnyArray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-untyped-call]
+    return array
+
+
+def _read_npz(data: memoryview) -> dict[str, AnyArray]:
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise DecodeError(f"not an .npz archive: {len(data)} bytes that start with {bytes(data[:8])!r}")
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+_IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
+_READERS: dict[str, Callable[[memoryview], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _read_int),
+    **dict.fromkeys(("json", "jsn"), _read_json),
+    **dict.fromkeys(("txt", "text", "transcript"), _read_text),
+    "npy": _read_npy,
+    "npz": _read_npz,
+}

@@ -1,0 +1,173 @@
+"""Rows of opened chunks, put together in their order of delivery by whole columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DecodeError
+from ..formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
+from ..order.spans import ChunkRows
+from ..reading.records import unpack_records
+from .decode import DecodeChoice, FieldDecoder, field_decoder
+
+_WIDE_ROW_BYTES = 1024
+_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+_IMAGE_GROWTH = 10  # an image's pixels take about so many times the bytes of its file
+_SIZED = {bytes, memoryview, str}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n."""
+
+    ids: IntArray
+    fields: Mapping[str, AnyArray | list[Any]]
+
+    def cut(self, start: int, stop: int) -> Rows:
+        return Rows(self.ids[start:stop], {name: values[start:stop] for name, values in self.fields.items()})
+
+    def pick(self, indices: Sequence[int]) -> Rows:
+        fields: dict[str, AnyArray | list[Any]] = {
+            name: values[list(indices)] if isinstance(values, np.ndarray) else [values[i] for i in indices]
+            for name, values in self.fields.items()
+        }
+        return Rows(self.ids[list(indices)], fields)
+
+    def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
+        """Bytes of the rows, and of what they will be decoded into.
+
+        Lists of Python values are counted by the values that have a length in bytes.
+        """
+        total = 0
+        for name, values in self.fields.items():
+            if isinstance(values, np.ndarray):
+                total += values.nbytes
+                continue
+            sized = values if set(map(type, values)) <= _SIZED else [value for value in values if type(value) in _SIZED]
+            encoded = sum(map(len, sized))
+            total += encoded
+            decoder = decoders.get(name)
+            if decoder is not None and decoder.slot is not None:
+                shape, dtype = decoder.slot
+                total += len(values) * math.prod(shape) * np.dtype(dtype).itemsize
+            elif decoder is not None and decoder.is_image:
+                total += _IMAGE_GROWTH * encoded
+        return total
+
+
+class FieldDecoders:
+    """The decoder of each field, settled when the field is first seen, the same from then on."""
+
+    def __init__(self, choice: DecodeChoice) -> None:
+        self.choice = choice
+        self.settled: dict[str, FieldDecoder | None] = {}
+
+    def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+        if name not in self.settled:
+            self.settled[name] = self._settle(name, column)
+        return self.settled[name]
+
+    def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+        named = isinstance(self.choice, Mapping) and name in self.choice
+        if column.text and not named:
+            return None
+        decoder = field_decoder(name, self.choice)
+        if decoder is None and not named and self.choice is not None and _looks_like_image(column):
+            return field_decoder("jpg", "auto")
+        return decoder
+
+    def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
+        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened.
+
+        But for uint64, for which there is no wider one.
+        """
+        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
+        return np.dtype(np.int64) if wide else values.dtype
+
+
+def _looks_like_image(column: BytesColumn) -> bool:
+    """Whether a field without a telling name holds images: by the first value that is there."""
+    present = np.flatnonzero(column.starts >= 0)
+    if not len(present):
+        return False
+    start = int(column.starts[present[0]])
+    head = bytes(column.buffer[start : start + 12])
+    return head.startswith(_IMAGE_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
+def gather(
+    groups: Iterable[tuple[ChunkRows, Block]], num_rows: int, first_ids: IntArray, decoders: FieldDecoders
+) -> Rows:
+    """Put rows of opened chunks together in their order of delivery; each column of each chunk is touched once.
+
+    Values are laid down in the order in which chunks come, and put in order of delivery at the end, all at once; but
+    wide rows are copied straight to their place.
+    """
+    ids = np.empty(num_rows, np.int64)
+    arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive is to go
+    wide: dict[str, AnyArray] = {}
+    narrow: dict[str, AnyArray] = {}
+    lists: dict[str, list[Any]] = {}
+    records: list[tuple[Records, AnyArray]] = []
+    done = 0
+    for group, block in groups:
+        stop = done + len(group.rows)
+        arrived[done:stop] = group.targets
+        ids[group.targets] = group.rows + first_ids[group.chunk]
+        for name, column in block.columns.items():
+            if not isinstance(column, ArrayColumn):
+                values = lists.setdefault(name, [])
+                values.extend([None] * (done - len(values)))  # earlier chunks had no such field
+                # Settled for text, too: a decoder of a text column is given str.
+                is_encoded = isinstance(column, BytesColumn) and decoders.of(name, column) is not None
+                if isinstance(column, BytesColumn) and is_encoded and not column.text:
+                    values.extend(column.copies(group.rows))
+                else:
+                    values.extend(_take(column, name, group))
+                continue
+            source = column.values
+            if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
+                out = _array(wide, name, source, num_rows, decoders)
+                for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
+                    out[target] = source[row]
+            else:
+                # numpy's take copies an array that is not contiguous whole
+                taken = source.take(group.rows, axis=0) if source.flags.c_contiguous else source[group.rows]
+                _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
+        for i, packed in enumerate(block.records):
+            if i == len(records):
+                records.append((packed, np.empty(num_rows, packed.rows.dtype)))
+            packed.rows.take(group.rows, out=records[i][1][done:stop], mode="clip")  # "raise" would copy twice
+        done = stop
+    order = np.empty(num_rows, np.int64)
+    order[arrived] = np.arange(num_rows)
+    fields: dict[str, AnyArray | list[Any]] = dict(wide)
+    for packed, rows in records:
+        for name, scalars in unpack_records(packed, rows.take(order)).items():
+            fields[name] = scalars.astype(decoders.dtype_of(scalars), copy=False)
+    fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
+    for name, values in lists.items():
+        values.extend([None] * (num_rows - len(values)))
+        fields[name] = list(map(values.__getitem__, order.tolist()))
+    return Rows(ids, fields)
+
+
+def _take(column: BytesColumn | ObjectColumn, name: str, group: ChunkRows) -> list[Any]:
+    try:
+        return column.take(group.rows)
+    except UnicodeDecodeError as exc:
+        raise DecodeError(
+            f"field {name!r} of chunk {group.chunk}: text that is not UTF-8 ({exc}); read it raw with decode=None, or "
+            "leave it out with columns="
+        ) from exc
+
+
+def _array(arrays: dict[str, AnyArray], name: str, like: AnyArray, num_rows: int, decoders: FieldDecoders) -> AnyArray:
+    if name not in arrays:
+        arrays[name] = np.empty((num_rows, *like.shape[1:]), decoders.dtype_of(like))
+    return arrays[name]

@@ -1,0 +1,129 @@
+"""What is done to the rows of a batch, one by one: decode, then transform.
+
+The same code runs on threads and in worker processes, so that both give the same. It imports no torch: a worker
+process need not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import ConfigError, DecodeError
+from ..formats.shard import AnyArray, IntArray
+from ..order.randomness import sample_rng
+from .decode import FieldDecoder, has_rng_parameter
+
+Sample = dict[str, Any]
+Values = AnyArray | list[Any]
+Step = Literal["decode", "transform", "result"]
+
+
+class RowError(Exception):
+    """Work on a row failed: which row of the batch, in which step, and why. What users see is made of this."""
+
+    def __init__(self, row: int, step: Step, cause: Exception) -> None:
+        super().__init__(row, step, cause)
+        self.row = row
+        self.step: Step = step
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class RowTask:
+    """Rows of one batch: (n,) int64 sample ids, and n values of each field, of which ``encoded`` are to be decoded.
+
+    ``first_row`` is the batch's row that is the first here.
+    """
+
+    epoch: int
+    first_row: int
+    ids: IntArray
+    fields: Mapping[str, Values]
+    encoded: Mapping[str, FieldDecoder]
+
+    def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
+        """A part of the rows; the fields that are not decoded stay behind unless ``with_plain``."""
+        fields = {
+            name: values[start:stop] for name, values in self.fields.items() if with_plain or name in self.encoded
+        }
+        return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResults:
+    """What becomes of a task's rows: decoded ``values`` by field, and with a transform ``samples``, one a row."""
+
+    values: dict[str, Values]
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWork:
+    """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone."""
+
+    transform: Callable[..., Sample] | None
+    seed: int
+
+    def allocate(self, task: RowTask) -> RowResults:
+        """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, lists for others."""
+        count = len(task.ids)
+        values: dict[str, Values] = {}
+        for name, given in task.fields.items():
+            decoder = task.encoded.get(name)
+            if decoder is None:
+                values[name] = given
+            elif decoder.slot is None:
+                values[name] = [None] * count
+            else:
+                values[name] = np.empty((count, *decoder.slot[0]), decoder.slot[1])
+        return RowResults(values, [] if self.transform is None else [{} for _ in range(count)])
+
+    def run(self, task: RowTask, out: RowResults, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:
+        """Work on some of the task's rows, each into its own place of ``out``; many threads may, on different rows.
+
+        Raises:
+            RowError: a row cannot be decoded or transformed.
+            CancelledError: ``is_stopped`` says that nobody wants the results any more.
+        """
+        takes_rng = self.transform is not None and has_rng_parameter(self.transform)
+        for row in range(start, stop):
+            if is_stopped():
+                raise CancelledError
+            step: Step = "decode"
+            try:
+                for name, decoder in task.encoded.items():
+                    self._decode(task, row, name, decoder, out.values[name])
+                if self.transform is not None:
+                    step = "transform"
+                    sample = {name: values[row] for name, values in out.values.items()}
+                    changed = self.transform(sample, rng=self._rng(task, row)) if takes_rng else self.transform(sample)
+                    step = "result"
+                    out.samples[row] = _check_sample(changed)
+            except Exception as exc:
+                raise RowError(task.first_row + row, step, exc) from exc
+
+    def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Values) -> None:
+        data = task.fields[name][row]
+        if data is None:
+            if decoder.slot is not None:
+                raise DecodeError(f"has no field {name!r}, which is decoded into a tensor")
+            return
+        rng = self._rng(task, row) if decoder.takes_rng else None
+        if decoder.slot is not None:
+            decoder.decode_into(data, out[row], rng)
+        else:
+            out[row] = decoder(data, rng)
+
+    def _rng(self, task: RowTask, row: int) -> np.random.Generator:
+        return sample_rng(self.seed, task.epoch, int(task.ids[row]))
+
+
+def _check_sample(changed: Any) -> Sample:
+    if not isinstance(changed, dict):
+        raise ConfigError(f"transform= returned {type(changed).__name__}; it must return a dict")
+    return changed

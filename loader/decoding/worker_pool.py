@@ -1,0 +1,305 @@
+"""Worker processes for decoding and transforms that hold the GIL. A small pool, because the ready-made ones fork, or
+leave semaphores behind, or report a killed worker late.
+
+Each process has a thread here that feeds it and waits for it, over a socket pair. Either end's death closes the pair,
+so a killed worker is an error at once, and a killed parent ends its workers.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import process
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DecodeError, WorkerError
+from . import worker_main
+from .decode import DecodeChoice, FieldDecoder
+from .row_work import RowError, RowResults, RowTask, RowWork
+from .worker_channel import Channel
+from .worker_main import Code, Done, Failed, Job, Unusable
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from penstock.loader.decoding.worker_main import main; main(int(sys.argv[1]))"
+)
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # a worker ends when its parent says so, whatever the group is sent
+_ENDING_S = 0.3  # for workers to end by themselves before they are killed
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One process, and the decoders that it was sent by now. Used by its own thread; killed by any."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    decoders: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    task: RowTask
+    place: Callable[[RowResults, float], None]
+    future: Future[None]
+    is_stopped: Callable[[], bool]
+
+
+class WorkerPool:
+    """``processes`` workers that do ``work`` on rows. Mutable state: the workers and the first error, under a lock.
+
+    Raises:
+        ConfigError: ``work``'s transform, or a decoder that ``decode`` names, cannot be sent to another process.
+    """
+
+    def __init__(self, work: RowWork, decode: DecodeChoice, processes: int) -> None:
+        self._work = _pickle("transform=", work.transform, work)
+        choices = decode if isinstance(decode, Mapping) else {}
+        self._needs_main = any(
+            b"__main__" in data
+            for data in (self._work, *(_pickle(f"decode[{name!r}]", choices[name], choices[name]) for name in choices))
+        )
+        self.processes = processes
+        self._decoders: dict[str, bytes] = {}
+        self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the processes, unless they are started. Called by one thread at a time."""
+        if self._workers or self._error is not None:
+            return
+        code = Code(_preparation(needs_main=self._needs_main), self._work)
+        for number in range(self.processes):
+            worker = _start_process()
+            self._workers.append(worker)
+            # A daemon, which the interpreter's exit does not wait for: a worker may be long at a transform.
+            thread = threading.Thread(
+                target=self._feed, args=(worker, code), name=f"penstock-worker-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(
+        self, task: RowTask, place: Callable[[RowResults, float], None], is_stopped: Callable[[], bool]
+    ) -> Future[None]:
+        """Have a task done; ``place`` is called, by a thread of the pool, with its results and their seconds.
+
+        The future ends in RowError for a row that failed, in WorkerError if a process ended, in CancelledError if the
+        pool was closed.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            if self._error is None:
+                self._jobs.put(_Submitted(task, place, future, is_stopped))
+            else:
+                future.set_exception(self._error)
+        return future
+
+    def close(self) -> None:
+        """End all processes and threads, at once, whatever they are at."""
+        self._fail(CancelledError())
+        for worker in self._workers:
+            worker.channel.close()
+        for worker in self._workers:
+            try:
+                worker.process.wait(_ENDING_S)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._workers.clear()
+        self._threads.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Let everything that is and will be submitted end in ``error``, unless something failed before."""
+        with self._lock:
+            if self._error is None or isinstance(error, CancelledError):
+                self._error = error
+            while True:
+                try:
+                    job = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+                if job is not None and job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(self._error)
+            for _ in self._threads:
+                self._jobs.put(None)
+
+    # -- the threads, one a worker --------------------------------------------------------------------------------
+
+    def _feed(self, worker: _Worker, code: Code) -> None:
+        try:
+            self._greet(worker, code)
+            while (job := self._jobs.get()) is not None:
+                if job.is_stopped():
+                    job.future.cancel()
+                if job.future.set_running_or_notify_cancel():
+                    self._settle(worker, job)
+        except BaseException as exc:  # noqa: BLE001 - raised where batches are waited for
+            self._fail(exc)
+
+    def _greet(self, worker: _Worker, code: Code) -> None:
+        try:
+            worker.channel.send(code)
+            answer = worker.channel.receive()
+        except (OSError, EOFError) as exc:
+            raise WorkerError(
+                f"worker process {worker.process.pid} {_end_of(worker)} while it started; its messages are above"
+            ) from exc
+        if isinstance(answer, Unusable):
+            raise ConfigError(_unusable(answer))
+
+    def _settle(self, worker: _Worker, job: _Submitted) -> None:
+        try:
+            answer = self._ask(worker, job.task)
+            if isinstance(answer, Failed):
+                job.future.set_exception(_row_error(answer))
+                return
+            job.place(answer.results, answer.busy_s)
+        except BaseException as exc:
+            self._fail(exc)
+            job.future.set_exception(self._error or exc)
+            raise
+        job.future.set_result(None)
+
+    def _ask(self, worker: _Worker, task: RowTask) -> Done | Failed:
+        new = {name: decoder for name, decoder in task.encoded.items() if name not in worker.decoders}
+        job = Job(
+            epoch=task.epoch,
+            first_row=task.first_row,
+            ids=task.ids,
+            fields={name: _sendable(values, is_encoded=name in task.encoded) for name, values in task.fields.items()},
+            encoded=tuple(task.encoded),
+            new_decoders={name: self._pickled_decoder(name, decoder) for name, decoder in new.items()},
+        )
+        worker.decoders.update(new)
+        try:
+            worker.channel.send(job)
+            answer = worker.channel.receive()
+        except (OSError, EOFError) as exc:
+            first, last = int(task.ids.min()), int(task.ids.max())
+            raise WorkerError(
+                f"worker process {worker.process.pid} {_end_of(worker)} while it worked on {len(task.ids)} samples "
+                f"from {first} to {last}; if memory ran out, use fewer processes= or smaller batches"
+            ) from exc
+        if isinstance(answer, Unusable):
+            raise ConfigError(_unusable(answer))
+        assert isinstance(answer, Done | Failed)
+        return answer
+
+    def _pickled_decoder(self, name: str, decoder: FieldDecoder) -> bytes:
+        if name not in self._decoders:
+            self._decoders[name] = _pickle(f"the decoder of field {name!r}", decoder, decoder)
+        return self._decoders[name]
+
+
+def _start_process() -> _Worker:
+    ours, theirs = socket.socketpair()
+    # The flags of `python` itself, so that warnings and -O are the same in the worker.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(_module_path())]
+    # A signal that is held back here is held back in the child from its first instruction on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        started = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    except OSError as exc:
+        ours.close()
+        raise WorkerError(f"a worker process cannot be started: {exc}; use fewer processes=, or 0") from exc
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    return _Worker(started, Channel(ours))
+
+
+def _module_path() -> list[str]:
+    return [entry or process.ORIGINAL_DIR for entry in sys.path]  # type: ignore[attr-defined]
+
+
+def _preparation(*, needs_main: bool) -> dict[str, Any]:
+    """What ``multiprocessing.spawn.prepare`` takes, so that workers find what this process found.
+
+    The user's script is run, under another name, only where a function is defined in it: its imports take time.
+    """
+    if worker_main.is_importing_main:
+        raise ConfigError(
+            "a loader with processes= is made while a worker process imports the script; put what the script does "
+            "under `if __name__ == '__main__':`, or define transform= and decode= functions in a module of their own"
+        )
+    data: dict[str, Any] = {"sys_argv": sys.argv, "dir": str(Path.cwd())}
+    if not needs_main:
+        return data
+    script = sys.modules["__main__"]
+    name = getattr(script.__spec__, "name", None)
+    path = getattr(script, "__file__", None)
+    if name is not None:
+        return {**data, "init_main_from_name": name}
+    if path is None:
+        raise ConfigError(
+            "transform= or decode= is defined in an interactive session, where a worker process can't find it; "
+            "define it in a module, or use processes=0"
+        )
+    return {**data, "init_main_from_path": str(Path(process.ORIGINAL_DIR) / path)}  # type: ignore[attr-defined]
+
+
+def _pickle(what: str, named: Any, value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as exc:
+        raise ConfigError(
+            f"{what}{named!r} cannot be sent to worker processes ({exc}); define it at the top level of a module, "
+            "or use processes=0"
+        ) from exc
+
+
+def _unusable(answer: Unusable) -> str:
+    return (
+        "worker processes cannot make the transform= or decode= functions that they were sent; define them at the top "
+        f"level of a module that can be imported, or use processes=0. In the worker: {answer.text}"
+    )
+
+
+def _sendable(values: Any, *, is_encoded: bool) -> Any:
+    """Encoded bytes travel beside the pickle, as they are.
+
+    The buffers are of the bytes, not of the views on them: where an error's traceback makes a cycle of both, the
+    garbage collector of CPython 3.11 clears the view first, and releasing it again by the PickleBuffer crashes.
+    """
+    if not is_encoded:
+        return values
+    return [pickle.PickleBuffer(value.obj) if isinstance(value, memoryview) else value for value in values]
+
+
+def _row_error(failed: Failed) -> RowError:
+    cause: Exception = DecodeError(failed.text)
+    if failed.cause is not None:
+        with suppress(Exception):  # it could be made in the worker but not here: the text will do
+            cause = pickle.loads(failed.cause)
+    if failed.trace:
+        cause.add_note(f"in a worker process:\n{failed.trace.rstrip()}")
+    return RowError(failed.row, failed.step, cause)
+
+
+def _end_of(worker: _Worker) -> str:
+    """How a process ended that closed its end."""
+    try:
+        code = worker.process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"

@@ -1,0 +1,1 @@
+"""Shards of Arrow's family: Parquet and IPC files."""

@@ -1,0 +1,268 @@
+"""Arrow arrays as columns: zero-copy where the layouts agree, with types that depend on the schema, never on a chunk.
+
+| Arrow type | column |
+| --- | --- |
+| integers, bool | ArrayColumn; where the data set has nulls: 0 there, and a bool ArrayColumn ``NAME__null`` |
+| floats | ArrayColumn; null is NaN |
+| timestamp, date, time, duration | ArrayColumn of int64 in the schema's unit (date32: days); nulls as for integers |
+| fixed_size_list of these, fixed-shape tensor (as it lies in memory) | ArrayColumn of shape (samples, ...) |
+| string | BytesColumn of text |
+| binary, struct<bytes: binary, path: string> | BytesColumn; of a struct (an image or sound with its name), the bytes |
+| dictionary | what its values are |
+| all else: lists, structs, maps, decimals | ObjectColumn |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from ...errors import FormatError
+from ..shard import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
+
+NULL_SUFFIX = "__null"
+
+_NUMPY = {
+    pa.int8(): np.int8,
+    pa.int16(): np.int16,
+    pa.int32(): np.int32,
+    pa.int64(): np.int64,
+    pa.uint8(): np.uint8,
+    pa.uint16(): np.uint16,
+    pa.uint32(): np.uint32,
+    pa.uint64(): np.uint64,
+    pa.float16(): np.float16,
+    pa.float32(): np.float32,
+    pa.float64(): np.float64,
+}
+
+
+def describe_type(kind: pa.DataType) -> str:
+    """A type's name, the same for types that differ in encoding only (string and large_string, a dictionary and its
+    values, the names inside of a list)."""
+    if pt.is_dictionary(kind):
+        return describe_type(kind.value_type)
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return f"{describe_type(kind.value_type)}[{', '.join(map(str, kind.shape))}]"
+    if isinstance(kind, pa.BaseExtensionType):
+        return describe_type(kind.storage_type)
+    if _is_text(kind):
+        return "string"
+    if _is_binary(kind):
+        return "binary"
+    if pt.is_fixed_size_list(kind):
+        return f"{describe_type(kind.value_type)}[{kind.list_size}]"
+    if _is_list(kind):
+        return f"list<{describe_type(kind.value_type)}>"
+    if pt.is_struct(kind):
+        fields = (kind.field(i) for i in range(kind.num_fields))
+        return f"struct<{', '.join(f'{field.name}: {describe_type(field.type)}' for field in fields)}>"
+    if pt.is_map(kind):
+        return f"map<{describe_type(kind.key_type)}, {describe_type(kind.item_type)}>"
+    return np.dtype(_NUMPY[kind]).name if kind in _NUMPY else str(kind)
+
+
+def marks_nulls(kind: pa.DataType) -> bool:
+    """Whether a column of this type needs ``NAME__null`` beside it where a value may be null."""
+    if pt.is_dictionary(kind):
+        return marks_nulls(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return marks_nulls(kind.storage_type)
+    if pt.is_fixed_size_list(kind):
+        return marks_nulls(kind.value_type)
+    return pt.is_integer(kind) or pt.is_boolean(kind) or _is_temporal(kind)
+
+
+def value_bytes(kind: pa.DataType) -> int | None:
+    """Bytes that one value takes as an ArrayColumn; None for columns of other kinds."""
+    if pt.is_dictionary(kind):
+        return value_bytes(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return value_bytes(kind.storage_type)
+    if pt.is_fixed_size_list(kind):
+        inner = value_bytes(kind.value_type)
+        return None if inner is None else inner * kind.list_size
+    if pt.is_boolean(kind):
+        return 1
+    if _is_temporal(kind):
+        return 8
+    return np.dtype(_NUMPY[kind]).itemsize if kind in _NUMPY else None
+
+
+def schema_columns(schema: pa.Schema, nullable: set[str], shard: str) -> dict[str, dict[str, Any]]:
+    """The ``columns`` of a manifest's schema; ``nullable`` names those in which the shard has, or may have, nulls.
+
+    Raises:
+        FormatError: two columns have one name, or one has the name that another's ``__null`` column needs.
+    """
+    columns: dict[str, dict[str, Any]] = {}
+    for column in schema:
+        if column.name in columns:
+            raise FormatError(shard, f"has two columns named {column.name!r}; rename one")
+        columns[column.name] = {"type": describe_type(column.type), "nulls": column.name in nullable}
+    for column in schema:
+        if marks_nulls(column.type) and column.name + NULL_SUFFIX in columns:
+            name = column.name + NULL_SUFFIX
+            raise FormatError(shard, f"column {name!r} has the name kept for the nulls of {column.name!r}; rename it")
+    return columns
+
+
+def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, shard: str) -> dict[str, Column]:
+    """One Arrow column as one column, or as two where ``nulls`` are possible and values alone cannot say so.
+
+    The result shares memory with ``values`` wherever it can, and is then read-only.
+
+    Raises:
+        FormatError: there are nulls though the data set was indexed as having none.
+    """
+    array = _as_one(values)
+    kind = array.type
+    if pt.is_struct(kind) and _is_file_struct(kind):
+        return {name: _slices(pc.struct_field(array, "bytes"), text=False)}
+    if _is_text(kind) or _is_binary(kind):
+        return {name: _slices(array, text=_is_text(kind))}
+    if value_bytes(kind) is None:
+        return {name: ObjectColumn(array)}
+    dense, missing = _dense(array)
+    if isinstance(values.type, pa.FixedShapeTensorType):
+        dense = dense.reshape(len(array), *values.type.shape)
+        missing = None if missing is None else missing.reshape(dense.shape)
+    if missing is not None:
+        if not nulls and marks_nulls(kind):
+            raise FormatError(
+                shard, f"column {name!r} holds nulls, and the index says that it has none; index the data set anew"
+            )
+        dense = _blank(dense, missing)
+    columns: dict[str, Column] = {name: ArrayColumn(dense)}
+    if nulls and marks_nulls(kind):
+        columns[name + NULL_SUFFIX] = ArrayColumn(np.zeros(dense.shape, np.bool_) if missing is None else missing)
+    return columns
+
+
+def _as_one(values: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One plain array: chunks put together, dictionaries decoded, extension types taken off."""
+    if isinstance(values, pa.ChunkedArray):
+        if values.num_chunks == 1:
+            values = values.chunk(0)
+        elif pt.is_string(values.type) or pt.is_binary(values.type):
+            # Two chunks may hold more than the 2 GiB that 32-bit offsets reach.
+            values = pa.concat_arrays(values.cast(_large(values.type)).chunks or [pa.array([], _large(values.type))])
+        else:
+            values = values.combine_chunks()
+            if isinstance(values, pa.ChunkedArray):
+                values = values.chunk(0)
+    if isinstance(values.type, pa.BaseExtensionType):
+        values = values.storage
+    if pt.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    return values
+
+
+def _dense(array: pa.Array) -> tuple[AnyArray, AnyArray | None]:
+    """Values (samples, ...) and, where there are nulls, a bool array of the same shape that is true for them."""
+    kind, length = array.type, len(array)
+    missing: AnyArray | None = ~_bits(array.buffers()[0], array.offset, length) if array.null_count else None
+    if pt.is_fixed_size_list(kind):
+        values, inner = _dense(_flat_values(array))
+        values = values.reshape(length, kind.list_size, *values.shape[1:])
+        if inner is not None:
+            inner = inner.reshape(values.shape)
+        if missing is not None:
+            spread = np.broadcast_to(missing.reshape(length, *(1,) * (values.ndim - 1)), values.shape)
+            inner = spread.copy() if inner is None else inner | spread
+        return values, inner
+    data = array.buffers()[1]
+    if pt.is_boolean(kind):
+        return _bits(data, array.offset, length), missing
+    dtype: np.dtype[Any] = np.dtype(_NUMPY.get(kind) or f"i{kind.bit_width // 8}")
+    if data is None or length == 0:
+        values = np.empty(length, dtype)
+    else:
+        values = np.frombuffer(data, dtype, count=length, offset=array.offset * dtype.itemsize)
+    return (values.astype(np.int64) if _is_temporal(kind) and dtype.itemsize == 4 else values), missing
+
+
+def _blank(values: AnyArray, missing: AnyArray) -> AnyArray:
+    """A copy with 0, or NaN, where ``missing``; by arithmetic on all values, which is 5 times faster than choosing."""
+    if values.dtype.kind != "f":
+        return np.multiply(values, ~missing)
+    bits = np.dtype(f"u{values.dtype.itemsize}")
+    # A float whose bits are all set is a NaN.
+    ones = np.multiply(missing, np.iinfo(bits).max, dtype=bits)
+    return np.bitwise_or(values.view(bits), ones, out=ones).view(values.dtype)
+
+
+def _flat_values(array: pa.FixedSizeListArray) -> pa.Array:
+    """All slots of a fixed-size list, those of nulls too (``flatten`` would leave them out)."""
+    size = array.type.list_size
+    return array.values.slice(array.offset * size, len(array) * size)
+
+
+def _bits(buffer: pa.Buffer | None, offset: int, length: int) -> AnyArray:
+    """Arrow's packed bits as np.bool_."""
+    if buffer is None or length == 0:
+        return np.zeros(length, np.bool_)
+    first, last = offset // 8, (offset + length + 7) // 8
+    packed = np.frombuffer(buffer, np.uint8, count=last - first, offset=first)
+    return np.unpackbits(packed, bitorder="little")[offset - 8 * first :][:length].view(np.bool_)
+
+
+def _slices(array: pa.Array, *, text: bool) -> BytesColumn:
+    kind, length = array.type, len(array)
+    if not (pt.is_fixed_size_binary(kind) or _has_offsets(kind)):
+        array = array.cast(pa.large_string() if text else pa.large_binary())
+        kind = array.type
+    buffers = array.buffers()
+    if pt.is_fixed_size_binary(kind):
+        starts: IntArray = np.arange(array.offset, array.offset + length, dtype=np.int64) * kind.byte_width
+        stops = starts + kind.byte_width
+    else:
+        dtype = np.dtype(np.int64 if pt.is_large_string(kind) or pt.is_large_binary(kind) else np.int32)
+        if buffers[1] is None or length == 0:
+            offsets = np.zeros(length + 1, np.int64)
+        else:
+            raw = np.frombuffer(buffers[1], dtype, count=length + 1, offset=array.offset * dtype.itemsize)
+            offsets = raw.astype(np.int64)
+        starts, stops = offsets[:-1], offsets[1:]
+    if array.null_count:
+        starts = np.where(_bits(buffers[0], array.offset, length), starts, -1)
+    data = buffers[-1]
+    return BytesColumn(memoryview(b"") if data is None else memoryview(data).cast("B"), starts, stops, text)
+
+
+def _large(kind: pa.DataType) -> pa.DataType:
+    return pa.large_string() if pt.is_string(kind) else pa.large_binary()
+
+
+def _has_offsets(kind: pa.DataType) -> bool:
+    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_binary(kind) or pt.is_large_binary(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(
+        pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_binary_view(kind) or pt.is_fixed_size_binary(kind)
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_list_view(kind) or pt.is_large_list_view(kind))
+
+
+def _is_temporal(kind: pa.DataType) -> bool:
+    # A calendar interval has three parts, and is no number.
+    return bool(pt.is_timestamp(kind) or pt.is_date(kind) or pt.is_time(kind) or pt.is_duration(kind))
+
+
+def _is_file_struct(kind: pa.DataType) -> bool:
+    """struct<bytes, path>, as Hugging Face's data sets keep images and sounds."""
+    if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
+        return False
+    return _is_binary(kind.field("bytes").type) and _is_text(kind.field("path").type)

@@ -1,0 +1,178 @@
+"""Parquet: a chunk is a row group, or a run of small ones; only the bytes of the wanted columns are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ....storage import ByteRange, ObjectInfo, Store
+from ...errors import ConfigError, FormatError
+from ..schema import choose_columns, make_block, merge_columns
+from ..shard import CHUNK_BYTES, Block, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
+from .columns import marks_nulls, schema_columns, to_columns
+from .parquet_footer import (
+    SparseFile,
+    arrow_schema,
+    column_leaves,
+    column_range,
+    may_hold_nulls,
+    read_footer,
+    row_group_spans,
+)
+
+_SUFFIXES = (".parquet", ".pq", ".parq")
+
+# Two wanted columns are read in one range where less than this lies between them. Above the 8 KiB of pyarrow's own
+# coalescing, so that its reads stay inside the parts.
+_GAP_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetHeader:
+    """A shard's footer: ``first_rows`` (row groups + 1,) int64, ``leaves`` of each column in the order of the file."""
+
+    footer: pq.FileMetaData
+    first_rows: IntArray
+    leaves: Mapping[str, range]
+
+    def row_groups(self, chunk: ChunkRef) -> range:
+        """The row groups that a chunk is.
+
+        Raises:
+            FormatError: the footer has no such run of row groups.
+        """
+        start = int(np.searchsorted(self.first_rows, chunk.first_row, side="right")) - 1
+        stop = int(np.searchsorted(self.first_rows, chunk.first_row + chunk.samples, side="left"))
+        rows = self.first_rows[[start, min(stop, len(self.first_rows) - 1)]]
+        if rows.tolist() != [chunk.first_row, chunk.first_row + chunk.samples]:
+            raise FormatError(
+                chunk.shard.key,
+                f"no row groups hold just its rows {chunk.first_row} to {chunk.first_row + chunk.samples}; "
+                "index the data set anew",
+                offset=chunk.offset,
+            )
+        return range(start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetFormat:
+    """Reads Parquet files of any row-group layout; consecutive row groups are one chunk up to ``chunk_bytes``."""
+
+    chunk_bytes: int = CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 1:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes}: needs at least 1")
+
+    @property
+    def name(self) -> str:
+        return "parquet"
+
+    def config(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def shards(self, store: Store, listing: Sequence[ObjectInfo]) -> list[ShardTask]:
+        """Files named .parquet, .pq or .parq; those in or with a name that starts with '_' or '.' are companions."""
+        return [
+            ShardTask(info)
+            for info in listing
+            if info.key.endswith(_SUFFIXES) and not any(part[0] in "_." for part in PurePosixPath(info.key).parts)
+        ]
+
+    def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
+        shard = task.info
+        footer, footer_start = read_footer(store, shard)
+        schema = arrow_schema(footer, shard.key)
+        leaves = column_leaves(schema, footer, shard.key)
+        chunks: list[ChunkSpan] = []
+        for span in row_group_spans(footer, schema, leaves, shard.key, footer_start):
+            last = chunks[-1] if chunks else None
+            if last is not None and 0 <= span.offset - last.offset - last.length <= _GAP_BYTES:
+                length = span.offset + span.length - last.offset
+                if length <= self.chunk_bytes:
+                    samples, memory = last.samples + span.samples, last.memory + span.memory
+                    chunks[-1] = ChunkSpan(last.offset, length, samples, memory)
+                    continue
+            chunks.append(span)
+        nullable = {
+            field.name
+            for field in schema
+            if field.nullable and (not marks_nulls(field.type) or may_hold_nulls(footer, leaves[field.name]))
+        }
+        return ShardIndex(chunks, {"columns": schema_columns(schema, nullable, shard.key), "seen_in": shard.key})
+
+    def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
+        return merge_columns(known, new, shard)
+
+    def open_shard(self, store: Store, shard: ObjectInfo) -> ParquetHeader:
+        footer, _ = read_footer(store, shard)
+        rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
+        first_rows = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
+        return ParquetHeader(footer, first_rows, column_leaves(arrow_schema(footer, shard.key), footer, shard.key))
+
+    def chunk_ranges(self, chunk: ChunkRef, header: ParquetHeader, columns: Sequence[str] | None) -> list[ByteRange]:
+        if columns is None:
+            return [chunk.byte_range]
+        chosen = choose_columns(header.leaves, columns)
+        # pyarrow takes a name for that of a struct, too: asked for 'a' it also reads a column named 'a.b'.
+        prefixes = tuple(f"{name}." for name in chosen)
+        wanted = [
+            leaf
+            for name, leaves in header.leaves.items()
+            if name in chosen or name.startswith(prefixes)
+            for leaf in leaves
+        ]
+        ranges: list[ByteRange] = []
+        for start, stop in sorted(
+            column_range(header.footer.row_group(group).column(leaf))
+            for group in header.row_groups(chunk)
+            for leaf in wanted
+        ):
+            if ranges and start - ranges[-1].stop <= _GAP_BYTES:
+                ranges[-1] = ByteRange(ranges[-1].start, max(stop, ranges[-1].stop))
+            else:
+                ranges.append(ByteRange(start, stop))
+        return ranges
+
+    def open_chunk(
+        self,
+        chunk: ChunkRef,
+        header: ParquetHeader,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        schema: Mapping[str, Any],
+    ) -> Block:
+        known = schema["columns"]
+        names = choose_columns(known, columns)
+        shard = chunk.shard.key
+        groups = header.row_groups(chunk)
+        if not names:
+            return Block(chunk.samples, 0, {})
+        ranges = self.chunk_ranges(chunk, header, columns)
+        source = SparseFile(chunk.shard.size, [(r.start, part) for r, part in zip(ranges, parts, strict=True)])
+        try:
+            # pre_buffer makes one read of the source a part, in place of one a column: each needs the GIL for a moment,
+            # which a busy Python thread elsewhere may keep for milliseconds.
+            # Checksums of pages are compared where the writer put some.
+            with pq.ParquetFile(
+                pa.PythonFile(source, "r"), metadata=header.footer, pre_buffer=True, page_checksum_verification=True
+            ) as file:
+                table = file.read_row_groups(groups, columns=names, use_threads=False)
+        except (pa.ArrowException, OSError, ValueError) as exc:
+            raise FormatError(
+                shard,
+                f"row groups {groups.start} to {groups.stop} cannot be decoded ({exc}); write the file again",
+                offset=chunk.offset,
+            ) from exc
+        if table.num_rows != chunk.samples:
+            raise FormatError(shard, f"got {table.num_rows} rows of {chunk.samples}", offset=chunk.offset)
+        found: dict[str, Column] = {}
+        for name in names:
+            found |= to_columns(name, table.column(name), nulls=known[name]["nulls"], shard=shard)
+        return make_block(found, chunk.samples)

@@ -1,0 +1,212 @@
+"""A Parquet shard's footer: read with a GET or two, checked before it is followed, and asked where the columns lie."""
+
+from __future__ import annotations
+
+import bisect
+import io
+from collections.abc import Iterator, Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as pt
+
+from ....storage import ByteRange, ObjectInfo, Store
+from ...errors import FormatError
+from ..shard import ChunkSpan
+from .columns import value_bytes
+
+_MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
+_TRAILER_BYTES = 8
+
+# Most footers fit, so that one GET reads them.
+_TAIL_BYTES = 64 << 10
+
+
+class SparseFile(io.RawIOBase):
+    """A file of ``size`` bytes of which only ``parts`` (offset, bytes) can be read; what pyarrow needs of a file.
+
+    Its position is the only state; each chunk that is opened has its own.
+    """
+
+    def __init__(self, size: int, parts: Sequence[tuple[int, memoryview]]) -> None:
+        self._size = size
+        self._starts = [start for start, _ in parts]
+        self._parts = [pa.py_buffer(part) for _, part in parts]
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read_buffer(self, size: int) -> pa.Buffer:
+        """The next ``size`` bytes without a copy. Raises OSError where they are not all in one part."""
+        index = bisect.bisect_right(self._starts, self._at) - 1
+        skip = self._at - self._starts[index] if index >= 0 else 0
+        if index < 0 or skip + size > self._parts[index].size:
+            raise OSError(f"bytes {self._at} to {self._at + size} are outside of the columns' own")
+        self._at += size
+        return self._parts[index].slice(skip, size)
+
+    def read(self, size: int = -1) -> bytes:
+        return self.read_buffer(size).to_pybytes()  # type: ignore[no-any-return]
+
+
+def read_footer(store: Store, shard: ObjectInfo) -> tuple[pq.FileMetaData, int]:
+    """A shard's footer and the offset it starts at; one GET, a second one where it is longer than 64 KiB.
+
+    Raises:
+        FormatError: there is none, it is encrypted or damaged.
+    """
+    if shard.size == 0:
+        raise FormatError(shard.key, "holds no bytes; remove it or write it again")
+    if shard.size < len(_MAGIC) + _TRAILER_BYTES:
+        raise FormatError(shard.key, f"{shard.size} bytes are too few for a Parquet file")
+    tail_start = max(0, shard.size - _TAIL_BYTES)
+    tail = store.get(shard.key, ByteRange(tail_start, shard.size), etag=shard.etag)
+    magic = bytes(tail[-4:])
+    if magic == _ENCRYPTED_MAGIC:
+        raise FormatError(shard.key, "its footer is encrypted; decrypt the data set first", offset=shard.size - 4)
+    if magic != _MAGIC:
+        problem = f"ends with {magic!r}, a Parquet file with {_MAGIC!r}; it is no Parquet file, or a part of one"
+        raise FormatError(shard.key, problem, offset=shard.size - 4)
+    length = int.from_bytes(tail[-_TRAILER_BYTES:-4], "little")
+    start = shard.size - _TRAILER_BYTES - length
+    if start < len(_MAGIC):
+        problem = f"its footer's length, {length}, points outside of the file's {shard.size} bytes; write it again"
+        raise FormatError(shard.key, problem, offset=shard.size - _TRAILER_BYTES)
+    if start < tail_start:
+        head = store.get(shard.key, ByteRange(start, tail_start), etag=shard.etag)
+        tail, tail_start = memoryview(b"".join((head, tail))), start
+    try:
+        # What starts with the footer reads as a file of its own: pyarrow looks at a file's end only.
+        footer = pq.read_metadata(pa.BufferReader(pa.py_buffer(tail[start - tail_start :])))
+    except (pa.ArrowException, OSError, ValueError) as exc:
+        raise FormatError(shard.key, f"its footer is damaged ({exc}); write it again", offset=start) from exc
+    _check_footer(footer, shard, start)
+    return footer, start
+
+
+class _SoundFooterError(OSError):
+    """pyarrow went through the footer and came to reading data."""
+
+
+class _DatalessFile(SparseFile):
+    def read_buffer(self, size: int) -> pa.Buffer:
+        raise _SoundFooterError
+
+
+def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> None:
+    """Have pyarrow look at every column of every row group in the one way that raises.
+
+    Its accessors (``row_group(i).column(j)``) end the process on a footer that is damaged within: they let a C++
+    exception out of a function that promises none. Finding the ranges to pre-buffer visits the same parts, and catches.
+    """
+    groups = range(footer.num_row_groups)
+    if not groups or not footer.num_columns:
+        return
+    try:
+        with pq.ParquetFile(
+            pa.PythonFile(_DatalessFile(shard.size, []), "r"), metadata=footer, pre_buffer=True
+        ) as file:
+            file.read_row_groups(groups, use_threads=False)
+    except _SoundFooterError:
+        return
+    except (pa.ArrowException, OSError, ValueError) as exc:
+        raise FormatError(shard.key, f"its footer is damaged ({exc}); write it again", offset=start) from exc
+
+
+def arrow_schema(footer: pq.FileMetaData, shard: str) -> pa.Schema:
+    """The schema that pyarrow reads the shard with. Raises FormatError where there is none."""
+    try:
+        return footer.schema.to_arrow_schema()
+    except (pa.ArrowException, ValueError) as exc:
+        raise FormatError(shard, f"its schema has no Arrow form ({exc})") from exc
+
+
+def column_leaves(schema: pa.Schema, footer: pq.FileMetaData, shard: str) -> dict[str, range]:
+    """The Parquet columns (leaves of the schema's tree, in order) that each top-level column is stored as."""
+    leaves, start = {}, 0
+    for field in schema:
+        stop = start + _count_leaves(field.type)
+        leaves[field.name] = range(start, stop)
+        start = stop
+    if start != footer.num_columns:
+        raise FormatError(shard, f"its schema has {start} leaves and its footer {footer.num_columns}; write it again")
+    return leaves
+
+
+def _count_leaves(kind: pa.DataType) -> int:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _count_leaves(kind.storage_type)
+    if pt.is_dictionary(kind) or kind.num_fields == 0:
+        return 1
+    return sum(_count_leaves(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def column_range(column: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    """The bytes, start and stop, of one column of a row group."""
+    start = column.data_page_offset
+    if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
+        start = column.dictionary_page_offset
+    return start, start + column.total_compressed_size
+
+
+def row_group_spans(
+    footer: pq.FileMetaData, schema: pa.Schema, leaves: Mapping[str, range], shard: str, footer_start: int
+) -> Iterator[ChunkSpan]:
+    """The row groups that hold rows. Raises FormatError where one lies outside of the file's data."""
+    widths = [(leaves[field.name], value_bytes(field.type)) for field in schema]
+    if not widths:
+        raise FormatError(shard, "has no columns; leave it out of the data set")
+    types = [footer.schema.column(leaf).physical_type for leaf in range(footer.num_columns)]
+    for index in range(footer.num_row_groups):
+        group = footer.row_group(index)
+        rows = group.num_rows
+        if rows == 0:
+            continue
+        columns = [group.column(leaf) for leaf in range(group.num_columns)]
+        if [column.physical_type for column in columns] != types:
+            problem = f"row group {index} has columns of other types than its schema; write the file again"
+            raise FormatError(shard, problem, offset=footer_start)
+        ranges = [column_range(column) for column in columns]
+        start, stop = min(r[0] for r in ranges), max(r[1] for r in ranges)
+        if rows < 0 or start < len(_MAGIC) or stop > footer_start or any(b < a for a, b in ranges):
+            raise FormatError(
+                shard,
+                f"row group {index} is said to be {rows} rows in bytes {start} to {stop}, but the data ends at "
+                f"{footer_start}; write the file again",
+                offset=footer_start,
+            )
+        if any(column.file_path for column in columns):
+            raise FormatError(shard, f"row group {index} is in another file; give that file", offset=footer_start)
+        # A value of variable length also takes its start and stop, int64 each.
+        memory = sum(
+            rows * width
+            if width is not None
+            else 16 * rows + sum(columns[leaf].total_uncompressed_size for leaf in own)
+            for own, width in widths
+        )
+        yield ChunkSpan(start, stop - start, rows, memory)
+
+
+def may_hold_nulls(footer: pq.FileMetaData, leaves: range) -> bool:
+    """Whether the footer leaves open that a column holds a null: it counts some, or does not count."""
+    for index in range(footer.num_row_groups):
+        group = footer.row_group(index)
+        for leaf in leaves if group.num_rows else ():
+            statistics = group.column(leaf).statistics
+            if statistics is None or not statistics.has_null_count or statistics.null_count > 0:
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""Shards of JSON lines."""

@@ -1,0 +1,140 @@
+"""What a run will be like, from the plan alone: batches, skew, reads and memory of any world size, without data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, PartitionError
+from ..formats.shard import IntArray
+from .plan import EpochPlan, Order, batch_bounds, count_steps, lane_offsets, share_bounds
+
+_MOST_EDGES = 1 << 20  # cuts of lanes and ranks looked at, at most: what is worked on at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run with this plan will be like. Bytes are estimates from the manifest; all else is exact unless said.
+
+    ``skew`` is the largest difference between two ranks' numbers of samples over the epoch; ``batch_skew`` that of one
+    full batch. ``read_amplification`` is the expected number of times that a chunk is read in an epoch by all ranks
+    together; 1.00 where every lane belongs to one rank. ``cut_chunks`` lie on the cut of two lanes, and are read once
+    for each in any case. ``open_windows`` and the bytes are those of the rank that has the most; ``window_bytes`` is
+    what its open windows take, ``first_batch_bytes`` what it must read, at most, before its first batch.
+    """
+
+    samples: int
+    chunks: int
+    shards: int
+    bytes: int
+    world_size: int
+    global_batch_size: int
+    lanes: int
+    window: int
+    batches_per_rank: int
+    samples_left_out: int
+    batch_skew: int
+    skew: int
+    read_amplification: float
+    cut_chunks: int
+    open_windows: int
+    window_bytes: int
+    first_batch_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def forecast(
+    chunk_samples: IntArray,
+    *,
+    chunk_bytes: IntArray,
+    chunk_memory: IntArray,
+    shards: int,
+    order: Order,
+    world_size: int,
+    global_batch_size: int,
+    last_batch: str = "drop",
+) -> Forecast:
+    """Work a run out for chunks of the given samples, bytes and memory once opened: (chunks,) int64 each.
+
+    Raises:
+        ConfigError, PartitionError: no such run can be.
+    """
+    if world_size < 1 or global_batch_size < 1:
+        raise ConfigError(f"world_size={world_size}, global_batch_size={global_batch_size}: must be at least 1")
+    plan = EpochPlan(chunk_samples, order, epoch=0)
+    steps = count_steps(plan.num_samples, 0, global_batch_size, last_batch)
+    if not steps:
+        raise PartitionError(
+            f"a global batch of {global_batch_size} is above the data set's {plan.num_samples} samples, and "
+            "last_batch='drop' leaves nothing; use a smaller batch, or last_batch='pad' or 'partial'"
+        )
+    owned = _lane_shares(plan, world_size, global_batch_size, steps)
+    mean_samples = plan.num_samples / len(chunk_samples)
+    # A rank that takes a part f of a lane's samples enters a window of n of them with probability 1 - (1 - f)^n, and
+    # then reads the window's chunks.
+    touched = 1.0 - (1.0 - owned.parts) ** (order.window * mean_samples)
+    windows = np.bincount(owned.ranks, minlength=world_size)
+    window_bytes = int(windows.max() * order.window * chunk_memory.mean())
+    full = share_bounds(np.array([global_batch_size]), world_size)[0]
+    most = int(np.diff(full).max())
+    return Forecast(
+        samples=plan.num_samples,
+        chunks=len(chunk_samples),
+        shards=shards,
+        bytes=int(chunk_bytes.sum()),
+        world_size=world_size,
+        global_batch_size=global_batch_size,
+        lanes=order.lanes,
+        window=order.window,
+        batches_per_rank=steps,
+        samples_left_out=max(0, plan.num_samples - steps * global_batch_size),
+        batch_skew=int(np.diff(full).max() - np.diff(full).min()),
+        skew=_skew(plan.num_samples, world_size, global_batch_size, steps),
+        read_amplification=float(touched.sum() / owned.lanes),
+        cut_chunks=int(np.isin(plan.lane_starts[1:-1], plan.stream_starts, invert=True).sum()),
+        open_windows=int(windows.max()),
+        window_bytes=window_bytes,
+        first_batch_bytes=int(min(most, windows.max() * order.window) * chunk_bytes.mean()),
+    )
+
+
+def _skew(num_samples: int, world_size: int, global_batch_size: int, steps: int) -> int:
+    last = min(num_samples, steps * global_batch_size) - (steps - 1) * global_batch_size
+    full, rest = (np.diff(share_bounds(np.array([size]), world_size)[0]) for size in (global_batch_size, last))
+    totals = full * (steps - 1) + rest
+    return int(totals.max() - totals.min())
+
+
+@dataclass(frozen=True, slots=True)
+class _LaneShares:
+    """Which rank takes which part of a lane: (pairs,) each; the parts of one of the ``lanes`` with samples sum to 1."""
+
+    lanes: int
+    ranks: IntArray
+    parts: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+def _lane_shares(plan: EpochPlan, world_size: int, global_batch_size: int, steps: int) -> _LaneShares:
+    """From the first steps, as many as it takes for the pattern of shares to repeat, or as can be looked at."""
+    lanes = plan.order.lanes
+    period = min(steps, lanes // math.gcd(lanes, global_batch_size), max(1, _MOST_EDGES // (lanes + world_size)))
+    bounds = batch_bounds(0, period, global_batch_size, plan.num_samples)
+    lane_ends = np.cumsum(np.diff(lane_offsets(bounds, plan.turns), axis=0), axis=1)  # (steps, lanes)
+    rank_cuts = share_bounds(np.diff(bounds), world_size)  # (steps, world_size + 1)
+    # All steps in a row: between two neighbouring edges lie samples of one lane and one rank.
+    base = bounds[:-1, None]
+    lane_ends, rank_cuts = (lane_ends + base).ravel(), (rank_cuts[:, 1:] + base).ravel()
+    edges = np.unique(np.concatenate((bounds[:1], lane_ends, rank_cuts)))
+    lane = np.searchsorted(lane_ends, edges[:-1], side="right") % lanes
+    rank = np.searchsorted(rank_cuts, edges[:-1], side="right") % world_size
+    pairs, which = np.unique(lane * world_size + rank, return_inverse=True)
+    amounts = np.bincount(which, weights=np.diff(edges))
+    by_lane = np.bincount(pairs // world_size, weights=amounts, minlength=lanes)
+    return _LaneShares(
+        lanes=np.count_nonzero(by_lane), ranks=pairs % world_size, parts=amounts / by_lane[pairs // world_size]
+    )

@@ -1,0 +1,332 @@
+"""The plan: which sample comes when, and on which rank. Order is arithmetic; nothing here does I/O or keeps state.
+
+From (manifest, seed, epoch, lanes, window) to a rank's batch in six steps, each a function below:
+
+1. ``chunk_order``     the epoch's permutation of all chunks; its samples, laid end to end, are the epoch's stream
+2. ``lane_sizes``      the stream is cut into L contiguous lanes, equal to one sample
+3. ``EpochPlan.open_window``  inside a lane, samples are permuted in windows of a few consecutive chunks
+4. ``lane_offsets``    position p is sample p // L of lane bit_reverse(p mod L)
+5. ``batch_bounds``    step s is the positions [s * G, (s + 1) * G): the same set of samples whatever the world size
+6. ``rank_segments``   a global batch, sorted by (lane, offset), is cut into one contiguous share per rank
+
+Ranks appear only in step 6, so everything before it, and with it a checkpointed position, holds for any number of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import ConfigError, PartitionError
+from ..formats.shard import IntArray
+
+UIntArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+# What a stream of random numbers is for; part of its key, so that no two uses share one.
+_FOR_CHUNKS, _FOR_WINDOWS = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What decides an epoch's order, beside the data set: kept in every state, and fixed from the first one on.
+
+    ``lanes`` is a power of two; ``window`` is the number of consecutive chunks of a lane whose samples are mixed.
+    Without ``shuffle`` chunks stay in manifest order and samples in their chunk's.
+    """
+
+    seed: int = 0
+    shuffle: bool = True
+    lanes: int = 16
+    window: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "lanes", "window"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, int(operator.index(value)))  # numpy's integers are not JSON-able
+            except TypeError as exc:
+                raise ConfigError(f"{name}={value!r} is not a whole number") from exc
+        object.__setattr__(self, "shuffle", bool(self.shuffle))
+        if self.lanes < 1 or self.lanes & (self.lanes - 1):
+            raise ConfigError(f"lanes={self.lanes} is not a power of two; use {next_power_of_two(max(1, self.lanes))}")
+        if self.window < 1:
+            raise ConfigError(f"window={self.window} chunks: must be at least 1")
+        if not 0 <= self.seed <= _MASK:
+            raise ConfigError(f"seed={self.seed}: must be from 0 to 2**64 - 1")
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two at or above ``value`` (at least 1)."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def auto_lanes(*, shuffle: bool, world_size: int) -> int:
+    """Lanes for a new run: 1 for one rank in order, else enough for four times as many ranks as there are now."""
+    return 1 if not shuffle and world_size == 1 else max(16, next_power_of_two(4 * world_size))
+
+
+def auto_window(*, lanes: int, mean_chunk_bytes: float, pool_chunks: int = 64, lane_bytes: int = 64 << 20) -> int:
+    """Chunks to mix in a lane: together all lanes mix about ``pool_chunks``, and one keeps to about ``lane_bytes``."""
+    by_mixing = max(2, pool_chunks // lanes)
+    by_memory = int(lane_bytes // max(1.0, mean_chunk_bytes))
+    return max(1, min(by_mixing, by_memory, 8))
+
+
+# -- random numbers: counters, not generators ------------------------------------------------------------------------
+
+
+def mix64(values: UIntArray) -> UIntArray:
+    """A bijection of uint64 that looks random: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def stream_key(*words: int) -> int:
+    """One uint64 key from several integers; distinct words give unrelated keys."""
+    key = 0
+    for word in words:
+        key = int(mix64(np.array([(key + _GOLDEN + int(word)) & _MASK], np.uint64))[0])
+    return key
+
+
+def permutation(size: int, key: int) -> IntArray:
+    """A pseudorandom permutation of range(size), (size,) int64: the order of ``size`` random numbers.
+
+    Each number carries its index in its lowest bits: all are distinct, so every sorting algorithm of every numpy gives
+    the same permutation, and values are sorted instead of indexes, which is several times as fast.
+    """
+    index_bits = np.uint64(max(1, (size - 1).bit_length()))
+    numbers = np.arange(1, size + 1, dtype=np.uint64)
+    numbers *= np.uint64(_GOLDEN)
+    numbers += np.uint64(key)
+    numbers = mix64(numbers)
+    numbers >>= index_bits
+    numbers <<= index_bits
+    numbers |= np.arange(size, dtype=np.uint64)
+    numbers.sort()
+    numbers &= (np.uint64(1) << index_bits) - np.uint64(1)
+    return numbers.view(np.int64)
+
+
+# -- chunks and lanes ------------------------------------------------------------------------------------------------
+
+
+def chunk_order(num_chunks: int, order: Order, epoch: int) -> IntArray:
+    """The chunks of an epoch in the order in which they are laid end to end: (num_chunks,) int64."""
+    if not order.shuffle:
+        return np.arange(num_chunks, dtype=np.int64)
+    return permutation(num_chunks, stream_key(_FOR_CHUNKS, order.seed, epoch))
+
+
+def bit_reverse(values: IntArray, bits: int) -> IntArray:
+    """Each value's lowest ``bits`` bits in reverse; its own inverse.
+
+    Any run of 2**k consecutive numbers, reversed, puts one into each 2**k-th of the range (van der Corput's sequence).
+    Therefore consecutive positions, of which batches are made, fall evenly on the lanes of every rank.
+    """
+    reversed_ = np.zeros_like(values)
+    for bit in range(bits):
+        reversed_ |= ((values >> bit) & 1) << (bits - 1 - bit)
+    return reversed_
+
+
+def lane_turns(lanes: int) -> IntArray:
+    """(lanes,) int64: lane l gets the positions p with p mod lanes == turns[l]."""
+    return bit_reverse(np.arange(lanes, dtype=np.int64), lanes.bit_length() - 1)
+
+
+def lane_offsets(positions: IntArray, turns: IntArray) -> IntArray:
+    """How many samples each lane has given before a position: (..., lanes) int64 for positions (...)."""
+    lanes = len(turns)
+    offsets: IntArray = (positions[..., None] - turns + (lanes - 1)) // lanes
+    return offsets
+
+
+def lane_sizes(num_samples: int, lanes: int) -> IntArray:
+    """(lanes,) int64: num_samples // lanes each, and one more for the num_samples mod lanes that have a turn first."""
+    return lane_offsets(np.array(num_samples, np.int64), lane_turns(lanes))
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWindow:
+    """A few consecutive chunks of a lane (cut where the lane is cut), and the order of their samples.
+
+    Covers the lane's offsets ``start`` to ``stop``. Piece i is ``chunks[i]``, from its row ``first_rows[i]`` on;
+    ``bounds`` (pieces + 1,) are the pieces' ends laid end to end; ``permutation`` is (stop - start,) or None.
+    """
+
+    lane: int
+    index: int
+    start: int
+    stop: int
+    chunks: IntArray
+    first_rows: IntArray
+    bounds: IntArray
+    permutation: np.ndarray[tuple[int, ...], np.dtype[np.uint32]] | None
+
+    def locate(self, offsets: IntArray) -> tuple[IntArray, IntArray]:
+        """Piece, and row in the piece's chunk, of some of the lane's offsets: (n,) int64 each."""
+        where: IntArray = offsets - self.start
+        if self.permutation is not None:
+            where = self.permutation[where].astype(np.int64)
+        pieces = np.searchsorted(self.bounds, where, side="right") - 1
+        return pieces, where + (self.first_rows - self.bounds[:-1])[pieces]
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The order of one epoch over chunks of the given sizes: ``chunk_samples`` is (chunks,) int64, each at least 1."""
+
+    chunk_samples: IntArray
+    order: Order
+    epoch: int
+
+    @cached_property
+    def num_samples(self) -> int:
+        return int(self.stream_starts[-1])
+
+    @cached_property
+    def chunks(self) -> IntArray:
+        """(chunks,) int64: the chunks in the epoch's order."""
+        return chunk_order(len(self.chunk_samples), self.order, self.epoch)
+
+    @cached_property
+    def stream_starts(self) -> IntArray:
+        """(chunks + 1,) int64: where in the epoch's stream each chunk of ``chunks`` starts, and the stream's end."""
+        starts = np.zeros(len(self.chunks) + 1, np.int64)
+        np.cumsum(self.chunk_samples[self.chunks], out=starts[1:])
+        return starts
+
+    @cached_property
+    def turns(self) -> IntArray:
+        return lane_turns(self.order.lanes)
+
+    @cached_property
+    def lane_starts(self) -> IntArray:
+        """(lanes + 1,) int64: where in the epoch's stream each lane starts, and the stream's end."""
+        starts = np.zeros(self.order.lanes + 1, np.int64)
+        np.cumsum(lane_sizes(self.num_samples, self.order.lanes), out=starts[1:])
+        return starts
+
+    def _lane_pieces(self, lane: int) -> tuple[int, int]:
+        """The chunks, as ordinals of the epoch's order, that a lane has samples of: first, and one past the last."""
+        start, stop = self.lane_starts[lane], self.lane_starts[lane + 1]
+        first = int(np.searchsorted(self.stream_starts, start, side="right")) - 1
+        return first, int(np.searchsorted(self.stream_starts, stop, side="left"))
+
+    def window_at(self, lane: int, offset: int) -> int:
+        """The index of the window that holds an offset of a lane."""
+        first, _ = self._lane_pieces(lane)
+        piece = int(np.searchsorted(self.stream_starts, self.lane_starts[lane] + offset, side="right")) - 1 - first
+        return piece // self.order.window
+
+    def open_window(self, lane: int, index: int) -> LaneWindow:
+        """Work a window out: its chunks and the order of its samples; O(samples of the window)."""
+        first, stop = self._lane_pieces(lane)
+        low = first + index * self.order.window
+        high = min(stop, low + self.order.window)
+        edges = np.clip(self.stream_starts[low : high + 1], self.lane_starts[lane], self.lane_starts[lane + 1])
+        bounds = edges - edges[0]
+        chunks = self.chunks[low:high]
+        size = int(bounds[-1])
+        if self.order.shuffle:
+            key = stream_key(_FOR_WINDOWS, self.order.seed, self.epoch, lane, index)
+            mixed = permutation(size, key).astype(np.uint32)
+        else:
+            mixed = None
+        return LaneWindow(
+            lane=lane,
+            index=index,
+            start=int(edges[0] - self.lane_starts[lane]),
+            stop=int(edges[-1] - self.lane_starts[lane]),
+            chunks=chunks,
+            first_rows=edges[:-1] - self.stream_starts[low:high],
+            bounds=bounds,
+            permutation=mixed,
+        )
+
+
+# -- batches and ranks -----------------------------------------------------------------------------------------------
+
+
+def count_steps(num_samples: int, consumed: int, global_batch_size: int, last_batch: str) -> int:
+    """How many global batches are left of an epoch after ``consumed`` positions."""
+    left = num_samples - consumed
+    return left // global_batch_size if last_batch == "drop" else -(-left // global_batch_size)
+
+
+def batch_bounds(first: int, steps: int, global_batch_size: int, num_samples: int) -> IntArray:
+    """(steps + 1,) int64: the positions at which ``steps`` global batches from position ``first`` on begin and end."""
+    return np.minimum(first + np.arange(steps + 1, dtype=np.int64) * global_batch_size, np.int64(num_samples))
+
+
+def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
+    """Where global batches of the given sizes (steps,) are cut: (steps, world_size + 1) int64, from 0 to each size.
+
+    Shares are equal to one sample, or in proportion to ``weights`` (a positive number a rank), also to one sample.
+    """
+    if weights is None:
+        ranks = np.arange(world_size + 1, dtype=np.int64)
+        cuts: IntArray = sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
+        return cuts
+    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
+        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
+    cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
+    cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
+    return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """What one rank takes in some steps: offsets ``start`` to ``stop`` of ``lane`` go to rows ``slot`` and on.
+
+    All arrays are (segments,) int64, sorted by (step, lane); ``step`` counts from 0, ``slot`` within the rank's batch.
+    """
+
+    step: IntArray
+    lane: IntArray
+    start: IntArray
+    stop: IntArray
+    slot: IntArray
+
+    def join(self, others: Segments, step: int) -> Segments:
+        """These, and after them ``others`` of one step, moved to be step ``step``."""
+        return Segments(
+            step=np.append(self.step, np.full(len(others.step), step, np.int64)),
+            lane=np.append(self.lane, others.lane),
+            start=np.append(self.start, others.start),
+            stop=np.append(self.stop, others.stop),
+            slot=np.append(self.slot, others.slot),
+        )
+
+
+def rank_segments(
+    bounds: IntArray, turns: IntArray, rank: int, world_size: int, weights: Sequence[float] | None = None
+) -> Segments:
+    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,)."""
+    offsets = lane_offsets(bounds, turns)  # (steps + 1, lanes)
+    counts = np.diff(offsets, axis=0)  # (steps, lanes): samples each lane gives in each step
+    before = np.cumsum(counts, axis=1) - counts  # ... and those of the lanes before it
+    cuts = share_bounds(np.diff(bounds), world_size, weights)
+    low, high = cuts[:, rank, None], cuts[:, rank + 1, None]
+    first = np.clip(low - before, 0, counts)
+    last = np.clip(high - before, 0, counts)
+    step, lane = np.nonzero(last > first)
+    start = offsets[step, lane]
+    return Segments(
+        step=step,
+        lane=lane,
+        start=start + first[step, lane],
+        stop=start + last[step, lane],
+        slot=(before + first - low)[step, lane],
+    )

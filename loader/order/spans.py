@@ -1,0 +1,198 @@
+"""Spans: a few consecutive steps of one rank, planned together so that a chunk's rows are gathered in one go.
+
+Planning runs ahead of assembling. Planning a span opens the lane windows that it enters, and that tells which chunks
+will be needed, in order of first use; expanding a span tells which row of which chunk goes to which row of which batch.
+Pure arithmetic over the plan; the open windows are the only state. Used by one thread, the assembler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..formats.shard import IntArray
+from .plan import EpochPlan, LaneWindow, Segments, batch_bounds, lane_offsets, rank_segments, share_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of every global batch is this rank's. ``weights``: a positive number a rank, or None for equal parts.
+
+    With ``pad`` a rank that has no sample of the last, smaller batch takes one all the same, to have a row to repeat;
+    and so it does, pad or not, where it has no sample of any step of a span, to know which fields a batch has.
+    """
+
+    rank: int
+    world_size: int
+    global_batch_size: int
+    weights: Sequence[float] | None = None
+    pad: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples of a full global batch that are this rank's."""
+        cuts = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)[0]
+        return int(cuts[self.rank + 1] - cuts[self.rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some consecutive steps: their ``bounds`` (steps + 1,) in positions, and this rank's segments of them.
+
+    ``row_starts`` (steps + 1,): where each step's rows begin when they are laid end to end; ``num_valid`` (steps,): how
+    many of them, from the first on, are the rank's share.
+    """
+
+    epoch: int
+    bounds: IntArray
+    segments: Segments
+    row_starts: IntArray
+    num_valid: IntArray
+
+    @property
+    def steps(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.row_starts[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """Rows of one chunk and where they go: ``rows`` and ``targets`` are (n,) int64, targets in the span's rows."""
+
+    chunk: int
+    rows: IntArray
+    targets: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class EnteredWindow:
+    """An open window, the chunks of it that are still needed, and the position at which each is first used."""
+
+    window: LaneWindow
+    chunks: IntArray
+    first_uses: IntArray
+
+
+class EpochSpans:
+    """Plans one epoch's spans for one rank, from a position on."""
+
+    def __init__(self, plan: EpochPlan, share: Share) -> None:
+        self.plan = plan
+        self.share = share
+        self._windows: dict[int, deque[EnteredWindow]] = {}
+        self._opened_until = np.zeros(plan.order.lanes, np.int64)  # per lane: offset up to which windows are open
+
+    def plan_span(self, first: int, steps: int) -> tuple[Span, list[EnteredWindow]]:
+        """Plan ``steps`` steps from position ``first`` on; also gives the windows that they enter, now open."""
+        share = self.share
+        bounds = batch_bounds(first, steps, share.global_batch_size, self.plan.num_samples)
+        segments = rank_segments(bounds, self.plan.turns, share.rank, share.world_size, share.weights)
+        cuts = share_bounds(np.diff(bounds), share.world_size, share.weights)
+        num_valid = cuts[:, share.rank + 1] - cuts[:, share.rank]
+        num_rows = num_valid
+        if not num_valid[-1] and ((share.pad and share.batch_size) or not num_valid.any()):
+            # As if there were as many ranks as samples: the first one's share is one sample.
+            borrowed = rank_segments(bounds[-2:], self.plan.turns, 0, int(bounds[-1] - bounds[-2]))
+            segments = segments.join(borrowed, steps - 1)
+            num_rows = np.append(num_valid[:-1], 1)
+        row_starts = np.zeros(steps + 1, np.int64)
+        np.cumsum(num_rows, out=row_starts[1:])
+        entered: list[EnteredWindow] = []
+        ahead = segments.stop > self._opened_until[segments.lane]
+        for lane, start, stop in zip(
+            segments.lane[ahead].tolist(), segments.start[ahead].tolist(), segments.stop[ahead].tolist(), strict=True
+        ):
+            self._open_until(lane, start, stop, entered)
+        return Span(self.plan.epoch, bounds, segments, row_starts, num_valid), entered
+
+    def _open_until(self, lane: int, start: int, stop: int, entered: list[EnteredWindow]) -> None:
+        windows = self._windows.setdefault(lane, deque())
+        index = windows[-1].window.index + 1 if windows else self.plan.window_at(lane, start)
+        while self._opened_until[lane] < stop:
+            window = self.plan.open_window(lane, index)
+            # A share's edge may skip whole windows of a lane that it owns a part of; those are never entered.
+            if window.stop > start:
+                windows.append(self._enter(window, max(window.start, start)))
+                entered.append(windows[-1])
+            self._opened_until[lane] = window.stop
+            index += 1
+
+    def _enter(self, window: LaneWindow, start: int) -> EnteredWindow:
+        offsets = np.arange(start, window.stop, dtype=np.int64)
+        pieces, _ = window.locate(offsets)
+        first = np.full(len(window.chunks), -1, np.int64)
+        first[pieces[::-1]] = offsets[::-1]  # where an index repeats, the last value stays: the first use
+        needed = first >= 0
+        first_uses = first[needed] * self.plan.order.lanes + self.plan.turns[window.lane]
+        return EnteredWindow(window, window.chunks[needed], first_uses)
+
+    def expand(self, span: Span) -> list[ChunkRows]:
+        """Which rows of which chunks the span is made of, grouped by chunk, in order of first use."""
+        segments = span.segments
+        lengths = segments.stop - segments.start
+        if not len(lengths):
+            return []
+        within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        lanes = np.repeat(segments.lane, lengths)
+        by_lane = np.argsort(lanes, kind="stable")
+        offsets = (np.repeat(segments.start, lengths) + within)[by_lane]
+        targets = (np.repeat(span.row_starts[segments.step] + segments.slot, lengths) + within)[by_lane]
+        lane_ids, lane_starts = np.unique(lanes[by_lane], return_index=True)
+        edges = np.append(lane_starts, len(offsets))
+        chunks = np.empty(len(offsets), np.int64)
+        rows = np.empty(len(offsets), np.int64)
+        for lane, low, high in zip(lane_ids.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            for window in (opened.window for opened in self._windows[lane]):
+                if low == high:
+                    break
+                stop = low + int(np.searchsorted(offsets[low:high], window.stop))
+                if stop > low:
+                    pieces, rows[low:stop] = window.locate(offsets[low:stop])
+                    chunks[low:stop] = window.chunks[pieces]
+                    low = stop
+        by_chunk = np.argsort(chunks, kind="stable")
+        chunk_ids, chunk_starts = np.unique(chunks[by_chunk], return_index=True)
+        rows, targets = rows[by_chunk], targets[by_chunk]
+        edges = np.append(chunk_starts, len(rows))
+        groups = [
+            ChunkRows(chunk, rows[low:high], targets[low:high])
+            for chunk, low, high in zip(chunk_ids.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        ]
+        groups.sort(key=lambda group: int(group.targets.min()))
+        return groups
+
+    def close_windows(self, position: int) -> Iterator[EnteredWindow]:
+        """Close the windows that lie wholly before a position, and give them: they are needed no more."""
+        offsets = lane_offsets(np.array(position, np.int64), self.plan.turns)
+        for lane in list(self._windows):
+            windows = self._windows[lane]
+            while windows and windows[0].window.stop <= offsets[lane]:
+                yield windows.popleft()
+            if not windows:
+                del self._windows[lane]
+
+    def next_uses(self, position: int) -> dict[int, int]:
+        """At which position, from this one on, each chunk of the open windows is used next."""
+        offsets = lane_offsets(np.array(position, np.int64), self.plan.turns)
+        uses: dict[int, int] = {}
+        for lane, windows in self._windows.items():
+            for window in (opened.window for opened in windows):
+                entered = self._enter(window, max(window.start, int(offsets[lane])))
+                for chunk, use in zip(entered.chunks.tolist(), entered.first_uses.tolist(), strict=True):
+                    uses[chunk] = min(use, uses.get(chunk, use))
+        return uses
+
+
+def chunks_by_first_use(entered: Sequence[EnteredWindow]) -> list[int]:
+    """The chunks that windows need, in order of first use; one that lies in two windows appears twice."""
+    if not entered:
+        return []
+    by_use = np.argsort(np.concatenate([window.first_uses for window in entered]), kind="stable")
+    chunks: list[int] = np.concatenate([window.chunks for window in entered])[by_use].tolist()
+    return chunks

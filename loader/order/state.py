@@ -1,0 +1,91 @@
+"""A position in a run: small, JSON-able, the same on every rank, and silent about how many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import StateMismatchError
+from .plan import Order
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderState:
+    """The first ``consumed`` positions of ``epoch`` have been handed out, in the order that the other fields fix.
+
+    ``fingerprint`` and ``num_samples`` are the manifest's.
+    """
+
+    fingerprint: str
+    num_samples: int
+    seed: int
+    shuffle: bool
+    lanes: int
+    window: int
+    epoch: int
+    consumed: int
+    version: int = _VERSION
+
+    @property
+    def order(self) -> Order:
+        return Order(seed=self.seed, shuffle=self.shuffle, lanes=self.lanes, window=self.window)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(state: Mapping[str, Any]) -> LoaderState:
+        """Read what ``to_dict`` gave.
+
+        Raises:
+            StateMismatchError: not such a state, or one of another version; names the fields that are wrong.
+        """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != _VERSION:
+            raise StateMismatchError(
+                f"a loader state of version {version!r}, this penstock reads version {_VERSION}; "
+                "pass what DistributedDataLoader.state_dict() returned"
+            )
+        kinds = {
+            "fingerprint": str,
+            "num_samples": int,
+            "seed": int,
+            "shuffle": bool,
+            "lanes": int,
+            "window": int,
+            "epoch": int,
+            "consumed": int,
+        }
+        wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
+        if wrong:
+            raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} missing or of a wrong type")
+        loaded = LoaderState(**{name: state[name] for name in kinds})
+        if loaded.epoch < 0 or not 0 <= loaded.consumed <= loaded.num_samples:
+            raise StateMismatchError(
+                f"a damaged loader state: epoch={loaded.epoch}, consumed={loaded.consumed} "
+                f"of {loaded.num_samples} samples"
+            )
+        return loaded
+
+    def check(self, *, fingerprint: str, num_samples: int, **order: object) -> None:
+        """Raise unless the state belongs to this data set and these order parameters (None: not asked for).
+
+        Raises:
+            StateMismatchError: names each thing that differs, with both values.
+        """
+        here = {"fingerprint": fingerprint, "num_samples": num_samples, **order}
+        differing = [
+            f"{_LABELS.get(name, name)}: {getattr(self, name)!r} in the state, {value!r} here"
+            for name, value in here.items()
+            if value is not None and getattr(self, name) != value
+        ]
+        if differing:
+            raise StateMismatchError(
+                "the state was taken from another run's order and cannot be continued here; " + "; ".join(differing)
+            )
+
+
+_LABELS = {"fingerprint": "data set (fingerprint)", "num_samples": "data set (samples)"}

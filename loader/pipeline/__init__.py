@@ -1,0 +1,1 @@
+"""The threads between the plan and the caller, and the way to the device."""

@@ -1,0 +1,90 @@
+"""Where finished batches wait for the training loop: a bounded queue that errors and epochs' ends pass through, too."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from ..decoding.batch import PendingBatch
+from ..errors import LoaderClosedError
+from ..formats.shard import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A batch and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
+
+    ``ids`` are the sample ids of the rows that count; positions ``start`` to ``stop`` are the global batch's.
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    ids: IntArray
+    nbytes: int
+    batch: Any
+
+
+class Handover:
+    """A bounded queue from one producing thread to one consuming thread, that errors and the end pass through.
+
+    Bounded by ``max_bytes``, but always takes two deliveries, so that one is being made while one is waiting.
+    """
+
+    def __init__(self, max_bytes: int, max_items: int = 256) -> None:
+        self._items: deque[Delivery] = deque()
+        self._max_bytes = max_bytes
+        self._max_items = max_items
+        self._bytes = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, item: Delivery) -> bool:
+        """Wait for room and add; False if the consumer is gone."""
+        with self._changed:
+            while not self._closed and self._is_full(item):
+                self._changed.wait()
+            if self._closed:
+                return False
+            self._items.append(item)
+            self._bytes += item.nbytes
+            self._changed.notify_all()
+            return True
+
+    def _is_full(self, item: Delivery) -> bool:
+        waiting = len(self._items)
+        return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
+
+    def fail(self, error: BaseException) -> None:
+        """End the queue: the consumer gets what is in it, and then the error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def get(self) -> Delivery:
+        with self._changed:
+            while not self._items:
+                if self._error is not None:
+                    raise self._error
+                if self._closed:
+                    raise LoaderClosedError("the loader was closed while a batch was waited for")
+                self._changed.wait()
+            item = self._items.popleft()
+            self._bytes -= item.nbytes
+            self._changed.notify_all()
+            return item
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            for item in self._items:
+                if isinstance(item.batch, PendingBatch):
+                    item.batch.cancel()
+            self._items.clear()
+            self._changed.notify_all()

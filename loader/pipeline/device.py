@@ -1,0 +1,257 @@
+"""Batches to a CUDA device ahead of need: a ring of pinned buffers, a copy stream, an event for each slot in flight.
+
+The feeder thread copies a batch into the next slot of pinned memory and starts the copies to the device on a stream of
+their own; the consumer's stream waits for them on the device, never the consumer's thread.
+
+Why this is safe (see "CUDA semantics" in PyTorch's notes):
+
+- A slot is overwritten only after its last event has passed, so no copy still reads from it.
+- Device memory is allocated under the copy stream. The consumer's stream waits for the batch's event before it reads,
+  and ``record_stream`` keeps the caching allocator from giving the memory to a later copy before the consumer's stream
+  is done with it, whenever the consumer drops the tensors.
+- A batch's event is its own: a slot that is used again does not make the consumer of an earlier batch wait for more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, LoaderClosedError
+
+# Tensors start at multiples of this in a slot: what cudaMalloc aligns to, and a multiple of any cache line.
+ALIGN_BYTES = 256
+_LEAST_SLOT_BYTES = 1 << 20
+
+
+class CopyEvent(Protocol):
+    """A point on the copy stream."""
+
+    def synchronize(self) -> Any:
+        """Block the calling thread, without the GIL, until the stream has passed this point."""
+        ...
+
+
+class CopyBackend(Protocol):
+    """What the feeder needs of a device; ``CudaBackend`` is the real one."""
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """A page-locked (nbytes,) uint8 tensor."""
+        ...
+
+    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], CopyEvent]:
+        """Start copies of pinned tensors to the device, shapes and strides kept; the event follows the last of them."""
+        ...
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: CopyEvent) -> None:
+        """Make the calling thread's current stream wait for ``event``, and note that it uses ``tensors``."""
+        ...
+
+
+class CudaBackend:
+    """One copy stream on one CUDA device.
+
+    Each call makes that device the current one for its length: a fresh thread's is 0, and so much as setting a stream
+    back on it would open a context, and take memory, on a device that belongs to another rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], CopyEvent]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            copies = []
+            for source in sources:
+                copy = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=self.device)
+                copies.append(copy.copy_(source, non_blocking=True))
+            # blocking: the feeder sleeps until the event, instead of spinning on a core that could decode.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return copies, event
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: CopyEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+class StagedBatch:
+    """A batch on its way to the device."""
+
+    def __init__(self, batch: dict[str, Any], tensors: list[torch.Tensor], event: CopyEvent, backend: CopyBackend):
+        self._batch = batch
+        self._tensors = tensors
+        self._event = event
+        self._backend = backend
+
+    def take(self) -> dict[str, Any]:
+        """The batch, for use on the calling thread's current stream; called on the consumer's thread, does not block.
+
+        Who uses the tensors on yet another stream synchronises the two, as with any tensor.
+        """
+        self._backend.hand_over(self._tensors, self._event)
+        return self._batch
+
+
+@dataclass(slots=True)
+class _Slot:
+    buffer: torch.Tensor | None = None
+    event: CopyEvent | None = None
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = None
+
+
+class DeviceFeeder:
+    """A ring of ``slots`` pinned buffers through which batches go to a CUDA ``device``.
+
+    One thread, the feeder, calls ``stage``; any thread may call ``close``. The mutable state is the ring and the
+    closed flag, both under one lock. A buffer grows to the largest batch that it has held, rounded up to a power of
+    two as PyTorch's pinned allocator does anyway; ``pinned_bytes`` tells the sum.
+    """
+
+    def __init__(self, device: torch.device | str, *, slots: int = 3, backend: CopyBackend | None = None) -> None:
+        if slots < 1:
+            raise ConfigError(f"slots={slots} leaves no buffer to stage in; use 2 or more to copy while the next fills")
+        self._backend = CudaBackend(resolve_cuda(device)) if backend is None else backend
+        self._ring = [_Slot() for _ in range(slots)]
+        self._next = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory that the ring holds."""
+        buffers = [slot.buffer for slot in self._ring]
+        return sum(buffer.numel() for buffer in buffers if buffer is not None)
+
+    def stage(self, batch: Mapping[str, Any]) -> StagedBatch:
+        """Start a batch's copies to the device; blocks until the ring's oldest slot is free, without the GIL.
+
+        Strided CPU tensors, also within lists, tuples and dicts, are moved; dtype and strides (channels_last) are
+        kept, and tensors with gaps or overlaps become contiguous. Everything else passes through as it is. The batch
+        may be changed as soon as this returns.
+
+        Raises:
+            LoaderClosedError: the feeder was closed.
+        """
+        found: list[torch.Tensor] = []
+        _collect(batch, found)
+        with self._lock:
+            if self._closed:
+                raise LoaderClosedError("the device feeder was closed; no more batches can be staged")
+            slot = self._ring[self._next]
+            slot.wait()
+            self._next = (self._next + 1) % len(self._ring)
+            sources = self._fill(slot, found)
+            tensors, event = self._backend.start_copies(sources)
+            slot.event = event
+        moved = _replace(batch, iter(tensors))
+        return StagedBatch(moved, tensors, event, self._backend)
+
+    def _fill(self, slot: _Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pack tensors into the slot's buffer and return views on it of their shapes and strides."""
+        offsets, total = pack_offsets([tensor.numel() * tensor.element_size() for tensor in tensors])
+        if slot.buffer is None or slot.buffer.numel() < total:
+            slot.buffer = None  # given back before more is asked for
+            slot.buffer = self._backend.allocate_pinned(max(_LEAST_SLOT_BYTES, 1 << (total - 1).bit_length()))
+        return [_pack(tensor, slot.buffer, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+
+    def close(self) -> None:
+        """Wait for copies under way and give the pinned memory back to PyTorch's allocator of it. Idempotent.
+
+        Batches that were staged before stay good.
+        """
+        with self._lock:
+            self._closed = True
+            ring, self._ring = self._ring, []
+        for slot in ring:
+            slot.wait()
+
+
+def resolve_cuda(device: torch.device | str) -> torch.device:
+    """The CUDA device with its index; the calling thread's current one where none is given.
+
+    Raises:
+        ConfigError: it is no CUDA device, or there is none here.
+    """
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigError(f"device={device!r} is no torch device: {exc}") from exc
+    if resolved.type != "cuda":
+        raise ConfigError(f"device={str(resolved)!r} needs no staging; only CUDA devices are fed through pinned memory")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={str(resolved)!r}, but torch sees no CUDA device here; use device=None")
+    count = torch.cuda.device_count()
+    if resolved.index is not None and resolved.index >= count:
+        raise ConfigError(f"device={str(resolved)!r}, but there are {count} CUDA devices here, from cuda:0")
+    return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
+
+
+def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets of blocks of ``sizes`` bytes laid one after another at multiples of ALIGN_BYTES, and their end."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    return offsets, end
+
+
+def _pack(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> torch.Tensor:
+    """Copy ``tensor`` into ``buffer`` at a byte offset; the result is a view on the buffer like it.
+
+    The copy is numpy's: one memcpy without the GIL. torch's would start a team of OpenMP threads for the feeder, in
+    contention with the threads that decode.
+    """
+    # preserve_format keeps the strides of a tensor that is dense without overlaps, and makes any other contiguous.
+    strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+    if strides != tensor.stride():
+        dense = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype)
+        tensor = dense.copy_(tensor)
+    length = tensor.numel() * tensor.element_size()
+    target = buffer[offset : offset + length]
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    np.copyto(target.numpy(), flat.numpy())
+    return target.view(tensor.dtype).as_strided(tensor.size(), strides)
+
+
+def _is_moved(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    """Append the tensors to be moved in ``value``, in the order in which ``_replace`` takes them."""
+    if _is_moved(value):
+        found.append(value.detach().resolve_conj().resolve_neg())
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+    elif type(value) in (list, tuple):
+        for item in value:
+            _collect(item, found)
+
+
+def _replace(value: Any, tensors: Any) -> Any:
+    """``value`` with its tensors replaced by the next ones of ``tensors``."""
+    if _is_moved(value):
+        return next(tensors)
+    if isinstance(value, Mapping):
+        return {key: _replace(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, tensors) for item in value)
+    return value

@@ -1,0 +1,307 @@
+"""The pipeline of one rank: plan ahead, fetch ahead, gather, decode ahead, hand over in order.
+
+One assembler thread plans and gathers; the reader's threads fetch; the pool's decode, or worker processes do; with a
+device, one more thread copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..decoding.batch import BatchMaker, BatchOptions, PendingBatch
+from ..decoding.gather import FieldDecoders, Rows, gather
+from ..decoding.threads import DecodeThreads
+from ..decoding.worker_pool import WorkerPool
+from ..formats.shard import Block, IntArray
+from ..metrics import Counters
+from ..order.plan import EpochPlan, Order, count_steps
+from ..order.spans import EpochSpans, Share, Span, chunks_by_first_use
+from ..reading.chunk_reader import ChunkReader
+from ..reading.chunk_source import ChunkSource
+from ..reading.quarantine import Quarantine
+from .delivery_queue import Delivery, Handover
+from .device import DeviceFeeder
+from .tuning import PipelineOptions
+
+
+class Pipeline:
+    """Runs from (epoch, position) on, epoch after epoch, until closed or failed. Owns all of the rank's threads."""
+
+    def __init__(
+        self,
+        *,
+        source: ChunkSource,
+        order: Order,
+        share: Share,
+        last_batch: str,
+        batch_options: BatchOptions,
+        decoders: FieldDecoders,
+        options: PipelineOptions,
+        quarantine: Quarantine,
+        epoch: int,
+        position: int,
+        counters: Counters,
+        workers: WorkerPool | None = None,
+    ) -> None:
+        self._source = source
+        self._order = order
+        self._share = share
+        self._last_batch = last_batch
+        self._options = options
+        self._quarantine = quarantine
+        self._epoch = epoch
+        self._position = position
+        self._counters = counters
+        self._stopping = threading.Event()
+        # On a device two batches wait, the least that keeps it fed: its memory is the model's.
+        self._out = Handover(options.batch_budget_bytes if options.device is None else 0)
+        self._pool = DecodeThreads(options.decode_threads if workers is None else 0)
+        self._maker = BatchMaker(
+            options=batch_options,
+            decoders=decoders,
+            manifest=source.manifest,
+            pool=self._pool,
+            workers=workers,
+            parts=options.decode_threads if workers is None else workers.processes,
+            counters=counters,
+            stopping=self._stopping,
+        )
+        self._next_uses: dict[int, int] | None = None
+        self._next_uses_from = 0
+        self._assembling: EpochSpans | None = None
+        self._finishing: tuple[Delivery, float] | None = None  # waited for by the next batch's thread, since when
+        self._reader = ChunkReader(
+            source,
+            budget_bytes=options.chunk_budget_bytes,
+            threads=options.fetch_threads,
+            next_use=self._next_use,
+            counters=counters,
+        )
+        self._feeder = None if options.device is None else DeviceFeeder(options.device)
+        self._host_out = self._out if self._feeder is None else Handover(options.batch_budget_bytes)
+        self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
+        if self._feeder is not None:
+            self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # -- the training loop's thread -------------------------------------------------------------------------------
+
+    def get(self) -> Delivery:
+        """The next batch, ready for use, or an epoch's end. Raises what went wrong at this place of the order."""
+        item = self._out.get()
+        if item.batch is None:
+            return item
+        if isinstance(item.batch, PendingBatch):
+            return _with_batch(item, self._finish(item, item.batch))
+        return _with_batch(item, item.batch.take())
+
+    def activity(self) -> dict[str, Any]:
+        """What the next batch waits for, and for how many seconds; empty where one is ready. Called by any thread."""
+        finishing = self._finishing
+        if finishing is not None:
+            item, since = finishing
+            shown = ", ".join(map(str, item.ids[:_SHOWN_IDS])) + (", ..." if len(item.ids) > _SHOWN_IDS else "")
+            what = f"decoding and transforming samples {shown} of epoch {item.epoch}"
+            return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
+        missing, waited_s = self._reader.list_missing()
+        if len(self._out) or not missing:
+            return {}
+        chunk = self._source.manifest.chunk(missing[0])
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        what = f"chunk at byte {chunk.offset} of {chunk.shard.key}{more}"
+        return {"waiting_for": what, "since_s": round(waited_s, 1)}
+
+    def _finish(self, item: Delivery, pending: PendingBatch) -> Any:
+        self._finishing = item, time.perf_counter()
+        try:
+            return pending.result()
+        finally:
+            self._finishing = None
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._reader.resident_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._reader.peak_bytes
+
+    def stop(self) -> None:
+        """Tell every thread to end, and wake who waits for a batch; does not wait."""
+        self._stopping.set()
+        self._out.close()
+        self._host_out.close()
+        self._reader.stop()
+
+    def close(self) -> None:
+        """Stop every thread and let go of every buffer; safe at any moment, and more than once.
+
+        Waits for requests in flight for a second, not for as long as a slow store may take.
+        """
+        self.stop()
+        until = time.monotonic() + _CLOSING_S
+        self._reader.close(until)
+        assembler, *others = self._threads
+        assembler.join(max(0.1, until - time.monotonic()))  # it may read a replacement of a bad chunk
+        for thread in others:
+            thread.join()
+        self._pool.close()
+        if self._feeder is not None:
+            self._feeder.close()
+
+    # -- the assembler thread -------------------------------------------------------------------------------------
+
+    def _assemble(self) -> None:
+        try:
+            ahead = _LookAhead(self._spans(), self._reader)
+            for spans, span in ahead:
+                if self._stopping.is_set() or not self._assemble_span(spans, span):
+                    return
+        except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
+            self._host_out.fail(exc)
+
+    def _spans(self) -> Iterator[tuple[EpochSpans, Span | None, list[int]]]:
+        """Every span from here on, with the chunks that it is the first to need; None marks an epoch's end."""
+        manifest = self._source.manifest
+        global_batch = self._share.global_batch_size
+        steps_at_once = 1
+        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
+        step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
+        most = int(min(64, max(1, self._options.span_bytes // step_bytes)))
+        while True:
+            plan = EpochPlan(manifest.samples, self._order, self._epoch)
+            spans = EpochSpans(plan, self._share)
+            left = count_steps(manifest.num_samples, self._position, global_batch, self._last_batch)
+            while left:
+                steps = min(steps_at_once, left)
+                span, entered = spans.plan_span(self._position, steps)
+                yield spans, span, chunks_by_first_use(entered)
+                self._position = int(span.bounds[-1])
+                left -= steps
+                steps_at_once = min(most, 2 * steps_at_once)  # the first batch is not kept waiting for others
+            yield spans, None, []
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
+        if span is None:
+            self._release(spans, spans.plan.num_samples)
+            end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
+            return self._host_out.put(end)
+        groups = spans.expand(span)
+        self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
+        by_chunk = {group.chunk: group for group in groups}
+        blocks = self._reader.take([group.chunk for group in groups])
+        waited = self._counters.chunk_wait_s
+        started = time.perf_counter()
+        rows = gather(
+            (
+                (by_chunk[chunk], loaded)
+                if isinstance(loaded, Block)
+                else self._quarantine.replace(by_chunk[chunk], loaded)
+                for chunk, loaded in blocks
+            ),
+            span.num_rows,
+            self._source.manifest.first_ids,
+            self._maker.decoders,
+        )
+        busy = time.perf_counter() - started - (self._counters.chunk_wait_s - waited)
+        self._counters.add(assemble_s=busy)
+        self._release(spans, int(span.bounds[-1]))
+        return all(self._emit(span, step, rows) for step in range(span.steps))
+
+    def _release(self, spans: EpochSpans, position: int) -> None:
+        done: list[int] = []
+        for entered in spans.close_windows(position):
+            done += entered.chunks.tolist()
+        if done:
+            self._reader.release(done)
+
+    def _emit(self, span: Span, step: int, rows: Rows) -> bool:
+        started = time.perf_counter()
+        low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
+        num_valid = int(span.num_valid[step])
+        batch_rows = rows.cut(low, high)
+        num_rows = max(num_valid, self._share.batch_size) if self._share.pad else num_valid
+        if num_rows > high - low:
+            batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
+        pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
+        item = Delivery(
+            epoch=span.epoch,
+            start=int(span.bounds[step]),
+            stop=int(span.bounds[step + 1]),
+            ids=batch_rows.ids[:num_valid],
+            nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
+            batch=pending,
+        )
+        delivered = self._host_out.put(item)
+        if not delivered:
+            pending.cancel()
+        self._counters.add(backpressure_s=time.perf_counter() - started)
+        return delivered
+
+    def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
+        """Positions at which resident chunks are next used, after the span at hand. Called by the reader to evict."""
+        if self._next_uses is None:
+            assert self._assembling is not None
+            self._next_uses = self._assembling.next_uses(self._next_uses_from)
+        never = self._source.manifest.num_samples
+        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
+
+    # -- the copying thread ---------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        assert self._feeder is not None
+        try:
+            while True:
+                item = self._host_out.get()
+                if item.batch is not None:
+                    batch = self._finish(item, item.batch)
+                    started = time.perf_counter()
+                    item = _with_batch(item, self._feeder.stage(batch))
+                    self._counters.add(copy_s=time.perf_counter() - started)
+                if not self._out.put(item):
+                    return
+        except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
+            self._out.fail(exc)
+
+
+class _LookAhead:
+    """Plans spans ahead, and asks for their chunks, as long as the reader has room; gives the spans one by one.
+
+    A few spans are planned for each one given, so that the first is not kept waiting for the planning of others.
+    """
+
+    _PER_SPAN = 8
+    _MOST = 1024
+
+    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ChunkReader) -> None:
+        self._source = planned
+        self._reader = reader
+        self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
+        while True:
+            for _ in range(self._PER_SPAN):
+                if self._planned and (len(self._planned) >= self._MOST or not self._reader.has_room):
+                    break
+                spans, span, chunks = next(self._source)
+                self._reader.request(chunks)
+                self._planned.append((spans, span))
+            yield self._planned.popleft()
+
+
+def _with_batch(item: Delivery, batch: Any) -> Delivery:
+    return replace(item, batch=batch)
+
+
+_CLOSING_S = 1.0
+_SHOWN_IDS = 8
+_NO_IDS: IntArray = np.empty(0, np.int64)

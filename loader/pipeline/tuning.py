@@ -1,0 +1,74 @@
+"""How much a pipeline does at once: threads and bytes, from what the process may use and what the order needs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..dataset.manifest import Manifest
+from ..limits import usable_memory
+from ..order.plan import Order
+from ..ranks import local_world_size
+
+_AUTO_MEMORY_SHARE = 0.4  # of what the node's ranks may use together
+_AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
+_SPAN_BYTES = 8 << 20
+
+
+class MemoryLimitWarning(UserWarning):
+    """The memory limit is below what the order needs open at once; reads are repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How much runs at once. Bytes are of this process; ``span_bytes`` is what is gathered in one go."""
+
+    fetch_threads: int
+    decode_threads: int
+    chunk_budget_bytes: int
+    batch_budget_bytes: int
+    span_bytes: int
+    device: torch.device | None = None
+
+
+def tune(
+    manifest: Manifest,
+    order: Order,
+    *,
+    world_size: int,
+    memory_limit: int | None,
+    workers: int,
+    is_local: bool,
+    device: torch.device | None,
+) -> PipelineOptions:
+    """The options of one rank's pipeline. ``memory_limit`` is in bytes; None goes by the machine and the cgroup.
+
+    Warns where the limit does not hold the windows that the rank has open at once.
+    """
+    own_lanes = -(-order.lanes // world_size) + 1
+    open_bytes = min(int(manifest.memory.sum()), int(own_lanes * order.window * manifest.memory.mean()))
+    if memory_limit is None:
+        share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
+        memory_limit = min(share, 2 * open_bytes + _AHEAD_BYTES)
+    batch_budget = memory_limit // 4
+    chunk_budget = memory_limit - batch_budget
+    if open_bytes > chunk_budget:
+        warnings.warn(
+            f"the {own_lanes} lanes of this rank keep about {open_bytes:,} bytes of chunks open, and "
+            f"memory_limit={memory_limit:,} has room for {chunk_budget:,}: chunks will be read several times. "
+            "Raise memory_limit, give a cache_dir, or start with fewer lanes or a smaller window",
+            MemoryLimitWarning,
+            stacklevel=5,  # the loop over the loader
+        )
+    # Chunks that do not all fit are read again for each span that needs them: then longer spans read less.
+    span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
+    return PipelineOptions(
+        fetch_threads=4 if is_local else 16,
+        decode_threads=workers,
+        chunk_budget_bytes=chunk_budget,
+        batch_budget_bytes=batch_budget // 2,
+        span_bytes=span_bytes,
+        device=device,
+    )

@@ -1,0 +1,1 @@
+"""From a chunk's name to an opened, checked block of columns."""

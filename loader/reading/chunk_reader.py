@@ -1,0 +1,278 @@
+"""Chunks in memory: fetched in the order of first use, opened as columns, dropped after last use, within a budget.
+
+Mutable state: the slots, the queues and the byte counts, all under one lock. Fetch threads fill slots, the assembler
+thread asks for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..errors import LoaderClosedError
+from ..formats.shard import Block
+from ..metrics import Counters
+from .chunk_source import ChunkSource
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A chunk that somebody needs. ``reserved`` bytes of the budget are its own while it is in flight or resident."""
+
+    uses: int = 0
+    queued: bool = False
+    in_flight: bool = False
+    reserved: int = 0
+    block: Block | None = None
+    error: BaseException | None = None
+
+
+class ChunkReader:
+    """Keeps the chunks that are asked for in memory, as far as ``budget_bytes`` reach.
+
+    Chunks are fetched in the order of ``request``, ahead of need, until the budget is full. When a needed chunk does
+    not fit, resident chunks are evicted, the one whose next use is furthest off first (Belady 1966), and fetched again
+    when their turn comes: so a budget smaller than the open windows costs reads, never correctness. At most one chunk
+    a time is held beyond the budget, and only when nothing else can be let go.
+    """
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        *,
+        budget_bytes: int,
+        threads: int,
+        next_use: Callable[[Sequence[int]], dict[int, int]],
+        counters: Counters,
+    ) -> None:
+        self._source = source
+        self._budget = budget_bytes
+        self._next_use = next_use
+        self._counters = counters
+        self._slots: dict[int, _Slot] = {}
+        self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
+        self._urgent: deque[int] = deque()  # needed now, and not in memory
+        self._current: dict[int, None] = {}  # needed by the span at hand and not yet handed to it
+        self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
+        self._reserved = 0
+        self._peak = 0
+        self._requested_bytes = 0
+        self._closed = False
+        self._failure: BaseException | None = None  # of a fetch thread itself, not of a chunk
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._fetch_loop, name=f"penstock-fetch-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- called by the assembler ----------------------------------------------------------------------------------
+
+    def request(self, chunks: Sequence[int]) -> None:
+        """Say that these chunks will be needed, in order of first use; once for each window that they lie in."""
+        with self._changed:
+            for chunk in chunks:
+                slot = self._slots.setdefault(chunk, _Slot())
+                slot.uses += 1
+                if slot.uses == 1:
+                    self._requested_bytes += self._source.reserve(chunk)
+                    if slot.block is None and not slot.in_flight:
+                        slot.queued = True
+                        self._ahead.append(chunk)
+            self._changed.notify_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more than is requested by now would fit."""
+        return self._requested_bytes < self._budget
+
+    def release(self, chunks: Sequence[int]) -> None:
+        """Take back one request for each of these chunks; a chunk that nobody needs is dropped."""
+        with self._changed:
+            for chunk in chunks:
+                slot = self._slots[chunk]
+                slot.uses -= 1
+                if slot.uses == 0:
+                    self._requested_bytes -= self._source.reserve(chunk)
+                    if not slot.in_flight:
+                        self._drop(chunk)
+            self._changed.notify_all()
+
+    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
+        """Give each of these chunks, once, as soon as it is in memory, or what its fetch raised."""
+        with self._changed:
+            self._current = dict.fromkeys(chunks)
+            for chunk in chunks:
+                slot = self._slots[chunk]
+                if slot.block is None and slot.error is None and not slot.in_flight:
+                    slot.queued = False  # it leaves the queue ahead, where its entry is passed over
+                    self._urgent.append(chunk)
+            if self._urgent:
+                self._changed.notify_all()
+        while self._current:
+            with self._changed:
+                chunk, block = self._wait_for_any()
+            yield chunk, block
+            with self._changed:
+                del self._current[chunk]
+                if self._urgent:
+                    self._changed.notify_all()  # the chunk just used may now be evicted
+
+    def _wait_for_any(self) -> tuple[int, Block | BaseException]:
+        started = self._waiting_since = time.perf_counter()
+        try:
+            while True:
+                if self._closed:
+                    raise LoaderClosedError("the loader was closed while a batch was being read")
+                if self._failure is not None:
+                    raise self._failure
+                for chunk in self._current:
+                    slot = self._slots[chunk]
+                    loaded = slot.block or slot.error
+                    if loaded is not None:
+                        self._counters.add(chunk_wait_s=time.perf_counter() - started)
+                        return chunk, loaded
+                self._changed.wait()
+        finally:
+            self._waiting_since = None
+
+    def stop(self) -> None:
+        """Begin no more fetches, and wake who waits."""
+        with self._changed:
+            self._closed = True
+            self._ahead.clear()
+            self._urgent.clear()
+            self._changed.notify_all()
+
+    def close(self, until: float) -> None:
+        """Drop everything, and wait for the threads until ``time.monotonic()`` is ``until``.
+
+        A request cannot be broken off: one that lasts longer ends in its daemon thread, and its result is dropped.
+        """
+        self.stop()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        with self._changed:
+            self._slots.clear()
+            self._current.clear()
+            self._reserved = self._requested_bytes = 0
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def list_missing(self) -> tuple[list[int], float]:
+        """The chunks that the assembler waits for, those being fetched first, and for how many seconds it has."""
+        with self._changed:
+            if self._waiting_since is None:
+                return [], 0.0
+            missing = sorted(self._current, key=lambda chunk: not self._slots[chunk].in_flight)
+            return missing, time.perf_counter() - self._waiting_since
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._reserved
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    # -- the fetch threads ----------------------------------------------------------------------------------------
+
+    def _fetch_loop(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    while (chunk := self._next_admitted()) is None:
+                        if self._closed:
+                            return
+                        self._changed.wait()
+                self._fetch(chunk)
+        except BaseException as exc:  # noqa: BLE001 - raised by the assembler, which would wait for ever
+            with self._changed:
+                self._failure = exc
+                self._changed.notify_all()
+
+    def _next_admitted(self) -> int | None:
+        """The chunk to fetch next, its bytes reserved; None while there is none or it has no room. Holds the lock."""
+        if self._closed:
+            return None
+        while self._urgent:
+            chunk = self._urgent[0]
+            slot = self._slots.get(chunk)
+            if slot is None or slot.in_flight or slot.block is not None or slot.error is not None:
+                self._urgent.popleft()
+                continue
+            size = self._source.reserve(chunk)
+            if self._reserved + size > self._budget:
+                self._evict(self._reserved + size - self._budget)
+            if self._reserved + size > self._budget and self._urgent_must_wait():
+                return None
+            self._urgent.popleft()
+            self._admit(slot, size)
+            return chunk
+        while self._ahead:
+            chunk = self._ahead[0]
+            slot = self._slots.get(chunk)
+            if slot is None or not slot.queued:
+                self._ahead.popleft()
+                continue
+            size = self._source.reserve(chunk)
+            if self._reserved and self._reserved + size > self._budget:
+                return None
+            self._ahead.popleft()
+            self._admit(slot, size)
+            return chunk
+        return None
+
+    def _urgent_must_wait(self) -> bool:
+        """Whether something will come in, or be used, that makes room without going past the budget."""
+        return any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
+
+    def _admit(self, slot: _Slot, size: int) -> None:
+        slot.queued = False
+        slot.in_flight = True
+        slot.reserved = size
+        self._reserve(size)
+
+    def _reserve(self, size: int) -> None:
+        self._reserved += size
+        self._peak = max(self._peak, self._reserved)
+
+    def _evict(self, wanted: int) -> None:
+        """Drop resident chunks that the span at hand does not wait for, furthest next use first. Holds the lock."""
+        candidates = [c for c, slot in self._slots.items() if slot.block is not None and c not in self._current]
+        if not candidates:
+            return
+        uses = self._next_use(candidates)
+        for chunk in sorted(candidates, key=lambda c: uses[c], reverse=True):
+            if wanted <= 0:
+                break
+            slot = self._slots[chunk]
+            wanted -= slot.reserved
+            self._reserve(-slot.reserved)
+            slot.block, slot.reserved = None, 0
+            self._counters.add(evicted_chunks=1)
+
+    def _drop(self, chunk: int) -> None:
+        self._reserve(-self._slots.pop(chunk).reserved)
+
+    def _fetch(self, chunk: int) -> None:
+        block: Block | None = None
+        error: BaseException | None = None
+        try:
+            block = self._source.load(chunk)
+        except BaseException as exc:  # noqa: BLE001 - handed to the assembler, which raises it
+            error = exc
+        with self._changed:
+            slot = self._slots.get(chunk)
+            if slot is not None:
+                slot.in_flight = False
+                size = block.nbytes if block is not None else 0
+                self._reserve(size - slot.reserved)
+                slot.reserved = size
+                slot.block, slot.error = block, error
+                if slot.uses == 0:
+                    self._drop(chunk)
+            self._changed.notify_all()

@@ -1,0 +1,128 @@
+"""One chunk, read from its store and opened as columns: checked, and read once more where its bytes prove wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from ...storage import CacheStore, ObjectInfo, Store
+from ..dataset.manifest import Manifest
+from ..errors import ChecksumError, FormatError
+from ..formats.shard import Block, ChunkRef, ShardFormat
+from ..limits import usable_cores
+from ..metrics import Counters
+from .records import pack_records
+
+
+class ChunkSource:
+    """Reads and opens one chunk at a time; stateless but for the shards' headers. Called by the fetch threads."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shard_format: ShardFormat,
+        store: Store,
+        columns: Sequence[str] | None,
+        counters: Counters,
+    ) -> None:
+        self.manifest = manifest
+        self.columns = columns
+        self._format = shard_format
+        self._store = store
+        self._counters = counters
+        self._headers: dict[str, Any] = {}
+        self._header_locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+        # Many threads fetch, to hide the store's latency; no more of them open chunks at once than there are cores.
+        self._may_open = threading.Semaphore(usable_cores())
+
+    def load(self, index: int) -> Block:
+        """Fetch and open a chunk; bytes that prove wrong are fetched once more, past any cache, before it is an error.
+
+        Raises:
+            StorageError, FormatError, ChecksumError, ConfigError.
+        """
+        chunk = self.manifest.chunk(index)
+        try:
+            return self._load(index, chunk)
+        except FormatError:
+            self._counters.add(refetched_chunks=1)
+            self._forget(chunk)
+            return self._load(index, chunk)
+
+    def _forget(self, chunk: ChunkRef) -> None:
+        """Drop what is kept of a chunk, in memory and on the node's disk."""
+        try:
+            header = self._header(chunk.shard)  # another thread may have forgotten it a moment ago
+        except FormatError:
+            return  # then nothing of the chunk was read
+        with self._lock:
+            self._headers.pop(chunk.shard.key, None)
+        if isinstance(self._store, CacheStore) and chunk.shard.etag is not None:
+            for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
+                self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
+
+    def _load(self, index: int, chunk: ChunkRef) -> Block:
+        started = time.perf_counter()
+        header = self._header(chunk.shard)
+        ranges = self._format.chunk_ranges(chunk, header, self.columns)
+        if len(ranges) == 1:
+            parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
+        else:
+            parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
+        fetched = time.perf_counter()
+        if self.manifest.checksums is not None and len(parts) == 1 and ranges[0] == chunk.byte_range:
+            self._check(parts[0], int(self.manifest.checksums[index]), chunk)
+        with self._may_open:
+            started_opening = time.perf_counter()
+            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+            block = pack_records(block)
+            opened = time.perf_counter()
+        if block.samples != chunk.samples:
+            raise FormatError(
+                chunk.shard.key,
+                f"holds {block.samples} samples where the manifest says {chunk.samples}; "
+                "rebuild the manifest with `penstock index`",
+                offset=chunk.offset,
+            )
+        self._counters.add(
+            fetched_chunks=1,
+            fetched_bytes=sum(map(len, parts)),
+            fetch_s=fetched - started,
+            open_s=opened - started_opening,
+        )
+        return block
+
+    def _check(self, data: memoryview, expected: int, chunk: ChunkRef) -> None:
+        found = xxhash.xxh3_64_intdigest(data)
+        if found != expected:
+            raise ChecksumError(
+                chunk.shard.key,
+                f"{chunk.length} bytes with checksum {found:016x} where the manifest holds {expected:016x}; "
+                "the object is damaged or was rewritten: restore it, or rebuild the manifest with `penstock index`",
+                offset=chunk.offset,
+            )
+
+    def _header(self, shard: ObjectInfo) -> Any:
+        with self._lock:
+            if shard.key in self._headers:
+                return self._headers[shard.key]
+            lock = self._header_locks.setdefault(shard.key, threading.Lock())
+        with lock:
+            with self._lock:
+                if shard.key in self._headers:
+                    return self._headers[shard.key]
+            header = self._format.open_shard(self._store, shard)
+            with self._lock:
+                self._headers[shard.key] = header
+                self._header_locks.pop(shard.key, None)
+            return header
+
+    def reserve(self, index: int) -> int:
+        """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
+        length, memory = int(self.manifest.lengths[index]), int(self.manifest.memory[index])
+        return length if memory == length else length + memory

@@ -1,0 +1,98 @@
+"""Chunks that cannot be read: told, replaced by others, up to a limit.
+
+What replaces a bad chunk is a function of the manifest alone, the next chunk that can be read, so that every rank,
+every world size and every resume delivers the same. The samples that take the places keep their own ids.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ...storage import NotFoundError, ObjectChangedError
+from ..errors import DatasetError, FormatError
+from ..formats.shard import Block
+from ..order.spans import ChunkRows
+from .chunk_source import ChunkSource
+
+_DATA_ERRORS = (FormatError, NotFoundError, ObjectChangedError)
+_KEPT_BLOCKS = 4
+
+
+class BadChunkWarning(UserWarning):
+    """A chunk could not be read; samples of another one take its places."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadChunk:
+    """A chunk that could not be read, and the chunk whose samples took its places (both as manifest ordinals)."""
+
+    chunk: int
+    shard: str
+    offset: int
+    samples: int
+    error: str
+    replaced_by: int
+
+
+class Quarantine:
+    """Replaces the rows of up to ``limit`` bad chunks. Used by the assembler thread; ``records`` by any."""
+
+    def __init__(self, source: ChunkSource, limit: int) -> None:
+        self._source = source
+        self._limit = limit
+        self._records: dict[int, BadChunk] = {}
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def records(self) -> list[BadChunk]:
+        with self._lock:
+            return list(self._records.values())
+
+    def replace(self, group: ChunkRows, error: BaseException) -> tuple[ChunkRows, Block]:
+        """Rows of another chunk for those of one that failed with ``error``, which is raised if it is not the data's.
+
+        Raises:
+            DatasetError: more chunks are bad than the limit allows; names the last one.
+        """
+        if not self._limit or not isinstance(error, _DATA_ERRORS):
+            raise error
+        known = self._records.get(group.chunk)
+        if known is None:
+            if len(self._records) >= self._limit:
+                raise DatasetError(
+                    f"more than max_bad_chunks={self._limit} chunks cannot be read; the last one: {error}. "
+                    "`penstock verify` lists all that are bad"
+                ) from error
+            known = self._record(group.chunk, error)
+        block = self._load(known.replaced_by)
+        return ChunkRows(known.replaced_by, group.rows % block.samples, group.targets), block
+
+    def _record(self, chunk: int, error: BaseException) -> BadChunk:
+        manifest = self._source.manifest
+        bad = manifest.chunk(chunk)
+        for step in range(1, manifest.num_chunks):
+            other = (chunk + step) % manifest.num_chunks
+            if other in self._records:
+                continue
+            try:
+                self._load(other)
+            except _DATA_ERRORS:
+                continue
+            record = BadChunk(chunk, bad.shard.key, bad.offset, bad.samples, str(error), other)
+            with self._lock:
+                self._records[chunk] = record
+            warnings.warn(f"{error}; its {bad.samples} samples are replaced", BadChunkWarning, stacklevel=2)
+            return record
+        raise DatasetError(f"no chunk of the data set can be read; the last one: {error}") from error
+
+    def _load(self, chunk: int) -> Block:
+        if chunk not in self._blocks:
+            self._blocks[chunk] = self._source.load(chunk)
+            while len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(chunk)
+        return self._blocks[chunk]

@@ -1,0 +1,68 @@
+"""Many narrow columns as one array of records: a row is then gathered by one copy, not by one a column.
+
+Gathering rows at random costs about one cache miss a value while values lie column by column, and one a row while they
+lie row by row. Chunks of tables are therefore turned into records when they are opened, on the fetch threads, in tiles
+that stay in the cache; and a span of batches is turned back into columns when it is gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ..formats.shard import AnyArray, ArrayColumn, Block, Records
+
+_FEWEST = 4  # columns of one item size that are worth it
+_KINDS = "biuf"  # bool, integers, floats; others have sizes that no integer has, or hold references
+_TILE_BYTES = 1 << 20
+
+
+def pack_records(block: Block) -> Block:
+    """The block with its scalar columns, where there are enough of one item size, as records."""
+    by_size: dict[int, list[str]] = defaultdict(list)
+    for name, column in block.columns.items():
+        if isinstance(column, ArrayColumn) and column.values.ndim == 1 and column.values.dtype.kind in _KINDS:
+            by_size[column.values.itemsize].append(name)
+    packed = {size: names for size, names in by_size.items() if len(names) >= _FEWEST}
+    if not packed:
+        return block
+    records = [
+        Records(
+            names=tuple(names),
+            dtypes=tuple(_values(block, name).dtype for name in names),
+            rows=_interleave([_values(block, name).view(f"u{size}") for name in names]),
+        )
+        for size, names in packed.items()
+    ]
+    inside = {name for names in packed.values() for name in names}
+    columns = {name: column for name, column in block.columns.items() if name not in inside}
+    return replace(block, columns=columns, records=tuple(records))
+
+
+def unpack_records(records: Records, rows: AnyArray) -> Mapping[str, AnyArray]:
+    """The columns of gathered ``rows`` (n,), each (n,) contiguous."""
+    width = len(records.names)
+    unit = f"u{rows.itemsize // width}"
+    columns = np.ascontiguousarray(rows.view(unit).reshape(len(rows), width).T)
+    return {
+        name: columns[i].view(dtype) for i, (name, dtype) in enumerate(zip(records.names, records.dtypes, strict=True))
+    }
+
+
+def _values(block: Block, name: str) -> AnyArray:
+    column = block.columns[name]
+    assert isinstance(column, ArrayColumn)
+    return column.values
+
+
+def _interleave(columns: list[AnyArray]) -> AnyArray:
+    """Columns (n,) of one dtype as (n,) records of opaque bytes."""
+    count, width, dtype = len(columns[0]), len(columns), columns[0].dtype
+    rows = np.empty((count, width), dtype)
+    tile = max(64, _TILE_BYTES // (width * dtype.itemsize))
+    for start in range(0, count, tile):
+        rows[start : start + tile] = np.ascontiguousarray(np.stack([c[start : start + tile] for c in columns]).T)
+    return rows.view(f"V{width * dtype.itemsize}").reshape(count)

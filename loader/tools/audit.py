@@ -1,0 +1,228 @@
+"""What was delivered: a log that every rank writes, and the account of it, attempt by attempt, epoch by epoch.
+
+A run that is killed delivers some batches that its last checkpoint knows nothing of; the attempt that resumes from the
+checkpoint delivers them again. Those deliveries of the killed attempt came to nothing: the account leaves them out, and
+counts them as replayed. What remains must be every sample exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..dataset.manifest import Manifest
+from ..errors import ConfigError, DatasetError
+from ..formats.shard import IntArray
+
+_MAGIC = 0x70656E73746F636B
+_SUFFIX = ".deliveries"
+
+
+class DeliveryLog:
+    """One rank's log: a line of JSON, then one record a batch: (magic, epoch, start, stop, n, n sample ids) as int64.
+
+    Every record is one unbuffered write, so that a SIGKILL loses none but, at most, cuts the last one short. Used by
+    the training loop's thread.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, manifest: Manifest, rank: int, world_size: int) -> None:
+        started_ns = time.time_ns()
+        header = {
+            "fingerprint": manifest.fingerprint,
+            "num_samples": manifest.num_samples,
+            "rank": rank,
+            "world_size": world_size,
+            "started_ns": started_ns,
+            "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
+        }
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder) / f"{started_ns}-rank{rank:05d}-{os.getpid()}{_SUFFIX}"
+            self._file = path.open("xb", buffering=0)
+            self._file.write(json.dumps(header).encode() + b"\n")
+        except OSError as exc:
+            raise ConfigError(f"audit_dir={os.fspath(folder)!r} cannot be written: {exc}") from exc
+
+    def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
+        """Note that this rank was given ``ids`` of the global batch at positions ``start`` to ``stop``."""
+        head = np.array((_MAGIC, epoch, start, stop, len(ids)), np.int64)
+        record = np.concatenate((head, ids)).astype("<i8").tobytes()
+        try:
+            written = self._file.write(record)
+        except OSError as exc:
+            raise DatasetError(f"{self._file.name}: a delivery cannot be logged: {exc}") from exc
+        if written != len(record):
+            raise DatasetError(f"{self._file.name}: a delivery cannot be logged whole; is the disk full?")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivered:
+    epoch: int
+    start: int
+    stop: int
+    ids: IntArray
+
+
+@dataclass(slots=True)
+class _Log:
+    """One file's header and records."""
+
+    header: dict[str, Any]
+    records: list[_Delivered]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochAccount:
+    """One epoch of ``samples`` samples, of which the attempts that count handed out ``reached`` positions.
+
+    ``delivered`` rows, ``missing`` samples of those reached, ``duplicated`` rows beyond the first of a sample, and
+    ``replayed`` rows, handed out by killed attempts after their last checkpoint.
+    """
+
+    epoch: int
+    samples: int
+    reached: int
+    delivered: int
+    missing: int
+    duplicated: int
+    replayed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """The account of a run. ``attempts``: for each, its world size and the (epoch, position) it went on from."""
+
+    attempts: Sequence[tuple[int, int, int]]
+    epochs: Sequence[EpochAccount] = field(default_factory=tuple)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every sample of what was reached was delivered exactly once."""
+        return all(not account.missing and not account.duplicated for account in self.epochs)
+
+
+def audit(folder: str | os.PathLike[str]) -> AuditReport:
+    """Account for everything that the logs in a folder say was delivered.
+
+    Raises:
+        DatasetError: no logs, unreadable ones, or logs of several data sets.
+    """
+    logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{_SUFFIX}"))]
+    started = [log for log in logs if log is not None]
+    if not any(log.records for log in started):
+        raise DatasetError(f"{os.fspath(folder)}: holds no delivery logs; train with audit_dir= first")
+    fingerprints = {log.header["fingerprint"] for log in started}
+    if len(fingerprints) > 1:
+        raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; give each its own audit_dir=")
+    num_samples = int(started[0].header["num_samples"])
+    attempts = [attempt for group in _attempts(started) for attempt in _passes(group)]
+    starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
+    counted: list[_Delivered] = []
+    replayed: list[_Delivered] = []
+    for i, (_, records) in enumerate(attempts):
+        until = min(starts[i + 1 :], default=None)
+        for record in records:
+            stands = until is None or (record.epoch, record.start) < until
+            (counted if stands else replayed).append(record)
+    epochs = sorted({record.epoch for record in counted})
+    return AuditReport(
+        attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
+        epochs=[_account(epoch, num_samples, counted, replayed) for epoch in epochs],
+    )
+
+
+def _account(
+    epoch: int, num_samples: int, counted: Sequence[_Delivered], replayed: Sequence[_Delivered]
+) -> EpochAccount:
+    records = [record for record in counted if record.epoch == epoch]
+    ids = np.concatenate([record.ids for record in records])
+    times = np.bincount(ids, minlength=num_samples)
+    reached = max(record.stop for record in records)
+    unique = int(np.count_nonzero(times))
+    return EpochAccount(
+        epoch=epoch,
+        samples=num_samples,
+        reached=reached,
+        delivered=len(ids),
+        missing=max(0, reached - unique),
+        duplicated=len(ids) - unique,
+        replayed=sum(len(record.ids) for record in replayed if record.epoch == epoch),
+    )
+
+
+def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
+    """The logs of one launch together, launches in the order of their start."""
+    groups: list[list[_Log]] = []
+    for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
+        fits = (
+            groups
+            and all(groups[-1][0].header[name] == log.header[name] for name in ("launch", "world_size"))
+            and all(other.header["rank"] != log.header["rank"] for other in groups[-1])
+        )
+        if fits:
+            groups[-1].append(log)
+        else:
+            groups.append([log])
+    return groups
+
+
+def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
+    """World size and records of each stretch of an attempt in which positions only went forward."""
+    stretches: list[list[_Delivered]] = []
+    for log in group:
+        index, last = 0, (-1, -1)
+        for record in log.records:
+            here = (record.epoch, record.start)
+            index += here <= last
+            last = here
+            while len(stretches) <= index:
+                stretches.append([])
+            stretches[index].append(record)
+    return [(int(group[0].header["world_size"]), stretch) for stretch in stretches]
+
+
+def _read_log(path: Path) -> _Log | None:
+    """A log, cut to its whole records; None if a kill cut even the header short."""
+    try:
+        head, newline, body = path.read_bytes().partition(b"\n")
+        if not newline:
+            return None
+        header = json.loads(head)
+        lacking = _HEADER.keys() - header.keys()
+        if lacking or any(type(header[name]) is not kind for name, kind in _HEADER.items()):
+            raise ValueError("its first line is not a log's")
+        words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
+    except (OSError, ValueError, AttributeError) as exc:
+        raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
+    records = []
+    at = 0
+    while at + 5 <= len(words):
+        magic, epoch, start, stop, count = words[at : at + 5].tolist()
+        if magic != _MAGIC or count < 0:
+            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no record begins there")
+        if at + 5 + count > len(words):
+            break  # the record that a kill cut short was not handed out whole
+        ids = words[at + 5 : at + 5 + count]
+        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or _any_outside(ids, header["num_samples"]):
+            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no such batch can have been")
+        records.append(_Delivered(epoch, start, stop, ids))
+        at += 5 + count
+    return _Log(header, records)
+
+
+def _any_outside(ids: IntArray, num_samples: int) -> bool:
+    return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < num_samples

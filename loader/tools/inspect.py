@@ -1,0 +1,220 @@
+"""A look at a data set: what it is made of, how large its samples are, and the first of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...storage import open_store
+from ..dataset.index import open_manifest
+from ..dataset.manifest import Manifest
+from ..dataset.source import Source
+from ..errors import ConfigError
+from ..formats.detect import make_format
+from ..formats.shard import ArrayColumn, Block, BytesColumn, Column, IntArray, ShardFormat
+from ..reading.checksum import read_chunk
+
+_BARS = "▁▂▃▄▅▆▇█"
+_BINS = 40
+_TEXT_CHARS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldView:
+    """A field of a sample: its name, its type, and its value in a line of text."""
+
+    name: str
+    kind: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What ``inspect`` saw. Sizes are in bytes; those of samples are of the ``sizes_of`` that were read."""
+
+    url: str
+    format: str
+    config: Mapping[str, Any]
+    schema: Mapping[str, Any]
+    fingerprint: str
+    shards: int
+    chunks: int
+    samples: int
+    bytes: int
+    checksums: bool
+    shard_sizes: Spread
+    shard_samples: Spread
+    chunk_sizes: Spread
+    sample_sizes: Spread
+    sizes_of: int
+    histogram: tuple[int, ...]
+    histogram_edges: tuple[float, ...]
+    fields: tuple[FieldView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Smallest, median, mean and largest of some numbers."""
+
+    low: int
+    median: float
+    mean: float
+    high: int
+
+    @staticmethod
+    def of(values: IntArray) -> Spread:
+        return Spread(
+            low=int(values.min()), median=float(np.median(values)), mean=float(values.mean()), high=int(values.max())
+        )
+
+
+def inspect(
+    source: Source | Manifest,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
+    cache_dir: str | os.PathLike[str] | None = None,
+    chunks: int = 16,
+    progress: bool = True,
+) -> Inspection:
+    """Describe a data set from its manifest and ``chunks`` of its chunks, spread evenly over it.
+
+    Raises:
+        DatasetError, FormatError, StorageError: as ``open_manifest`` does.
+    """
+    if chunks < 1:
+        raise ConfigError(f"chunks={chunks}: needs 1 or more")
+    manifest = open_manifest(
+        source, storage_options=storage_options, format=format, cache_dir=cache_dir, progress=progress
+    )
+    shard_format = make_format(manifest.format, manifest.config)
+    store = open_store(manifest.url, storage_options=storage_options)
+    try:
+        count = min(chunks, manifest.num_chunks)
+        sizes = []
+        fields: tuple[FieldView, ...] = ()
+        for index in np.unique(np.linspace(0, manifest.num_chunks - 1, count).astype(np.int64)).tolist():
+            chunk = manifest.chunk(index)
+            header = shard_format.open_shard(store, chunk.shard)
+            block = read_chunk(store, shard_format, header, chunk, manifest.schema)
+            sizes.append(sample_sizes(block))
+            if not fields:
+                fields = view_sample(block, 0)
+        read = np.concatenate(sizes)
+    finally:
+        store.close()
+    counts, edges = size_histogram(read)
+    per_shard = np.bincount(manifest.shard_index, weights=manifest.samples, minlength=len(manifest.shards))
+    return Inspection(
+        url=store.url,
+        format=manifest.format,
+        config=dict(manifest.config),
+        schema=dict(manifest.schema),
+        fingerprint=manifest.fingerprint,
+        shards=len(manifest.shards),
+        chunks=manifest.num_chunks,
+        samples=manifest.num_samples,
+        bytes=sum(shard.size for shard in manifest.shards),
+        checksums=manifest.checksums is not None,
+        shard_sizes=Spread.of(np.array([shard.size for shard in manifest.shards])),
+        shard_samples=Spread.of(per_shard.astype(np.int64)),
+        chunk_sizes=Spread.of(manifest.lengths),
+        sample_sizes=Spread.of(read),
+        sizes_of=len(read),
+        histogram=tuple(counts.tolist()),
+        histogram_edges=tuple(edges.tolist()),
+        fields=fields,
+    )
+
+
+def sample_sizes(block: Block) -> IntArray:
+    """(samples,) int64: the bytes of each sample's values, taken together."""
+    total = np.zeros(block.samples, np.int64)
+    for column in block.columns.values():
+        if isinstance(column, BytesColumn):
+            total += np.where(column.starts >= 0, column.stops - column.starts, 0)
+        else:
+            # Rows of an array are of one size; of strings and lists only the mean is known.
+            total += column.nbytes // max(1, block.samples)
+    return total
+
+
+def size_histogram(sizes: IntArray, bins: int = _BINS) -> tuple[IntArray, np.ndarray[Any, Any]]:
+    """Counts of ``bins`` bins of equal ratio from the smallest size to the largest, and their (bins + 1,) edges."""
+    low, high = max(1, int(sizes.min())), max(1, int(sizes.max()))
+    if low == high:
+        return np.array([len(sizes)], np.int64), np.array([low, high + 1], float)
+    edges = np.geomspace(low, high, bins + 1)
+    places = np.clip(np.searchsorted(edges, sizes, side="right") - 1, 0, bins - 1)
+    return np.bincount(places, minlength=bins).astype(np.int64), edges
+
+
+def draw_bars(counts: tuple[int, ...]) -> str:
+    """One character a count; the highest is a full block, and only nothing is blank."""
+    top = max(counts)
+    return "".join(_BARS[(count * (len(_BARS) - 1) + top - 1) // top] if count else " " for count in counts)
+
+
+def view_sample(block: Block, row: int) -> tuple[FieldView, ...]:
+    return tuple(_view_field(name, column, row) for name, column in block.columns.items())
+
+
+def _view_field(name: str, column: Column, row: int) -> FieldView:
+    if isinstance(column, ArrayColumn):
+        value = column.values[row]
+        kind = f"{value.dtype}" + (f" {list(value.shape)}" if value.shape else "")
+        text = np.array2string(value, threshold=12, edgeitems=6) if value.shape else str(value)
+        return FieldView(name=name, kind=kind, value=" ".join(text.split()))
+    (value,) = column.take(np.array([row]))
+    if value is None:
+        return FieldView(name=name, kind="missing", value="")
+    if isinstance(value, bytes):
+        kind, text = describe_bytes(value)
+        return FieldView(name=name, kind=kind, value=text)
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return FieldView(name=name, kind=type(value).__name__, value=shorten(text))
+
+
+def shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_CHARS else line[: _TEXT_CHARS - 1] + "…"
+
+
+def describe_bytes(data: bytes) -> tuple[str, str]:
+    """What bytes are, by their first ones: images with their sides, arrays with their shape, text as it is."""
+    if data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) >= 24:
+        width, height = struct.unpack(">II", data[16:24])
+        return "PNG", f"{width} x {height} pixels, {len(data):,} bytes"
+    if data[:3] == b"\xff\xd8\xff":
+        sides = _jpeg_sides(data)
+        return "JPEG", (f"{sides[0]} x {sides[1]} pixels, " if sides else "") + f"{len(data):,} bytes"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WebP", f"{len(data):,} bytes"
+    if data[:6] == b"\x93NUMPY":
+        header = data[10 : 10 + 118].split(b"\n")[0].decode("latin-1").strip()
+        return "npy", shorten(header)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return "bytes", f"{len(data):,} bytes: {data[:16].hex(' ')}" + (" …" if len(data) > 16 else "")
+    if text.isprintable() or text.replace("\n", " ").replace("\t", " ").replace("\r", " ").isprintable():
+        return "text", shorten(text)
+    return "bytes", f"{len(data):,} bytes: {data[:16].hex(' ')}" + (" …" if len(data) > 16 else "")
+
+
+def _jpeg_sides(data: bytes) -> tuple[int, int] | None:
+    """Width and height from the frame header (SOF0 to SOF15) of a JPEG (ITU T.81, B.2.2)."""
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", data[at + 5 : at + 9])
+            return width, height
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return None

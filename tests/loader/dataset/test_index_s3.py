@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from penstock.loader.dataset.index import open_manifest
+from penstock.loader.dataset.manifest import MANIFEST_NAME
+from penstock.loader.tools.pack import pack
+from penstock.loader.tools.verify import verify
+from penstock.storage import NotFoundError, open_store
+
+pytestmark = pytest.mark.s3
+
+
+def test_a_thousand_shards_are_indexed_in_seconds(s3_url: tuple[str, dict[str, Any]]) -> None:
+    url, options = s3_url
+    pack([{"txt": "word " * 20, "cls": n} for n in range(20)], "mem://thousand", progress=False)
+    source = open_store("mem://thousand")
+    shard = source.get("shard-000000.tar")
+    store = open_store(f"{url}/train", storage_options=options)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: store.put(f"part-{number:04d}.tar", shard), range(1000)))
+    store.close()
+    begun = time.monotonic()
+    manifest = open_manifest(f"{url}/train", storage_options=options)
+    assert time.monotonic() - begun < 30
+    assert (len(manifest.shards), manifest.num_samples) == (1000, 20_000)
+    some = open_manifest(f"{url}/train/part-{{0100..0199}}.tar", storage_options=options)
+    assert [shard.key for shard in some.shards] == [f"part-{number:04d}.tar" for number in range(100, 200)]
+
+
+def test_a_data_set_is_packed_indexed_and_verified_on_a_real_server(s3_url: tuple[str, dict[str, Any]]) -> None:
+    url, options = s3_url
+    summary = pack(
+        ({"txt": f"sample {n}"} for n in range(100)), f"{url}/out", shard_bytes=20_000, storage_options=options
+    )
+    result = verify(f"{url}/out", storage_options=options)
+    assert (result.ok, result.samples, result.checksums) == (True, 100, True)
+    saved = open_manifest(f"{url}/out/{MANIFEST_NAME}", storage_options=options)
+    assert saved.fingerprint == summary.fingerprint == open_manifest(f"{url}/out", storage_options=options).fingerprint
+
+
+def test_a_missing_bucket_is_told_at_once(s3_endpoint: dict[str, Any]) -> None:
+    with pytest.raises(NotFoundError, match="no-such-bucket-here"):
+        open_manifest("s3://no-such-bucket-here/x/", storage_options=s3_endpoint)

@@ -1,0 +1,447 @@
+"""The fused image decoder, against PIL and torchvision's definitions."""
+
+import io
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from penstock.loader.decoding import images
+from penstock.loader.decoding.images import ImageDecoder, center_region, random_region
+from penstock.loader.errors import ConfigError, DecodeError
+from penstock.loader.order.randomness import sample_rng
+
+PHOTO = Image.fromarray(load_sample_image("china.jpg"))
+FLOWER = Image.fromarray(load_sample_image("flower.jpg"))
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+    sink = io.BytesIO()
+    image.save(sink, kind, **({"quality": 92} if kind == "JPEG" else {}) | options)
+    return sink.getvalue()
+
+
+def photo(width: int, height: int, source: Image.Image = PHOTO) -> Image.Image:
+    return source.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def by_pil(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def psnr(one: np.ndarray, other: np.ndarray) -> float:
+    error = np.mean((one.astype(np.float64) - other.astype(np.float64)) ** 2)
+    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def resized_by_pil(image: Image.Image, region: images.Region, height: int, width: int) -> np.ndarray:
+    box = (region.left, region.top, region.left + region.width, region.top + region.height)
+    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, box=box))
+
+
+# Whole images: what comes out is what PIL reads.
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "options"),
+    [
+        ("RGB", "JPEG", {}),
+        ("RGB", "JPEG", {"subsampling": 0}),
+        ("RGB", "JPEG", {"progressive": True}),
+        ("L", "JPEG", {}),
+        ("RGB", "PNG", {}),
+        ("L", "PNG", {}),
+        ("1", "PNG", {}),
+        ("P", "PNG", {}),
+        ("RGBA", "PNG", {}),
+        ("LA", "PNG", {}),
+        ("RGB", "WEBP", {"lossless": True}),
+        ("RGB", "WEBP", {"quality": 80}),
+    ],
+)
+def test_a_whole_image_is_bit_for_bit_what_pil_decodes(mode, kind, options):
+    data = encode(photo(53, 41).convert(mode), kind, **options)
+    pixels = ImageDecoder().decode(memoryview(data))
+    assert pixels.dtype == np.uint8
+    assert pixels.flags.c_contiguous
+    np.testing.assert_array_equal(pixels, np.asarray(by_pil(data)))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_alpha_is_dropped_not_blended(kind):
+    colours = np.asarray(photo(50, 40))
+    alpha = (np.arange(40 * 50) % 256).astype(np.uint8).reshape(40, 50, 1)
+    data = encode(Image.fromarray(np.concatenate([colours, alpha], axis=2)), kind, lossless=True, exact=True)
+    np.testing.assert_array_equal(ImageDecoder().decode(data), colours)
+
+
+def test_a_16_bit_png_keeps_its_high_byte():
+    deep = (np.arange(40 * 50).reshape(40, 50) * 32).astype(np.uint16)
+    pixels = ImageDecoder().decode(encode(Image.fromarray(deep), "PNG"))
+    np.testing.assert_array_equal(pixels, np.repeat((deep >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
+
+
+def test_a_cmyk_jpeg_becomes_rgb():
+    data = encode(photo(64, 48).convert("CMYK"))
+    assert psnr(ImageDecoder().decode(data), np.asarray(by_pil(data))) > 40
+    assert ImageDecoder(size=16).decode(data).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_exif_orientation_is_ignored(kind):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    data = encode(photo(60, 40), kind, exif=exif)
+    assert ImageDecoder().decode(data).shape == (40, 60, 3)
+
+
+def test_content_counts_and_not_the_name():
+    png = encode(photo(30, 20), "PNG")
+    np.testing.assert_array_equal(ImageDecoder().decode(png), np.asarray(photo(30, 20)))
+
+
+# Quality of crop and resize.
+
+
+@pytest.mark.parametrize("source", [PHOTO, FLOWER])
+@pytest.mark.parametrize(
+    ("width", "height", "bound_db"),
+    [(100, 60, 45), (224, 224, 45), (300, 260, 42), (500, 375, 40), (640, 480, 40), (1024, 768, 40), (2048, 1536, 40)],
+)
+def test_a_centre_crop_is_pils_antialiased_resize_of_the_same_region(source, width, height, bound_db):
+    data = encode(photo(width, height, source))
+    pixels = ImageDecoder(size=224, crop="center").decode(data)
+    expected = resized_by_pil(by_pil(data), center_region(height, width, 224, 224, None), 224, 224)
+    assert psnr(pixels, expected) > bound_db
+    assert np.abs(pixels.astype(int) - expected).mean() < 1.5
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("size", [7, 20, 50, 100, 150, 213, 300, 427])
+def test_any_ratio_of_reduction_is_filtered_like_pils(kind, size):
+    data = encode(PHOTO.crop((0, 0, 640, 424)), kind)
+    pixels = ImageDecoder(size=(size, size * 3 // 2)).decode(data)
+    expected = by_pil(data).resize((size * 3 // 2, size), Image.Resampling.BILINEAR)
+    assert psnr(pixels, np.asarray(expected)) > 35
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("JPEG", 32), ("PNG", 18)])
+@pytest.mark.parametrize(
+    ("period", "size"),
+    [(2, 21), (2, 48), (2, 64), (2, 90), (3, 21), (3, 48), (3, 64), (3, 90), (5, 21), (5, 48), (5, 64)],
+)
+def test_stripes_finer_than_a_pixel_of_the_output_fade_instead_of_aliasing(kind, bound, period, size):
+    side = 512
+    across = (np.arange(side) % period < (period + 1) // 2).astype(np.uint8) * 255
+    stripes = Image.fromarray(np.repeat(np.broadcast_to(across, (side, side))[:, :, None], 3, axis=2).copy())
+    pixels = ImageDecoder(size=size).decode(encode(stripes, kind))
+    assert pixels[2:-2, 2:-2].std() < bound  # plain bilinear sampling leaves up to 120
+
+
+def test_a_crop_that_mixes_reduction_and_enlargement_is_close_to_pil():
+    data = encode(photo(90, 700))
+    pixels = ImageDecoder(size=200).decode(data)
+    expected = by_pil(data).resize((200, 200), Image.Resampling.BILINEAR)
+    assert psnr(pixels, np.asarray(expected)) > 35
+
+
+def test_random_crops_are_pils_resize_of_the_region_drawn():
+    height, width = 500, 700
+    data = encode(photo(width, height))
+    whole = by_pil(data)
+    decoder = ImageDecoder(size=96, crop="random")
+    reductions = set()
+    for sample_id in range(60):
+        region = random_region(height, width, decoder.scale, decoder.ratio, sample_rng(0, 0, sample_id))
+        reduction = images._choose_reduction(region, (96, 96, 3))
+        reductions.add(reduction)
+        factor_y, factor_x = -(-height // reduction) / height, -(-width // reduction) / width
+        placed = images.scale_region(region, factor_y, factor_x)
+        assert abs(placed.top / factor_y - region.top) <= reduction / 2
+        assert abs(placed.left / factor_x - region.left) <= reduction / 2
+        box = (
+            placed.left / factor_x,
+            placed.top / factor_y,
+            (placed.left + placed.width) / factor_x,
+            (placed.top + placed.height) / factor_y,
+        )
+        expected = whole.resize((96, 96), Image.Resampling.BILINEAR, box=box)
+        assert psnr(decoder.decode(data, sample_rng(0, 0, sample_id)), np.asarray(expected)) > 36
+    assert reductions == {1, 2, 4}
+
+
+# Regions.
+
+
+def test_the_centre_region_is_what_resize_256_and_crop_224_leave():
+    assert center_region(375, 500, 224, 224, None) == images.Region(23, 86, 328, 328)
+    assert center_region(375, 500, 224, 224, 256) == images.Region(23, 86, 328, 328)
+    assert center_region(375, 500, 224, 224, 224) == images.Region(0, 62, 375, 375)
+    assert center_region(100, 100, 32, 64, 64) == images.Region(25, 0, 50, 100)
+    assert center_region(1, 1, 224, 224, None) == images.Region(0, 0, 1, 1)
+
+
+def test_a_narrow_image_is_enlarged_until_the_crop_fits():
+    region = center_region(1000, 10, 64, 128, 64)
+    assert (region.width, region.height) == (10, 5)
+
+
+def test_random_regions_have_the_areas_and_aspects_asked_for_and_lie_inside():
+    rng = np.random.default_rng(0)
+    regions = [random_region(300, 400, (0.08, 1), (3 / 4, 4 / 3), rng) for _ in range(3000)]
+    heights = np.array([region.height for region in regions])
+    widths = np.array([region.width for region in regions])
+    tops = np.array([region.top for region in regions])
+    lefts = np.array([region.left for region in regions])
+    assert (tops >= 0).all()
+    assert (lefts >= 0).all()
+    assert (tops + heights <= 300).all()
+    assert (lefts + widths <= 400).all()
+    area = heights * widths / 120_000
+    aspect = widths / heights
+    assert 0.079 < area.min() < 0.09
+    assert area.max() > 0.95
+    assert aspect.min() > 0.74
+    assert aspect.max() < 1.35
+    naive = np.array([_naive_random_region(300, 400, rng) for _ in range(3000)])
+    assert abs(area.mean() - (naive[:, 2] * naive[:, 3]).mean() / 120_000) < 0.025
+    assert abs(np.log(aspect).mean() - np.log(naive[:, 3] / naive[:, 2]).mean()) < 0.02
+    assert abs(tops.mean() - naive[:, 0].mean()) < 4
+    assert abs(lefts.mean() - naive[:, 1].mean()) < 6
+
+
+def _naive_random_region(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """RandomResizedCrop as its documentation tells it."""
+    for _ in range(10):
+        area = height * width * rng.uniform(0.08, 1.0)
+        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(rng.integers(0, height - h + 1)), int(rng.integers(0, width - w + 1)), h, w
+    raise AssertionError("a draw of ten fits an image of aspect 4:3")
+
+
+def test_where_no_draw_fits_the_largest_centred_part_is_taken():
+    rng = np.random.default_rng(0)
+    assert random_region(1000, 10, (0.9, 1.0), (1.0, 1.0), rng) == images.Region(495, 0, 10, 10)
+    assert random_region(10, 1000, (0.9, 1.0), (0.5, 2.0), rng) == images.Region(0, 490, 10, 20)
+    assert random_region(1, 1, (0.01, 0.02), (1.0, 1.0), rng) == images.Region(0, 0, 1, 1)
+
+
+def test_golden_random_regions():
+    drawn = [random_region(375, 500, (0.08, 1), (3 / 4, 4 / 3), sample_rng(0, 0, sample_id)) for sample_id in range(3)]
+    assert drawn == [
+        images.Region(38, 19, 140, 121),
+        images.Region(7, 33, 367, 424),
+        images.Region(97, 218, 250, 267),
+    ]
+
+
+# Randomness, slots, threads.
+
+
+def test_the_same_generator_gives_the_same_pixels():
+    decoder = ImageDecoder(size=64, crop="random", flip=0.5)
+    data = encode(photo(200, 150))
+    one, again = decoder(data, sample_rng(1, 2, 3)), decoder(data, sample_rng(1, 2, 3))
+    np.testing.assert_array_equal(one, again)
+    assert (decoder(data, sample_rng(1, 2, 4)) != one).any()
+
+
+@pytest.mark.parametrize("size", [None, 40])
+def test_a_flip_mirrors_left_and_right(size):
+    data = encode(photo(80, 60))
+    straight, flipped = ImageDecoder(size=size)(data), ImageDecoder(size=size, flip=1.0)(data)
+    np.testing.assert_array_equal(flipped, straight[:, ::-1])
+    assert flipped.flags.c_contiguous
+
+
+def test_half_of_the_samples_are_flipped():
+    data = encode(photo(16, 12))
+    straight = ImageDecoder(size=8)(data)
+    decoder = ImageDecoder(size=8, flip=0.5)
+    flipped = sum(int((decoder(data, sample_rng(0, 0, i)) != straight).any()) for i in range(400))
+    assert 160 < flipped < 240
+
+
+def test_only_decoders_that_draw_need_a_generator():
+    data = encode(photo(40, 30))
+    assert not ImageDecoder(size=8, crop="center", flip=1.0).takes_rng
+    for decoder in (ImageDecoder(size=8, crop="random"), ImageDecoder(size=8, flip=0.5), ImageDecoder(flip=0.5)):
+        assert decoder.takes_rng
+        with pytest.raises(ConfigError, match="rng"):
+            decoder(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("side", [32, 56, 60, 100, 900])
+@pytest.mark.parametrize("crop", [None, "center", "random"])
+def test_decoding_into_a_slot_writes_that_slot_and_no_other(kind, side, crop):
+    data = encode(photo(70, 56), kind)
+    decoder = ImageDecoder(size=side, crop=crop, flip=1.0)
+    assert decoder.slot == ((side, side, 3), np.dtype(np.uint8))
+    batch = np.full((3, side, side, 3), 77, np.uint8)
+    decoder.decode_into(data, batch[1], sample_rng(0, 0, 0))
+    np.testing.assert_array_equal(batch[1], decoder(data, sample_rng(0, 0, 0)))
+    assert (batch[1] != 77).any()
+    assert (batch[[0, 2]] == 77).all()
+
+
+def test_a_slot_of_another_shape_is_refused():
+    data = encode(photo(40, 30))
+    with pytest.raises(ConfigError, match=r"\(9, 8, 3\)"):
+        ImageDecoder(size=8).decode_into(data, np.empty((9, 8, 3), np.uint8))
+    with pytest.raises(ConfigError, match="float32"):
+        ImageDecoder(size=8).decode_into(data, np.empty((8, 8, 3), np.float32))
+    with pytest.raises(ConfigError, match="contiguous"):
+        ImageDecoder(size=8).decode_into(data, np.empty((8, 16, 3), np.uint8)[:, ::2])
+    assert ImageDecoder().slot is None
+    with pytest.raises(ConfigError):
+        ImageDecoder().decode_into(data, np.empty((30, 40, 3), np.uint8))
+
+
+def test_many_threads_fill_one_batch():
+    pictures = [encode(photo(90 + 7 * i, 70 + 5 * i)) for i in range(16)]
+    decoder = ImageDecoder(size=48, crop="random", flip=0.5)
+    batch = np.zeros((16, 48, 48, 3), np.uint8)
+
+    def fill(start: int) -> None:
+        for row in range(start, 16, 4):
+            decoder.decode_into(pictures[row], batch[row], sample_rng(0, 0, row))
+
+    threads = [threading.Thread(target=fill, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row, data in enumerate(pictures):
+        np.testing.assert_array_equal(batch[row], decoder(data, sample_rng(0, 0, row)))
+
+
+@pytest.mark.parametrize("part", ["jpeg", "png", "resample"])
+def test_another_thread_runs_python_while_an_image_is_decoded(part):
+    large = photo(5000, 4000) if part == "jpeg" else photo(3000, 2400)
+    pixels, out = np.asarray(large), np.empty((1200, 1500, 3), np.uint8)
+    data = encode(large, "JPEG") if part == "jpeg" else encode(large, "PNG", compress_level=1)
+    work = {
+        "jpeg": lambda: images._decode_jpeg(data, 4000, 5000, 1),
+        "png": lambda: images._decode_other(data),
+        "resample": lambda: images._resample(pixels, out),
+    }[part]
+    order: list[str] = []
+    started = threading.Event()
+
+    def decode() -> None:
+        order.append("start")
+        started.set()
+        work()
+        order.append("stop")
+
+    # With no switching by time, this thread can only go on where the other one gives up the GIL of its own accord.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        thread = threading.Thread(target=decode)
+        thread.start()
+        started.wait()
+        order.append("meanwhile")
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert order == ["start", "meanwhile", "stop"]
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 20, 0.5, 0.95])
+@pytest.mark.parametrize("size", [None, 20])
+def test_an_image_that_is_cut_short_is_an_error(kind, kept, size):
+    data = encode(photo(200, 150), kind)
+    data = data[: kept if isinstance(kept, int) else int(kept * len(data))]
+    with pytest.raises(DecodeError):
+        ImageDecoder(size=size)(data)
+
+
+def test_bytes_of_something_else_are_named_in_the_error():
+    with pytest.raises(DecodeError, match="<!DOCTYPE"):
+        ImageDecoder()(b"<!DOCTYPE html><html></html>")
+
+
+def test_random_bytes_after_a_magic_number_raise_nothing_but_decode_errors():
+    rng = np.random.default_rng(0)
+    jpeg, jfif = b"\xff\xd8", b"\xff\xd8\xff\xe0\x00\x10JFIF\x00"
+    for magic in (jpeg, jfif, b"\x89PNG\r\n\x1a\n", b"RIFF\x00\x10\x00\x00WEBPVP8 "):
+        for length in (0, 10, 100, 3000):
+            with pytest.raises(DecodeError):
+                ImageDecoder(size=8)(magic + rng.bytes(length))
+
+
+def test_flipped_bits_raise_nothing_but_decode_errors():
+    rng = np.random.default_rng(0)
+    decoder = ImageDecoder(size=16)
+    for kind in ("JPEG", "PNG", "WEBP"):
+        intact = encode(photo(60, 40), kind)
+        for _ in range(60):
+            data = bytearray(intact)
+            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+            try:
+                decoder(memoryview(bytes(data)))
+            except DecodeError:
+                continue
+
+
+def test_bytes_after_the_end_or_between_segments_lose_no_pixel_and_are_no_error():
+    data = encode(photo(60, 40))
+    expected = ImageDecoder()(data)
+    np.testing.assert_array_equal(ImageDecoder()(data + b"trailing"), expected)
+    tables = data.index(b"\xff\xdb")
+    padded = data[:tables] + b"\x00\x00\x00" + data[tables:]
+    np.testing.assert_array_equal(ImageDecoder()(padded), expected)
+
+
+def test_a_header_that_claims_too_many_pixels_is_not_believed():
+    data = bytearray(encode(photo(60, 40)))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = b"\xff\x00\xff\x00"
+    with pytest.raises(DecodeError, match="65280x65280"):
+        ImageDecoder(size=8)(bytes(data))
+
+
+# Configuration.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 0},
+        {"size": (3,)},
+        {"size": (4, -1)},
+        {"size": 2.5},
+        {"crop": "center"},
+        {"crop": "middle", "size": 8},
+        {"resize": 256, "size": 224},
+        {"resize": 0, "size": 224, "crop": "center"},
+        {"scale": (0.5, 1.0), "size": 8},
+        {"scale": (0.5, 0.1), "size": 8, "crop": "random"},
+        {"scale": (0.0, 1.0), "size": 8, "crop": "random"},
+        {"ratio": (0.0, 1.0), "size": 8, "crop": "random"},
+        {"ratio": (2.0, 1.0), "size": 8, "crop": "random"},
+        {"flip": 1.5},
+        {"flip": -0.1},
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_and_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ImageDecoder(**wrong)
+
+
+def test_a_decoder_is_frozen_and_equal_to_one_of_the_same_arguments():
+    assert ImageDecoder(size=8, crop="center") == ImageDecoder(size=8, crop="center")
+    with pytest.raises(AttributeError):
+        ImageDecoder().size = 3

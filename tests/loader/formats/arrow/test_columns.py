@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import datetime
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.loader.errors import FormatError
+from penstock.loader.formats.arrow.columns import describe_type, marks_nulls, to_columns, value_bytes
+from penstock.loader.formats.shard import ArrayColumn, BytesColumn, ObjectColumn
+
+INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
+FLOATS = [pa.float16(), pa.float32(), pa.float64()]
+TEMPORALS = [
+    pa.timestamp("s"),
+    pa.timestamp("ns", tz="Europe/Berlin"),
+    pa.date32(),
+    pa.date64(),
+    pa.time32("ms"),
+    pa.time64("us"),
+    pa.duration("ms"),
+]
+TEXTS = [pa.string(), pa.large_string(), pa.string_view()]
+BINARIES = [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)]
+SCALARS = [*INTEGERS, *FLOATS, pa.bool_()]
+FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+OBJECTS = [
+    pa.list_(pa.int32()),
+    pa.large_list(pa.string()),
+    pa.struct({"a": pa.int8(), "b": pa.list_(pa.string())}),
+    pa.map_(pa.string(), pa.int64()),
+    pa.decimal128(9, 2),
+    pa.null(),
+]
+
+
+def values_for(kind: pa.DataType, with_nulls: bool = True) -> st.SearchStrategy[object]:
+    if pa.types.is_dictionary(kind):
+        return values_for(kind.value_type)
+    if pa.types.is_boolean(kind):
+        return st.booleans()
+    if kind in INTEGERS:
+        low, high = (
+            (0, 1 << kind.bit_width) if str(kind)[0] == "u" else (-1 << kind.bit_width - 1, 1 << kind.bit_width - 1)
+        )
+        return st.integers(low, high - 1)
+    if kind in FLOATS:
+        return st.floats(width=kind.bit_width, allow_nan=False)
+    if kind == pa.date64():
+        return st.integers(-1000, 1000).map(lambda day: day * 86_400_000)
+    if pa.types.is_time(kind):
+        return st.integers(0, 86_399_000)
+    if kind in TEMPORALS:
+        return st.integers(-(1 << 31), (1 << 31) - 1)
+    if kind in TEXTS:
+        return st.text(max_size=5)
+    if pa.types.is_fixed_size_binary(kind):
+        return st.binary(min_size=3, max_size=3)
+    if kind in BINARIES:
+        return st.binary(max_size=20)
+    if kind == FILE:
+        return st.fixed_dictionaries(
+            {"bytes": st.none() | st.binary(max_size=5), "path": st.none() | st.text(max_size=3)}
+        )
+    if pa.types.is_fixed_size_list(kind):
+        inner = nullable(kind.value_type) if with_nulls else values_for(kind.value_type, with_nulls)
+        return st.lists(inner, min_size=kind.list_size, max_size=kind.list_size)
+    if pa.types.is_decimal(kind):
+        return st.decimals(-1000, 1000, places=2)
+    if pa.types.is_map(kind):
+        return st.lists(st.tuples(st.text(max_size=2), st.integers(0, 9)), max_size=2)
+    if pa.types.is_struct(kind):
+        return st.fixed_dictionaries({"a": st.integers(0, 9), "b": st.lists(st.text(max_size=2), max_size=2)})
+    if pa.types.is_null(kind):
+        return st.none()
+    inner = st.text(max_size=3) if kind.value_type == pa.string() else st.integers(-5, 5)
+    return st.lists(inner, max_size=3)
+
+
+def nullable(kind: pa.DataType) -> st.SearchStrategy[object]:
+    return st.one_of(values_for(kind), values_for(kind), st.none())
+
+
+KINDS = [
+    *SCALARS,
+    *TEMPORALS,
+    *TEXTS,
+    *BINARIES,
+    *OBJECTS,
+    FILE,
+    pa.list_(pa.float32(), 3),
+    pa.list_(pa.bool_(), 2),
+    pa.list_(pa.list_(pa.int16(), 2), 2),
+    pa.dictionary(pa.int8(), pa.string()),
+    pa.dictionary(pa.int32(), pa.int64()),
+]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> tuple[pa.ChunkedArray, bool]:
+    """A chunked array of slices of any type, and whether nulls were allowed in it."""
+    kind = draw(st.sampled_from(KINDS))
+    with_nulls = draw(st.booleans())
+    chunks = []
+    for _ in range(draw(st.integers(0, 3))):
+        values = draw(st.lists(nullable(kind) if with_nulls else values_for(kind, with_nulls), max_size=12))
+        array = pa.array(values, kind)
+        start = draw(st.integers(0, len(values)))
+        chunks.append(array.slice(start, draw(st.integers(0, len(values) - start))))
+    return pa.chunked_array(chunks, kind), with_nulls
+
+
+def storage(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def plain(array: pa.ChunkedArray) -> list[object]:
+    """What to_pylist gives, with numbers for moments and the bytes of files."""
+    kind = storage(array.type)
+    if kind in TEMPORALS:
+        number = pa.int32() if kind.bit_width == 32 else pa.int64()
+        return [v for chunk in array.chunks for v in chunk.view(number).to_pylist()]
+    values = array.to_pylist()
+    return [v and v["bytes"] for v in values] if kind == FILE else values
+
+
+def same(got: object, missing: object, want: object) -> bool:
+    """Whether a cell, or nested list of cells, of an array and of its null marks is what Arrow says."""
+    if isinstance(got, list):
+        wants = [None] * len(got) if want is None else want
+        return all(same(g, m, w) for g, m, w in zip(got, missing, wants, strict=True))
+    if want is None:
+        return math.isnan(got) if isinstance(got, float) else (missing is True and got == 0)
+    return missing is False and got == want
+
+
+@settings(deadline=None, max_examples=600)
+@given(arrays())
+def test_columns_say_what_to_pylist_says(drawn):
+    array, with_nulls = drawn
+    columns = to_columns("x", array, nulls=with_nulls or not marks_nulls(array.type), shard="s")
+    want = plain(array)
+    column = columns["x"]
+    if isinstance(column, ArrayColumn):
+        marks = columns.get("x__null")
+        missing = marks.values.tolist() if marks else np.zeros(column.values.shape, bool).tolist()
+        assert same(column.values.tolist(), missing, want)
+        assert column.values.shape[0] == len(array)
+    else:
+        assert column.take(np.arange(len(array))) == want
+        assert list(columns) == ["x"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(arrays())
+def test_kind_dtype_and_names_do_not_depend_on_the_values(drawn):
+    array, with_nulls = drawn
+    empty = to_columns("x", array.slice(0, 0), nulls=with_nulls, shard="s")
+    full = to_columns("x", array, nulls=with_nulls or not marks_nulls(array.type), shard="s")
+    assert list(empty) == list(full)
+    for name, column in full.items():
+        assert type(column) is type(empty[name])
+        if isinstance(column, ArrayColumn):
+            assert column.values.dtype == empty[name].values.dtype
+            assert column.values.shape[1:] == empty[name].values.shape[1:]
+
+
+@pytest.mark.parametrize("kind", [*SCALARS, *TEMPORALS], ids=str)
+def test_nulls_make_a_second_column_where_values_cannot_say_so(kind):
+    columns = to_columns("x", pa.array([None, None], kind), nulls=True, shard="s")
+    assert list(columns) == (["x"] if kind in FLOATS else ["x", "x__null"])
+    if kind in TEMPORALS:
+        assert columns["x"].values.dtype == np.int64
+
+
+def test_numbers_text_and_tensors_without_nulls_share_memory_with_arrow():
+    numbers = pa.array(np.arange(100, dtype=np.int32)).slice(7, 50)
+    column = to_columns("x", numbers, nulls=False, shard="s")["x"]
+    assert column.values.ctypes.data == numbers.buffers()[1].address + 28
+    text = pa.array(["ab", "cde"])
+    assert (
+        np.frombuffer(to_columns("x", text, nulls=True, shard="s")["x"].buffer, np.uint8).ctypes.data
+        == text.buffers()[2].address
+    )
+
+
+def test_fixed_shape_tensors_keep_their_shape():
+    tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24, dtype=np.float32).reshape(4, 2, 3))
+    column = to_columns("x", pa.chunked_array([tensor.slice(1)]), nulls=True, shard="s")["x"]
+    np.testing.assert_array_equal(column.values, np.arange(6, 24, dtype=np.float32).reshape(3, 2, 3))
+    assert describe_type(tensor.type) == "float32[2, 3]"
+    assert value_bytes(tensor.type) == 24
+
+
+def test_nulls_that_the_index_did_not_announce_are_an_error():
+    with pytest.raises(FormatError, match=r"s: column 'x' holds nulls.*index the data set anew"):
+        to_columns("x", pa.array([1, None]), nulls=False, shard="s")
+
+
+def test_floats_hold_nan_for_null_whatever_was_announced():
+    column = to_columns("x", pa.array([1.5, None], pa.float16()), nulls=False, shard="s")["x"]
+    assert column.values.dtype == np.float16
+    np.testing.assert_array_equal(column.values, [1.5, np.nan])
+
+
+def test_dates_count_days_and_timestamps_their_unit():
+    days = to_columns("x", pa.array([datetime.date(1970, 1, 11)]), nulls=False, shard="s")["x"]
+    seconds = to_columns("x", pa.array([datetime.datetime(1970, 1, 2)], pa.timestamp("s")), nulls=False, shard="s")["x"]
+    assert (days.values.tolist(), seconds.values.tolist()) == ([10], [86_400])
+
+
+def test_strings_in_several_chunks_are_one_column():
+    array = pa.chunked_array([["a", None], [], ["bc"]], pa.string())
+    column = to_columns("x", array, nulls=True, shard="s")["x"]
+    assert isinstance(column, BytesColumn)
+    assert column.take(np.array([2, 1, 0])) == ["bc", None, "a"]
+    empty = to_columns("x", pa.chunked_array([], pa.binary()), nulls=True, shard="s")["x"]
+    assert empty.take(np.arange(0)) == []
+
+
+def test_everything_else_stays_an_arrow_array_until_it_is_taken():
+    column = to_columns("x", pa.array([[1], None, [2, 3]]), nulls=True, shard="s")["x"]
+    assert isinstance(column, ObjectColumn)
+    assert column.take(np.array([2, 1])) == [[2, 3], None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (pa.float16(), "float16"),
+        (pa.large_string(), "string"),
+        (pa.binary(4), "binary"),
+        (pa.dictionary(pa.int8(), pa.string()), "string"),
+        (pa.list_(pa.field("element", pa.int8())), "list<int8>"),
+        (pa.list_(pa.list_(pa.float64(), 2), 3), "float64[2][3]"),
+        (FILE, "struct<bytes: binary, path: string>"),
+        (pa.map_(pa.string(), pa.bool_()), "map<string, bool>"),
+        (pa.timestamp("us", "UTC"), "timestamp[us, tz=UTC]"),
+    ],
+)
+def test_types_are_described_by_what_they_hold(kind, text):
+    assert describe_type(kind) == text

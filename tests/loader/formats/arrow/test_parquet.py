@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from folder_store import FolderStore, index_all, open_all
+
+from penstock.loader.errors import ConfigError, FormatError
+from penstock.loader.formats.arrow.parquet import ParquetFormat
+from penstock.loader.formats.shard import ArrayColumn, BytesColumn, ChunkRef, ObjectColumn, ShardTask
+
+
+@pytest.fixture
+def parquet_store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path)
+
+
+def write(store: FolderStore, key: str, table: pa.Table, **options: object) -> None:
+    pq.write_table(table, store.root / key, **options)
+
+
+def values_of(block, name):
+    column = block.columns[name]
+    rows = np.arange(block.samples)
+    return column.values.tolist() if isinstance(column, ArrayColumn) else column.take(rows)
+
+
+def mixed_table(rows: int, seed: int = 0) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(-1000, 1000, rows)
+    return pa.table(
+        {
+            "id": pa.array(np.arange(rows, dtype=np.int64)),
+            "small": pa.array(rng.integers(0, 255, rows, dtype=np.uint8)),
+            "half": pa.array(rng.random(rows).astype(np.float16)),
+            "flag": pa.array(rng.random(rows) < 0.5),
+            "name": pa.array([None if n % 7 == 0 else "é" * (n % 5) for n in numbers]),
+            "raw": pa.array([bytes([n % 256]) * (n % 9) for n in numbers], pa.binary()),
+            "list": pa.array([None if n % 5 == 0 else [int(n)] * (n % 3) for n in numbers], pa.list_(pa.int32())),
+            "map": pa.array([[(str(n), int(n))] for n in numbers], pa.map_(pa.string(), pa.int32())),
+            "struct": pa.array([{"x": int(n), "y": {"z": str(n)}} for n in numbers]),
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array(rng.random(rows * 4, dtype=np.float32)), 4),
+            "when": pa.array(numbers, pa.timestamp("us", tz="UTC")),
+            "city": pa.array([f"c{n % 10}" for n in numbers]).dictionary_encode(),
+        }
+    )
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
+@pytest.mark.parametrize("row_group_size", [7, 100, 1000])
+def test_every_row_reads_as_pyarrow_reads_it(parquet_store, compression, row_group_size):
+    tables = [mixed_table(1000, seed=1), mixed_table(333, seed=2)]
+    for i, table in enumerate(tables):
+        write(parquet_store, f"p{i}.parquet", table, compression=compression, row_group_size=row_group_size)
+    blocks = open_all(parquet_store, ParquetFormat(chunk_bytes=20_000))
+    want = pa.concat_tables(pq.read_table(parquet_store.root / f"p{i}.parquet") for i in range(2))
+    assert sum(block.samples for block in blocks) == 1333
+    for name in want.column_names:
+        got = [value for block in blocks for value in values_of(block, name)]
+        column = want.column(name)
+        expected = column.cast(pa.int64()).to_pylist() if name == "when" else column.to_pylist()
+        assert got == expected, name
+    assert {name: type(column) for name, column in blocks[0].columns.items()} == {
+        "id": ArrayColumn,
+        "small": ArrayColumn,
+        "half": ArrayColumn,
+        "flag": ArrayColumn,
+        "name": BytesColumn,
+        "raw": BytesColumn,
+        "list": ObjectColumn,
+        "map": ObjectColumn,
+        "struct": ObjectColumn,
+        "vector": ArrayColumn,
+        "when": ArrayColumn,
+        "city": BytesColumn,
+    }
+    assert blocks[0].columns["half"].values.dtype == np.float16
+    assert blocks[0].columns["vector"].values.shape == (blocks[0].samples, 4)
+
+
+def test_tiny_row_groups_become_chunks_of_about_chunk_bytes(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": np.arange(10_000)}), row_group_size=10, compression="none")
+    _, ((_, index),) = index_all(parquet_store, ParquetFormat(chunk_bytes=8192))
+    lengths = [span.length for span in index.chunks]
+    assert 4 < len(lengths) < 100
+    assert max(lengths) <= 8192
+    assert min(lengths[:-1]) > 4096
+    assert sum(span.samples for span in index.chunks) == 10_000
+
+
+def test_one_huge_row_group_is_one_chunk(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": np.random.default_rng(0).random(50_000)}))
+    _, ((_, index),) = index_all(parquet_store, ParquetFormat(chunk_bytes=1000))
+    assert [span.samples for span in index.chunks] == [50_000]
+
+
+def test_a_projection_reads_only_the_bytes_of_its_columns(parquet_store):
+    rng = np.random.default_rng(0)
+    table = pa.table({f"c{i}": rng.random(20_000) for i in range(12)})
+    write(parquet_store, "t.parquet", table, row_group_size=20_000, compression="none", use_dictionary=False)
+    wanted = ["c9", "c1", "c2"]
+    parquet_store.reads.clear()
+    (block,) = open_all(parquet_store, ParquetFormat(), wanted)
+    assert list(block.columns) == wanted
+    for name in wanted:
+        np.testing.assert_array_equal(block.columns[name].values, table[name].to_numpy())
+    data = [stop - start for _, start, stop in parquet_store.reads if start < 12 * 160_000 - 70_000]
+    assert len(data) == 2  # c1 and c2 lie beside each other
+    assert sum(data) < 3 * 161_000
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 20])
+def test_gaps_of_any_size_between_wanted_columns_decode(parquet_store, count):
+    columns = {}
+    for i in range(30):
+        width = 1 if i % 2 else 1 << (i // 2)
+        columns[f"c{i}"] = pa.array([bytes([i]) * width] * 9, pa.binary())
+    write(parquet_store, "t.parquet", pa.table(columns), compression="none", use_dictionary=False, row_group_size=4)
+    wanted = [f"c{i}" for i in np.random.default_rng(count).permutation(30)[:count]]
+    for block in open_all(parquet_store, ParquetFormat(), wanted):
+        for name in wanted:
+            assert values_of(block, name) == columns[name].to_pylist()[: block.samples]
+
+
+def test_a_column_whose_name_begins_with_another_and_a_dot_does_not_mix_with_it(parquet_store):
+    table = pa.table({"a": [1, 2], "z": ["x" * 100_000] * 2, "a.b": [3, 4]})
+    write(parquet_store, "t.parquet", table, compression="none")
+    (block,) = open_all(parquet_store, ParquetFormat(), ["a"])
+    assert {name: values_of(block, name) for name in block.columns} == {"a": [1, 2]}
+
+
+def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store):
+    write(parquet_store, "a.parquet", pa.table({"n": pa.array([1, 2], pa.int32()), "f": pa.array([1.0, None])}))
+    write(parquet_store, "b.parquet", pa.table({"n": pa.array([None, 4], pa.int32()), "f": pa.array([1.0, 2.0])}))
+    first, second = open_all(parquet_store, ParquetFormat())
+    assert list(first.columns) == list(second.columns) == ["n", "n__null", "f"]
+    assert [block.columns["n"].values.dtype for block in (first, second)] == [np.int32, np.int32]
+    assert [values_of(block, "n") for block in (first, second)] == [[1, 2], [0, 4]]
+    assert [values_of(block, "n__null") for block in (first, second)] == [[False, False], [True, False]]
+    assert np.isnan(first.columns["f"].values[1])
+
+
+def test_nulls_of_and_in_fixed_size_lists_are_marked_by_place(parquet_store):
+    kind = pa.list_(pa.int16(), 2)
+    write(parquet_store, "a.parquet", pa.table({"v": pa.array([[1, 2], None, [3, None]], kind)}))
+    write(parquet_store, "b.parquet", pa.table({"v": pa.array([[5, 6]], kind)}))
+    first, second = open_all(parquet_store, ParquetFormat())
+    assert values_of(first, "v") == [[1, 2], [0, 0], [3, 0]]
+    assert values_of(first, "v__null") == [[False, False], [True, True], [False, True]]
+    assert values_of(second, "v__null") == [[False, False]]
+
+
+def test_nulls_are_taken_for_possible_where_the_footer_does_not_count_them(parquet_store):
+    table = pa.table({"n": pa.array([1, 2], pa.int32())})
+    write(parquet_store, "a.parquet", table, write_statistics=False)
+    (block,) = open_all(parquet_store, ParquetFormat())
+    assert list(block.columns) == ["n", "n__null"]
+
+
+def test_an_image_column_of_bytes_and_path_gives_the_bytes(parquet_store):
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table({"image": pa.array([{"bytes": b"\xff\xd8", "path": "a.jpg"}, None], kind), "label": [1, 2]})
+    write(parquet_store, "t.parquet", table)
+    (block,) = open_all(parquet_store, ParquetFormat())
+    assert values_of(block, "image") == [b"\xff\xd8", None]
+
+
+def test_the_footer_is_read_with_one_request_or_two_when_it_is_long(parquet_store):
+    write(parquet_store, "small.parquet", pa.table({"x": [1]}))
+    ParquetFormat().index_shard(parquet_store, ShardTask(parquet_store.head("small.parquet")))
+    assert len(parquet_store.reads) == 1
+    parquet_store.reads.clear()
+    write(parquet_store, "wide.parquet", pa.table({f"column-{i}": [i] for i in range(1500)}))
+    index = ParquetFormat().index_shard(parquet_store, ShardTask(parquet_store.head("wide.parquet")))
+    assert len(parquet_store.reads) == 2
+    assert len(index.schema["columns"]) == 1500
+
+
+def test_shards_leave_out_hidden_files_and_companions(parquet_store):
+    for key in ("b/2.parquet", "a/1.parquet", "_metadata", "_temporary/0.parquet", "a/.x.parquet", "readme.md"):
+        parquet_store.put(key, b"-")
+    tasks = ParquetFormat().shards(parquet_store, list(parquet_store.list()))
+    assert [task.info.key for task in tasks] == ["a/1.parquet", "b/2.parquet"]
+
+
+def test_an_empty_table_is_a_shard_without_chunks(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": pa.array([], pa.int32())}))
+    _, ((_, index),) = index_all(parquet_store, ParquetFormat())
+    assert list(index.chunks) == []
+
+
+def test_a_shard_without_columns_is_an_error(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": [1]}).select([]))
+    with pytest.raises(FormatError, match="has no columns"):
+        index_all(parquet_store, ParquetFormat())
+
+
+def test_shards_of_other_types_or_names_are_refused_naming_both(parquet_store):
+    write(parquet_store, "a.parquet", pa.table({"x": pa.array([1], pa.int32())}))
+    write(parquet_store, "b.parquet", pa.table({"x": pa.array([1], pa.int64())}))
+    with pytest.raises(FormatError, match=r"b.parquet: column 'x' is int64, but int32 in a.parquet"):
+        index_all(parquet_store, ParquetFormat())
+    write(parquet_store, "b.parquet", pa.table({"y": pa.array([1], pa.int32())}))
+    with pytest.raises(FormatError, match=r"b.parquet: has the columns \['y'\], but a.parquet has \['x'\]"):
+        index_all(parquet_store, ParquetFormat())
+
+
+def test_types_that_differ_only_in_encoding_are_one_data_set(parquet_store):
+    words = pa.array(["a", "b", "a"])
+    write(parquet_store, "a.parquet", pa.table({"s": words}))
+    write(parquet_store, "b.parquet", pa.table({"s": words.cast(pa.large_string())}))
+    write(parquet_store, "c.parquet", pa.table({"s": words.dictionary_encode()}))
+    assert [values_of(block, "s") for block in open_all(parquet_store, ParquetFormat())] == [["a", "b", "a"]] * 3
+
+
+def test_a_column_that_is_not_there_is_an_error_listing_those_that_are(parquet_store):
+    write(parquet_store, "a.parquet", pa.table({"x": [1], "y": [2]}))
+    with pytest.raises(ConfigError, match=r"there is no \['z'\]; the data set has \['x', 'y'\]"):
+        open_all(parquet_store, ParquetFormat(), ["x", "z"])
+
+
+def test_a_name_kept_for_nulls_is_refused(parquet_store):
+    write(parquet_store, "a.parquet", pa.table({"x": [1], "x__null": [2]}))
+    with pytest.raises(FormatError, match="rename it"):
+        index_all(parquet_store, ParquetFormat())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"", "holds no bytes"),
+        (lambda data: b"PAR1", "too few"),
+        (lambda data: data[:-1], "ends with"),
+        (lambda data: data[: len(data) // 2], "ends with"),
+        (lambda data: data[:-4] + b"PARE", "encrypted"),
+        (lambda data: data[:-8] + b"\xff\xff\xff\x7fPAR1", "points outside"),
+        (lambda data: data[:-200] + bytes(192) + data[-8:], "damaged"),
+        (lambda data: data[:4] + data[4000:], "lies|is said to be|damaged"),
+    ],
+)
+def test_a_damaged_footer_is_an_error_that_names_the_shard(parquet_store, damage, message):
+    write(parquet_store, "t.parquet", pa.table({"x": np.random.default_rng(0).random(2000)}), compression="none")
+    parquet_store.put("t.parquet", damage((parquet_store.root / "t.parquet").read_bytes()))
+    with pytest.raises(FormatError, match=message) as caught:
+        ParquetFormat().index_shard(parquet_store, ShardTask(parquet_store.head("t.parquet")))
+    assert caught.value.shard == "t.parquet"
+
+
+@pytest.mark.parametrize(("start", "checksums"), [(4, False), (300, True)])
+def test_damaged_data_is_an_error_that_names_shard_and_offset(parquet_store, start, checksums):
+    table = pa.table({"x": np.arange(5000)})
+    write(parquet_store, "t.parquet", table, compression="none", write_page_checksum=checksums)
+    data = bytearray((parquet_store.root / "t.parquet").read_bytes())
+    data[start : start + 30] = b"\xff" * 30
+    parquet_store.put("t.parquet", data)
+    with pytest.raises(FormatError, match="cannot be decoded") as caught:
+        open_all(parquet_store, ParquetFormat())
+    assert (caught.value.shard, caught.value.offset) == ("t.parquet", 4)
+
+
+def test_flipped_bytes_never_escape_as_a_foreign_error_nor_end_the_process(parquet_store):
+    write(parquet_store, "whole", mixed_table(60).drop_columns(["half"]), row_group_size=20)
+    whole = (parquet_store.root / "whole").read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at in rng.integers(0, len(whole), 200):
+        parquet_store.put("t.parquet", whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        try:
+            open_all(parquet_store, ParquetFormat())
+        except FormatError as exc:
+            refused += exc.shard == "t.parquet"
+    assert refused > 20
+
+
+def test_a_footer_that_pyarrow_would_abort_on_is_an_error(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": pa.array([1, 2], pa.int32())}), store_schema=False)
+    data = (parquet_store.root / "t.parquet").read_bytes()
+    # The type of the column's chunk: field 1 of ColumnMetaData, an enum; INT32 is 1 and stored as 2.
+    at = data.rindex(b"\x15\x02\x19")
+    parquet_store.put("t.parquet", data[: at + 1] + b"\x04" + data[at + 2 :])
+    with pytest.raises(FormatError, match=r"other types than its schema|damaged"):
+        index_all(parquet_store, ParquetFormat())
+
+
+def test_many_threads_open_chunks_at_once(parquet_store):
+    table = mixed_table(4000)
+    write(parquet_store, "t.parquet", table, row_group_size=100)
+    fmt = ParquetFormat(chunk_bytes=1)
+    schema, ((task, index),) = index_all(parquet_store, fmt)
+    header = fmt.open_shard(parquet_store, task.info)
+
+    def open_ids(number: int) -> list[int]:
+        span = index.chunks[number]
+        chunk = ChunkRef(task.info, span.offset, span.length, span.samples, number * 100)
+        parts = parquet_store.get_ranges("t.parquet", fmt.chunk_ranges(chunk, header, ["id", "struct"]))
+        return fmt.open_chunk(chunk, header, parts, ["id", "struct"], schema).columns["id"].values.tolist()
+
+    with ThreadPoolExecutor(16) as pool:
+        found = [i for ids in pool.map(open_ids, range(len(index.chunks))) for i in ids]
+    assert found == list(range(4000))
+
+
+def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store):
+    write(parquet_store, "t.parquet", pa.table({"x": np.arange(50)}), row_group_size=10)
+    header = ParquetFormat().open_shard(parquet_store, parquet_store.head("t.parquet"))
+    for first, samples in ((5, 10), (0, 15), (40, 20), (50, 10)):
+        with pytest.raises(FormatError, match="index the data set anew"):
+            header.row_groups(ChunkRef(parquet_store.head("t.parquet"), 4, 10, samples, first))
+
+
+def test_config_makes_an_equal_format():
+    assert ParquetFormat(**ParquetFormat(chunk_bytes=5).config()) == ParquetFormat(chunk_bytes=5)
+    with pytest.raises(ConfigError):
+        ParquetFormat(chunk_bytes=0)

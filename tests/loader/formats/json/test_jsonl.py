@@ -1,0 +1,342 @@
+"""JsonlFormat: every line as Python's json reads it, types that hold for the data set, clear words on bad lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from row_shards import FolderStore, open_blocks, rows_of
+
+from penstock.loader.errors import ConfigError, FormatError
+from penstock.loader.formats.json import lines as json_lines
+from penstock.loader.formats.json.jsonl import JsonColumn, JsonlFormat
+from penstock.loader.formats.json.lines import find_lines, infer_columns, read_columns
+from penstock.loader.formats.json.types import infer_type, merge_types
+from penstock.loader.formats.shard import ArrayColumn, ChunkRef, ObjectColumn, ShardIndex, ShardTask
+
+
+def write(folder: Path, rows: list[Any], name: str = "s.jsonl") -> bytes:
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    (folder / name).write_bytes(data)
+    return data
+
+
+def read(folder: Path, chunk_bytes: int = 1 << 20, columns: list[str] | None = None) -> list[dict[str, Any]]:
+    return [
+        row for block in open_blocks(JsonlFormat(chunk_bytes), FolderStore(folder), columns) for row in rows_of(block)
+    ]
+
+
+def index(folder: Path, data: bytes, name: str = "s.jsonl", chunk_bytes: int = 1 << 20) -> ShardIndex:
+    (folder / name).write_bytes(data)
+    store = FolderStore(folder)
+    return JsonlFormat(chunk_bytes).index_shard(store, ShardTask(store.head(name)))
+
+
+ROWS = [
+    {"id": i, "text": f"grün {i}", "x": i / 2, "ok": i % 2 == 0, "tags": ["a"] * i, "of": {"b": i}} for i in range(50)
+]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1000, 1 << 20])
+def test_rows_come_as_they_were_written_whatever_the_chunks(tmp_path: Path, chunk_bytes: int) -> None:
+    write(tmp_path, ROWS)
+    assert read(tmp_path, chunk_bytes) == ROWS
+
+
+def test_chunks_are_whole_lines_that_follow_each_other(tmp_path: Path) -> None:
+    data = write(tmp_path, ROWS)
+    spans = index(tmp_path, data, chunk_bytes=1000).chunks
+    assert len(spans) > 3
+    assert sum(span.samples for span in spans) == 50
+    assert all(span.length <= 1000 for span in spans)
+    offset = 0
+    for span in spans:
+        assert span.offset == offset
+        offset += span.length
+        assert data[offset - 1 : offset] == b"\n"
+    assert offset == len(data)
+
+
+@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.ndjson.zst", "s.json-lines.gz"])
+def test_compressed_shards_are_one_chunk_of_the_same_rows(tmp_path: Path, name: str) -> None:
+    data = write(tmp_path, ROWS, "plain")
+    packed = gzip.compress(data) if name.endswith("gz") else zstandard.compress(data)
+    [span] = index(tmp_path, packed, name).chunks
+    assert (span.offset, span.length, span.samples, span.memory) == (0, len(packed), 50, len(data))
+    assert read(tmp_path) == ROWS
+
+
+def test_blank_lines_crlf_a_byte_order_mark_and_a_last_line_without_end_are_fine(tmp_path: Path) -> None:
+    data = b'\xef\xbb\xbf{"a":1}\r\n\r\n \t\n\n  {"a":2}\n{"a":3}'
+    (tmp_path / "s.jsonl").write_bytes(data)
+    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(data))
+    for chunk_bytes in (1, 1 << 20):
+        assert read(tmp_path, chunk_bytes) == [{"a": 1}, {"a": 2}, {"a": 3}] * 2
+
+
+def test_a_shard_of_blank_lines_has_no_chunks_and_no_say_in_the_schema(tmp_path: Path) -> None:
+    empty = index(tmp_path, b"\n \n")
+    assert empty.chunks == []
+    known = index(tmp_path, b'{"a":1}\n').schema
+    assert JsonlFormat().merge_schema(known, empty.schema, "s") == known
+    assert JsonlFormat().merge_schema(empty.schema, known, "s") == known
+
+
+def test_columns_have_the_kinds_that_batches_need(tmp_path: Path) -> None:
+    write(tmp_path, ROWS)
+    [block] = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    dtypes = {name: c.values.dtype for name, c in block.columns.items() if isinstance(c, ArrayColumn)}
+    assert dtypes == {"id": np.int64, "x": np.float64, "ok": np.bool_}
+    assert {name for name, c in block.columns.items() if isinstance(c, ObjectColumn)} == {"text", "tags", "of"}
+    assert block.nbytes > 0
+
+
+def test_nulls_are_marked_in_every_chunk_though_one_shard_alone_has_them(tmp_path: Path) -> None:
+    write(tmp_path, [{"i": 1, "b": True, "f": 1.5, "s": "x"}], "a.jsonl")
+    write(tmp_path, [{"i": None, "b": None, "f": None, "s": None}, {}], "b.jsonl")
+    first, second = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    assert list(first.columns) == list(second.columns) == ["i", "i__null", "b", "b__null", "f", "s"]
+    assert rows_of(first) == [{"i": 1, "i__null": False, "b": True, "b__null": False, "f": 1.5, "s": "x"}]
+    row = rows_of(second)[0]
+    assert math.isnan(row.pop("f"))
+    assert row == {"i": 0, "i__null": True, "b": False, "b__null": True, "s": None}
+    assert {c.values.dtype.name for c in second.columns.values() if isinstance(c, ArrayColumn)} == {
+        "int64",
+        "bool",
+        "float64",
+    }
+
+
+def test_a_column_that_some_lines_lack_has_nulls_there(tmp_path: Path) -> None:
+    write(tmp_path, [{"a": 1}, {"b": 2}])
+    for chunk_bytes in (1, 1 << 20):
+        assert read(tmp_path, chunk_bytes) == [
+            {"a": 1, "a__null": False, "b": 0, "b__null": True},
+            {"a": 0, "a__null": True, "b": 2, "b__null": False},
+        ]
+
+
+def test_integers_become_floats_everywhere_when_one_shard_has_a_fraction(tmp_path: Path) -> None:
+    write(tmp_path, [{"x": 1}], "a.jsonl")
+    write(tmp_path, [{"x": 0.5}], "b.jsonl")
+    blocks = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    assert [c.values.dtype for block in blocks for c in block.columns.values() if isinstance(c, ArrayColumn)] == [
+        np.float64,
+        np.float64,
+    ]
+
+
+def test_values_that_contradict_each_other_stay_python_objects(tmp_path: Path) -> None:
+    rows = [
+        {"v": 1, "n": 1},
+        {"v": "one", "n": 2},
+        {"v": [1, "x", None], "n": 3},
+        {"v": {"a": {}}, "n": 4},
+        {"v": None, "n": 5},
+    ]
+    write(tmp_path, rows[:1], "a.jsonl")
+    write(tmp_path, rows[1:], "b.jsonl")
+    blocks = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    assert [row for block in blocks for row in rows_of(block)] == rows
+    assert all(isinstance(block.columns["v"], JsonColumn) for block in blocks)
+
+
+def test_strings_that_look_like_times_stay_strings(tmp_path: Path) -> None:
+    rows = [{"t": "2020-01-01", "deep": [{"t": "2020-01-01T00:00:00"}]}]
+    write(tmp_path, rows)
+    assert read(tmp_path) == rows
+
+
+def test_lines_that_arrow_refuses_and_python_reads_are_read(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_bytes(
+        b'{"a": 1, "a": 2, "s": "\\ud800", "f": 1e400}\n{"a": 3, "s": "x", "f": 123456789012345678901234567890}\n'
+    )
+    assert read(tmp_path) == [
+        {"a": 2, "s": "?", "f": math.inf},
+        {"a": 3, "s": "x", "f": 123456789012345678901234567890.0},
+    ]
+
+
+def test_only_chosen_columns_come(tmp_path: Path) -> None:
+    write(tmp_path, [{"a": 1, "b": "x", "c": None}, {"a": 2, "b": "y", "c": 5}])
+    assert read(tmp_path, columns=["c", "b"]) == [
+        {"c": 0, "c__null": True, "b": "x"},
+        {"c": 5, "c__null": False, "b": "y"},
+    ]
+
+
+def test_an_unknown_column_is_refused_with_the_ones_there_are(tmp_path: Path) -> None:
+    write(tmp_path, [{"a": 1, "b": 2}])
+    with pytest.raises(ConfigError, match=r"no \['z'\]; it has \['a', 'b'\]"):
+        read(tmp_path, columns=["z"])
+
+
+GOOD = b'{"a": 1}\n'
+BAD = {
+    "no bytes": (b"", 0, "no bytes"),
+    "no JSON": (GOOD + b"{oops\n" + GOOD, 9, "'{oops'"),
+    "a cut last line": (GOOD + b'{"a": 1, "te', 9, "no JSON"),
+    "an array": (GOOD + GOOD + b"[1]\n", 18, "a JSON list, not an object"),
+    "a number": (b"1\n", 0, "a JSON int, not an object"),
+    "two objects on one line": (GOOD + b'{"a":1}{"a":2}\n', 9, "Extra data"),
+    "an object over two lines": (GOOD + b'{"a":\n1}\n', 9, "no JSON"),
+    "no UTF-8": (GOOD + b'{"a": "\xff"}\n', 9, "not UTF-8"),
+    "bottomless": (GOOD + b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", 9, "recursion"),
+    "binary": (bytes(range(128, 256)) * 50, 0, "not UTF-8"),
+    "a clash with the nulls": (b'{"a": null, "a__null": 1}\n{"a": 1}\n', None, "kept for the nulls of 'a'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_lines_are_errors_that_name_shard_and_offset(tmp_path: Path, case: str) -> None:
+    data, offset, words = BAD[case]
+    with pytest.raises(FormatError) as caught:
+        index(tmp_path, data)
+    assert words in str(caught.value)
+    assert (caught.value.shard, caught.value.offset) == ("s.jsonl", offset)
+
+
+@pytest.mark.parametrize("change", [b'{"a": "text"}\n', b'{"a": null}\n', GOOD * 2, b"{oops\n", b"\n"])
+def test_a_shard_that_changed_after_the_index_is_an_error(tmp_path: Path, change: bytes) -> None:
+    (tmp_path / "s.jsonl").write_bytes(GOOD)
+    store = FolderStore(tmp_path)
+    form = JsonlFormat()
+    schema = form.index_shard(store, ShardTask(store.head("s.jsonl"))).schema
+    ref = ChunkRef(store.head("s.jsonl"), 0, len(change), 1, 0)
+    with pytest.raises(FormatError, match=r"^s\.jsonl at byte 0: "):
+        form.open_chunk(ref, None, [memoryview(change)], None, schema)
+
+
+@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.zst"])
+def test_damaged_compressed_shards_are_errors(tmp_path: Path, name: str) -> None:
+    data = json.dumps({"a": os.urandom(3000).hex()}).encode() + b"\n"
+    packed = gzip.compress(data) if name.endswith("gz") else zstandard.compress(data)
+    for damaged in (b"", data, packed[:-20]):
+        with pytest.raises(FormatError, match=name):
+            index(tmp_path, damaged, name)
+
+
+def test_brackets_in_text_do_not_make_a_line_deep_and_deep_lines_are_read(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    rows = [{"t": "[{" * 500, "d": 1}, {"t": "x", "d": deep}]
+    write(tmp_path, rows)
+    assert read(tmp_path) == rows
+
+
+def test_maps_with_keys_of_their_own_in_each_row_cost_no_more_than_their_text(tmp_path: Path) -> None:
+    rows = [{"id": i, "counts": {f"key{i}": i}} for i in range(6000)]
+    write(tmp_path, rows)
+    assert read(tmp_path) == rows
+
+
+def test_rows_that_are_maps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "COLUMNS", 100)
+    with pytest.raises(FormatError, match="maps, not records"):
+        index(tmp_path, b"".join(b'{"key%d": 1}\n' % i for i in range(101)))
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=2)
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.dictionaries(st.sampled_from("xyz"), values, max_size=3), min_size=1, max_size=8),
+    st.sampled_from([1, 40, 9999]),
+)
+def test_any_rows_read_as_python_reads_them(tmp_path: Path, rows: list[dict[str, Any]], chunk_bytes: int) -> None:
+    write(tmp_path, rows)
+    got = read(tmp_path, chunk_bytes)
+    names = {name for row in rows for name in row}
+    assert len(got) == len(rows)
+    for ours, row in zip(got, rows, strict=True):
+        assert {name.removesuffix("__null") for name in ours} == names
+        for name in names:
+            value = None if ours.get(name + "__null") else ours[name]
+            assert same(value, row.get(name)), (value, row.get(name))
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal but for what columns do on purpose: NaN for null among floats, all keys in structs, ints as floats."""
+    if theirs is None:
+        return ours is None or (isinstance(ours, float) and math.isnan(ours))
+    if isinstance(theirs, dict):
+        return isinstance(ours, dict) and all(same(ours.get(k), theirs.get(k)) for k in {*ours, *theirs})
+    if isinstance(theirs, list):
+        return isinstance(ours, list) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(theirs, int) and isinstance(ours, float):
+        return ours == float(theirs)
+    return type(ours) is type(theirs) and ours == theirs
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(values, max_size=4).map(lambda some: [infer_type(value) for value in some])))
+def test_the_order_of_shards_does_not_change_types(groups: list[list[Any]]) -> None:
+    flat = [kind for group in groups for kind in group]
+    forward: Any = "null"
+    backward: Any = "null"
+    for kind in flat:
+        forward = merge_types(forward, kind)
+    for kind in reversed(flat):
+        backward = merge_types(backward, kind)
+    assert forward == backward
+
+
+@given(st.lists(st.sampled_from([b"x", b" ", b"\r", b"\n", b"\t"])).map(b"".join))
+def test_lines_are_found_as_splitting_finds_them(data: bytes) -> None:
+    starts, stops = find_lines(memoryview(data))
+    got = [data[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+    assert got == [line for line in data.split(b"\n") if line.strip()]
+
+
+def test_arrow_and_python_give_the_same_columns() -> None:
+    rows = [{"i": i, "s": str(i), "l": [i, None], "d": {"a": i / 2}} for i in range(20)]
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    doubled = data.replace(b'"i": 3,', b'"i": 0, "i": 3,')  # which Arrow refuses
+    samples, types, nulls = infer_columns(memoryview(data), "s", 0)
+    assert infer_columns(memoryview(doubled), "s", 0) == (samples, types, nulls)
+    _, fast = read_columns(memoryview(data), types, "s", 0)
+    _, slow = read_columns(memoryview(doubled), types, "s", 0)
+    assert fast == slow
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=2)), min_size=1, max_size=3), st.sampled_from([1, 9999])
+)
+def test_random_damage_gives_a_format_error_or_what_python_reads(
+    tmp_path: Path, splices: list[tuple[int, bytes]], chunk_bytes: int
+) -> None:
+    damaged = bytearray(b'{"a": 1, "b": "x", "c": [1.5, null], "d": {"e": true}}\n' * 4)
+    for at, new in splices:
+        damaged[at : at + 1] = new
+    data = bytes(damaged)
+    try:
+        (tmp_path / "s.jsonl").write_bytes(data)
+        got = read(tmp_path, chunk_bytes)
+    except FormatError:
+        return
+    rows = [json.loads(line) for line in data.split(b"\n") if line.strip()]
+    assert len(got) == len(rows)
+    for ours, row in zip(got, rows, strict=True):
+        assert all(same(None if ours.get(f"{name}__null") else ours[name], value) for name, value in row.items())

@@ -1,0 +1,304 @@
+"""Order is arithmetic: every sample once, the same global batches on any number of ranks, an order that is pinned."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.loader.errors import ConfigError, PartitionError
+from penstock.loader.order.plan import (
+    EpochPlan,
+    Order,
+    auto_lanes,
+    auto_window,
+    batch_bounds,
+    bit_reverse,
+    count_steps,
+    lane_offsets,
+    lane_sizes,
+    lane_turns,
+    permutation,
+    rank_segments,
+    share_bounds,
+)
+from penstock.loader.order.spans import EpochSpans, Share, chunks_by_first_use
+
+orders = st.builds(
+    Order,
+    seed=st.integers(0, 2**64 - 1),
+    shuffle=st.booleans(),
+    lanes=st.sampled_from([1, 2, 4, 16, 64]),
+    window=st.integers(1, 5),
+)
+chunk_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=40).map(lambda sizes: np.array(sizes, np.int64))
+
+
+def first_ids(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+def naive_sample_at(sizes: np.ndarray, order: Order, epoch: int, position: int) -> int:
+    """The sample id at a position, by the definition, one at a time: the specification of the fast path."""
+    plan = EpochPlan(sizes, order, epoch)
+    bits = order.lanes.bit_length() - 1
+    lane = int(format(position % order.lanes, f"0{bits}b")[::-1], 2) if bits else 0
+    offset = position // order.lanes
+    lane_start = int(plan.lane_starts[lane])
+    stream = [(int(c), row) for c in plan.chunks for row in range(int(sizes[c]))]
+    pieces: list[list[tuple[int, int]]] = []
+    for sample in stream[lane_start : int(plan.lane_starts[lane + 1])]:
+        if pieces and pieces[-1][-1][0] == sample[0]:
+            pieces[-1].append(sample)
+        else:
+            pieces.append([sample])
+    for index in range(len(pieces)):
+        samples = [sample for piece in pieces[index * order.window :][: order.window] for sample in piece]
+        if offset < len(samples):
+            window = plan.open_window(lane, index)
+            place = int(window.permutation[offset]) if window.permutation is not None else offset
+            chunk, row = samples[place]
+            return int(first_ids(sizes)[chunk]) + row
+        offset -= len(samples)
+    raise AssertionError("position past the end")
+
+
+def rank_batches(sizes, order, epoch, share: Share, *, first=0, last_batch="partial", steps_at_once=3):
+    """Every batch of a rank, as arrays of sample ids, through spans as the loader plans them."""
+    spans = EpochSpans(EpochPlan(sizes, order, epoch), share)
+    ids_of = first_ids(sizes)
+    left = count_steps(int(sizes.sum()), first, share.global_batch_size, last_batch)
+    batches = []
+    while left:
+        steps = min(steps_at_once, left)
+        span, _ = spans.plan_span(first, steps)
+        rows = np.full(span.num_rows, -1, np.int64)
+        for group in spans.expand(span):
+            assert (rows[group.targets] == -1).all()
+            rows[group.targets] = ids_of[group.chunk] + group.rows
+        assert (rows >= 0).all()
+        counts = np.diff(span.row_starts) if share.pad else span.num_valid
+        batches += [rows[a : a + count] for a, count in zip(span.row_starts[:-1], counts, strict=True)]
+        first, left = int(span.bounds[-1]), left - steps
+        list(spans.close_windows(first))
+    return batches
+
+
+@given(st.integers(0, 12), st.data())
+def test_bit_reversal_is_its_own_inverse_and_spreads_runs_evenly(bits, data):
+    values = np.arange(1 << bits)
+    turned = bit_reverse(values, bits)
+    assert (bit_reverse(turned, bits) == values).all()
+    blocks = data.draw(st.integers(0, bits))
+    start = data.draw(st.integers(0, 1000))
+    run = (start + np.arange(1 << blocks)) % (1 << bits)
+    assert sorted(bit_reverse(run, bits) >> (bits - blocks)) == list(range(1 << blocks))
+
+
+@given(st.integers(0, 5000), st.integers(0, 2**64 - 1))
+def test_a_permutation_holds_every_index_once(size, key):
+    assert (np.sort(permutation(size, key)) == np.arange(size)).all()
+
+
+@given(st.integers(0, 10**12), st.sampled_from([1, 2, 16, 1024]))
+def test_lanes_differ_by_at_most_one_sample(num_samples, lanes):
+    sizes = lane_sizes(num_samples, lanes)
+    assert sizes.sum() == num_samples
+    assert sizes.max() - sizes.min() <= 1
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 16, 64]))
+def test_lane_offsets_count_the_positions_before(position, lanes):
+    turns = lane_turns(lanes)
+    before = np.bincount(np.arange(position % lanes), minlength=lanes) + position // lanes
+    assert (lane_offsets(np.array(position), turns) == before[turns]).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(chunk_sizes, orders, st.integers(0, 3), st.data())
+def test_the_fast_path_agrees_with_the_definition(sizes, order, epoch, data):
+    total = int(sizes.sum())
+    (batch,) = rank_batches(sizes, order, epoch, Share(0, 1, total))
+    step_order = {int(i) for i in batch}
+    assert step_order == set(range(total))
+    by_position = {}
+    for position in range(total):
+        (one,) = rank_batches(sizes, order, epoch, Share(0, 1, 1), first=position, last_batch="drop")[:1]
+        by_position[position] = int(one[0])
+        if position > 20:
+            break
+    for position, sample in by_position.items():
+        assert sample == naive_sample_at(sizes, order, epoch, position)
+
+
+@settings(max_examples=150)
+@given(chunk_sizes, orders, st.integers(0, 5), st.integers(1, 9), st.integers(1, 8))
+def test_every_sample_comes_exactly_once_an_epoch_and_ranks_get_equal_numbers(sizes, order, epoch, world_size, batch):
+    shares = [Share(rank, world_size, batch * world_size) for rank in range(world_size)]
+    batches = [rank_batches(sizes, order, epoch, share) for share in shares]
+    delivered = np.concatenate([ids for of_rank in batches for ids in of_rank])
+    assert (np.sort(delivered) == np.arange(sizes.sum())).all()
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    for step in zip(*batches, strict=True):
+        lengths = [len(ids) for ids in step]
+        assert max(lengths) - min(lengths) <= 1
+
+
+@settings(max_examples=100)
+@given(chunk_sizes, orders, st.integers(1, 12), st.sampled_from([2, 3, 4, 6, 12]))
+def test_global_batches_are_the_same_sets_on_every_world_size(sizes, order, factor, world_size):
+    global_batch = 12 * factor
+    alone = rank_batches(sizes, order, 0, Share(0, 1, global_batch))
+    together = [rank_batches(sizes, order, 0, Share(r, world_size, global_batch)) for r in range(world_size)]
+    for step, parts in zip(alone, zip(*together, strict=True), strict=True):
+        assert (np.concatenate(parts) == step).all()
+
+
+@settings(max_examples=150)
+@given(chunk_sizes, orders, st.data())
+def test_stopping_anywhere_and_going_on_with_other_ranks_repeats_and_skips_nothing(sizes, order, data):
+    total, consumed, delivered = int(sizes.sum()), 0, []
+    while consumed < total:
+        world_size, batch = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 7))
+        steps = data.draw(st.integers(1, 6))
+        for rank in range(world_size):
+            share = Share(rank, world_size, batch * world_size)
+            delivered += rank_batches(sizes, order, 2, share, first=consumed)[:steps]
+        consumed = min(total, consumed + steps * world_size * batch)
+    assert (np.sort(np.concatenate(delivered)) == np.arange(total)).all()
+
+
+@settings(max_examples=60)
+@given(chunk_sizes, orders, st.integers(2, 6), st.integers(1, 5))
+def test_padded_ranks_all_have_a_row_to_repeat(sizes, order, world_size, batch):
+    for rank in range(world_size):
+        share = Share(rank, world_size, batch * world_size, pad=True)
+        assert all(len(ids) >= 1 for ids in rank_batches(sizes, order, 0, share))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(5, 40), min_size=64, max_size=120), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 7))
+def test_ranks_that_divide_the_lanes_read_each_piece_once(sizes, world_size, batch):
+    sizes = np.array(sizes, np.int64)
+    order = Order(lanes=16, window=2)
+    readers: dict[tuple[int, int, int], int] = {}
+    pieces = 0
+    for rank in range(world_size):
+        spans = EpochSpans(EpochPlan(sizes, order, 0), Share(rank, world_size, batch * world_size))
+        _, entered = spans.plan_span(0, count_steps(int(sizes.sum()), 0, batch * world_size, "drop"))
+        for window in entered:
+            key = (window.window.lane, window.window.index, 0)
+            readers[key] = readers.get(key, 0) + 1
+            pieces += len(window.chunks)
+    # Read amplification is 1.00: no window of a lane is read by two ranks; only chunks on a lane's cut come twice.
+    assert set(readers.values()) == {1}
+    assert pieces <= len(sizes) + order.lanes - 1
+
+
+@given(st.integers(1, 10**6), st.lists(st.floats(0.01, 100), min_size=1, max_size=9))
+def test_weighted_shares_cover_the_batch_and_keep_to_proportion(size, weights):
+    cuts = share_bounds(np.array([size]), len(weights), weights)[0]
+    assert cuts[0] == 0
+    assert cuts[-1] == size
+    exact = size * np.array(weights) / sum(weights)
+    assert (np.abs(np.diff(cuts) - exact) <= 1.0 + 1e-6 * size).all()
+
+
+def test_weights_change_who_computes_but_no_global_batch():
+    sizes = np.full(50, 13, np.int64)
+    plain = rank_batches(sizes, Order(), 0, Share(0, 1, 32))
+    weighted = [rank_batches(sizes, Order(), 0, Share(r, 3, 32, weights=(1, 2, 5))) for r in range(3)]
+    for step, parts in zip(plain, zip(*weighted, strict=True), strict=True):
+        assert (np.concatenate(parts) == step).all()
+        assert len(parts[2]) > len(parts[0])
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    sizes = np.full(100, 10, np.int64)
+    runs = [(Order(), 0), (Order(), 1), (Order(seed=1), 0)]
+    orders_ = {tuple(np.concatenate(rank_batches(sizes, order, epoch, Share(0, 1, 50)))) for order, epoch in runs}
+    assert len(orders_) == 3
+
+
+def test_without_shuffle_and_with_one_lane_samples_come_in_manifest_order():
+    sizes = np.array([3, 1, 4, 1, 5], np.int64)
+    batches = rank_batches(sizes, Order(shuffle=False, lanes=1), 7, Share(0, 1, 4))
+    assert np.concatenate(batches).tolist() == list(range(14))
+
+
+def test_chunks_are_asked_for_in_the_order_in_which_they_are_used():
+    sizes = np.full(100, 5, np.int64)
+    spans = EpochSpans(EpochPlan(sizes, Order(lanes=4, window=3), 0), Share(0, 1, 8))
+    span, entered = spans.plan_span(0, 20)
+    first_step: dict[int, int] = {}
+    for group in spans.expand(span):
+        first_step[group.chunk] = int(np.searchsorted(span.row_starts, group.targets.min(), side="right"))
+    steps = [first_step[chunk] for chunk in chunks_by_first_use(entered) if chunk in first_step]
+    assert len(set(steps)) > 5
+    assert steps == sorted(steps)
+
+
+GOLDEN = {
+    (0, 0): "a5ba87647e0b15de",
+    (0, 1): "60854148392d3f00",
+    (12345, 0): "345df6b20d0f000d",
+}
+
+
+@pytest.mark.parametrize(("seed", "epoch"), GOLDEN)
+def test_the_order_of_a_seed_never_changes(seed, epoch):
+    sizes = (np.arange(200, dtype=np.int64) * 37) % 50 + 1
+    batches = rank_batches(sizes, Order(seed=seed, lanes=16, window=4), epoch, Share(0, 1, 64))
+    digest = hashlib.sha256(np.concatenate(batches).astype("<i8").tobytes()).hexdigest()[:16]
+    assert digest == GOLDEN[seed, epoch]
+
+
+def test_the_first_positions_of_a_small_epoch_are_as_they_always_were():
+    batches = rank_batches(np.array([5, 3, 4, 6], np.int64), Order(lanes=4, window=2), 0, Share(0, 1, 6))
+    assert [ids.tolist() for ids in batches] == [[6, 5, 14, 8, 10, 4], [13, 15, 16, 9, 3, 2], [7, 12, 17, 0, 11, 1]]
+
+
+def test_a_billion_samples_in_a_million_chunks_plan_within_a_second_of_arithmetic():
+    plan = EpochPlan(np.full(10**6, 1000, np.int64), Order(lanes=4096, window=2), 3)
+    bounds = batch_bounds(10**8 // 32768 * 32768, 16, 32768, plan.num_samples)
+    segments = rank_segments(bounds, plan.turns, 517, 1024)
+    assert int((segments.stop - segments.start).sum()) == 16 * 32
+    assert plan.open_window(int(segments.lane[0]), 5).stop > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lanes": 12}, "lanes=12 is not a power of two; use 16"),
+        ({"lanes": 0}, "lanes=0"),
+        ({"window": 0}, "window=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_impossible_orders_say_what_would_do(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(Order(), **wrong)
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, -1.0), (0.0, 1.0), (1.0, float("inf"))])
+def test_shares_that_cannot_be_are_refused(weights):
+    with pytest.raises(PartitionError, match="one a rank"):
+        share_bounds(np.array([10]), 2, weights)
+
+
+def test_auto_lanes_are_one_only_in_order_on_one_rank():
+    assert auto_lanes(shuffle=False, world_size=1) == 1
+    assert auto_lanes(shuffle=True, world_size=1) == 16
+    assert auto_lanes(shuffle=False, world_size=2) == 16
+    assert auto_lanes(shuffle=True, world_size=5) == 32
+    assert auto_lanes(shuffle=True, world_size=1000) == 4096
+
+
+def test_auto_window_shrinks_with_lanes_and_with_large_chunks():
+    assert auto_window(lanes=16, mean_chunk_bytes=4 << 20) == 4
+    assert auto_window(lanes=4096, mean_chunk_bytes=4 << 20) == 2
+    assert auto_window(lanes=16, mean_chunk_bytes=100 << 20) == 1

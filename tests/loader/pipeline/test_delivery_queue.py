@@ -1,0 +1,81 @@
+"""The queue between the assembler and the training loop: its bounds, its end, its errors."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from penstock.loader.errors import LoaderClosedError
+from penstock.loader.pipeline.delivery_queue import Delivery, Handover
+
+
+def delivery(number: int, nbytes: int) -> Delivery:
+    return Delivery(0, number, number + 1, np.array([number]), nbytes, object())
+
+
+def test_two_deliveries_are_taken_whatever_their_size_and_no_third_beyond_the_bytes():
+    queue = Handover(max_bytes=10)
+    assert queue.put(delivery(0, 1000))
+    assert queue.put(delivery(1, 1000))
+    third = threading.Thread(target=queue.put, args=(delivery(2, 1),))
+    third.start()
+    third.join(0.05)
+    assert third.is_alive()
+    assert queue.get().start == 0
+    third.join(5)  # one waits, and there may always be two
+    assert not third.is_alive()
+    assert [queue.get().start for _ in range(2)] == [1, 2]
+
+
+def test_the_number_of_deliveries_is_bounded_too():
+    queue = Handover(max_bytes=1 << 40, max_items=3)
+    for number in range(3):
+        assert queue.put(delivery(number, 0))
+    fourth = threading.Thread(target=queue.put, args=(delivery(3, 0),))
+    fourth.start()
+    fourth.join(0.05)
+    assert fourth.is_alive()
+    assert [queue.get().start for _ in range(4)] == [0, 1, 2, 3]
+    fourth.join(5)
+    assert not fourth.is_alive()
+
+
+def test_an_error_comes_after_what_was_made_before_it_and_again_to_who_asks_again():
+    queue = Handover(max_bytes=100)
+    queue.put(delivery(0, 1))
+    queue.fail(ZeroDivisionError("broken"))
+    assert queue.get().start == 0
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="broken"):
+            queue.get()
+
+
+def test_closing_wakes_producer_and_consumer():
+    full, empty = Handover(max_bytes=1), Handover(max_bytes=1)
+    for number in range(2):
+        full.put(delivery(number, 1))
+    results: list[object] = []
+
+    def produce() -> None:
+        results.append(full.put(delivery(2, 1)))
+
+    def consume() -> None:
+        try:
+            empty.get()
+        except LoaderClosedError as exc:
+            results.append(exc)
+
+    threads = [threading.Thread(target=work) for work in (produce, consume)]
+    for thread in threads:
+        thread.start()
+    for queue in (full, empty):
+        queue.close()
+        queue.close()
+    for thread in threads:
+        thread.join(5)
+    assert sorted(map(str, results)) == ["False", "the loader was closed while a batch was waited for"]
+    assert not full.put(delivery(3, 1))
+    with pytest.raises(LoaderClosedError):
+        full.get()

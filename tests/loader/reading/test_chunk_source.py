@@ -1,0 +1,102 @@
+"""Chunks that come wrong once are fetched again, past the cache; what they are made into keeps no chunk in memory."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from penstock.loader.dataset.index import open_manifest
+from penstock.loader.decoding.gather import FieldDecoders, gather
+from penstock.loader.errors import FormatError
+from penstock.loader.formats.detect import make_format
+from penstock.loader.formats.shard import Block, BytesColumn
+from penstock.loader.metrics import Counters
+from penstock.loader.order.spans import ChunkRows
+from penstock.loader.reading.chunk_source import ChunkSource
+from penstock.storage.cache import CacheStore
+from penstock.storage.memory import MemoryStore
+
+
+class LyingStore(MemoryStore):
+    """Gives zeros for the bytes of what it is asked first, ``lies`` times."""
+
+    lies = 0
+
+    def get(self, key, byte_range=None, *, etag=None):
+        data = super().get(key, byte_range, etag=etag)
+        return self._perhaps(data)
+
+    def get_ranges(self, key, ranges, *, etag=None):
+        return [self._perhaps(data) for data in super().get_ranges(key, ranges, etag=etag)]
+
+    def _perhaps(self, data: memoryview) -> memoryview:
+        if self.lies:
+            self.lies -= 1
+            return memoryview(bytes(len(data)))
+        return data
+
+
+@pytest.fixture
+def source(memory_store, put_shards, tmp_path):
+    put_shards(memory_store, 1)
+    manifest = open_manifest(memory_store.url, format=make_format("parquet", {"chunk_bytes": 1}))
+    store = LyingStore(memory_store.url)
+    counters = Counters()
+    parquet = make_format(manifest.format, manifest.config)
+    return ChunkSource(manifest, parquet, CacheStore(store, tmp_path / "disk"), ["n"], counters), store, counters
+
+
+def test_a_chunk_that_came_wrong_is_fetched_again_past_the_cache(source):
+    chunks, store, counters = source
+    chunks.load(1)  # the footer is known
+    store.lies = 1
+    assert chunks.load(0).columns["n"].values.tolist() == list(range(10))
+    assert counters.refetched_chunks == 1
+    assert chunks.load(0).samples == 10
+    assert counters.refetched_chunks == 1
+
+
+def test_a_footer_that_cannot_be_read_is_the_formats_error(source):
+    chunks, store, _ = source
+    store.lies = 10**6
+    with pytest.raises(FormatError, match=r"part-000\.parquet"):
+        chunks.load(0)
+
+
+def test_two_chunks_of_a_shard_that_come_wrong_at_once_are_both_fetched_again(source):
+    chunks, store, counters = source
+    chunks.load(2)
+    store.lies = 2
+    both_failed = threading.Barrier(2, timeout=10)
+    forget = chunks._forget
+
+    def forget_together(chunk):
+        both_failed.wait()
+        forget(chunk)
+
+    chunks._forget = forget_together
+    loaded: dict[int, Block] = {}
+    threads = [threading.Thread(target=lambda i=i: loaded.update({i: chunks.load(i)})) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert {i: block.columns["n"].values.tolist() for i, block in loaded.items()} == {
+        0: list(range(10)),
+        1: list(range(10, 20)),
+    }
+    assert counters.refetched_chunks == 2
+
+
+@pytest.mark.parametrize("decode", [None, "auto", {"x": len}])
+def test_gathered_values_keep_no_chunk_in_memory(decode):
+    buffer = bytearray(b"abcdefgh")
+    starts = np.array([0, -1, 4])
+    column = BytesColumn(memoryview(buffer), starts, starts + 4)
+    group = ChunkRows(0, np.array([2, 0, 1]), np.array([0, 1, 2]))
+    rows = gather([(group, Block(3, 8, {"x": column}))], 3, np.array([0, 3]), FieldDecoders(decode))
+    assert [value and bytes(value) for value in rows.fields["x"]] == [b"efgh", b"abcd", None]
+    column.buffer.release()  # raises BufferError while a view of it is left
+    buffer.clear()

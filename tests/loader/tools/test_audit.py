@@ -1,0 +1,210 @@
+"""The account of what was delivered: over attempts, world sizes, kills and damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_manifest import make_manifest
+
+from penstock.loader.tools import audit as audit_module
+from penstock.loader.errors import ConfigError, DatasetError
+from penstock.loader.tools.audit import DeliveryLog, audit
+
+MANIFEST = make_manifest([[50, 50]])
+SAMPLES = 100
+
+
+def order_of(epoch: int) -> np.ndarray:
+    return np.random.default_rng(epoch).permutation(SAMPLES)
+
+
+@pytest.fixture(autouse=True)
+def launch(monkeypatch: pytest.MonkeyPatch):
+    """Sets which launch, and which restart of it, the logs that follow are of; clocks never stand still."""
+    clock = iter(range(10**18, 2 * 10**18, 10**6))
+    monkeypatch.setattr(audit_module.time, "time_ns", lambda: next(clock))
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def set_launch(port: int, restart: int = 0) -> None:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+
+    return set_launch
+
+
+def log_attempt(folder: Path, world_size: int, *stretches, batch: int = 10, ranks=None, short=()) -> None:
+    """Log global batches of ``stretches`` (epoch, start, stop); ``short`` ranks are killed before their last batch."""
+    logs = [DeliveryLog(folder, manifest=MANIFEST, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for epoch, start, stop in stretches:
+        for low in range(start, stop, batch):
+            high = min(low + batch, SAMPLES)
+            for rank, share in enumerate(np.array_split(order_of(epoch)[low:high], world_size)):
+                last = low + batch >= stop and (epoch, start, stop) == stretches[-1]
+                if (ranks is None or rank in ranks) and not (last and rank in short):
+                    logs[rank].record(epoch, low, high, share.astype(np.int64))
+    for log in logs:
+        log.close()
+
+
+def accounts(folder: Path):
+    return [(a.epoch, a.reached, a.delivered, a.missing, a.duplicated, a.replayed) for a in audit(folder).epochs]
+
+
+def test_an_unbroken_run_is_exact(tmp_path):
+    log_attempt(tmp_path, 3, (0, 0, 100), (1, 0, 100), (2, 0, 30))
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 0), (1, 100, 100, 0, 0, 0), (2, 30, 30, 0, 0, 0)]
+    assert report.attempts == [(3, 0, 0)]
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_attempts_of_other_world_sizes_go_on_from_their_checkpoints(tmp_path, launch, under_torchrun):
+    for restart, (world_size, *stretches) in enumerate(
+        [(3, (0, 0, 70)), (2, (0, 40, 100), (1, 0, 20)), (2, (1, 10, 60)), (4, (1, 60, 100))]
+    ):
+        if under_torchrun:
+            launch(29500, restart)
+        log_attempt(tmp_path, world_size, *stretches, short=(0,) if restart == 0 else ())
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert report.attempts == [(3, 0, 0), (2, 0, 40), (2, 1, 10), (4, 1, 60)]
+    replayed = sum(len(share) for share in np.array_split(np.arange(10), 3)[1:]) + 20
+    assert accounts(tmp_path) == [(0, 100, 100, 0, 0, replayed), (1, 100, 100, 0, 0, 10)]
+
+
+def test_a_checkpoint_older_than_the_attempt_before_it_makes_both_replayed(tmp_path):
+    log_attempt(tmp_path, 2, (0, 0, 50))
+    log_attempt(tmp_path, 2, (0, 50, 70))
+    log_attempt(tmp_path, 2, (0, 20, 100))
+    assert audit(tmp_path).is_exact
+    assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 50)]
+
+
+def test_a_state_loaded_back_in_one_process_is_an_attempt_of_its_own(tmp_path):
+    log_attempt(tmp_path, 2, (0, 0, 60), (0, 30, 100))
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert report.attempts == [(2, 0, 0), (2, 0, 30)]
+    assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 30)]
+
+
+def test_a_rank_whose_deliveries_are_missing_is_found(tmp_path):
+    log_attempt(tmp_path, 2, (0, 0, 100), ranks={0})
+    report = audit(tmp_path)
+    assert not report.is_exact
+    assert accounts(tmp_path) == [(0, 100, 50, 50, 0, 0)]
+
+
+def test_a_resume_that_skips_is_found(tmp_path):
+    log_attempt(tmp_path, 2, (0, 0, 40))
+    log_attempt(tmp_path, 2, (0, 50, 100))
+    assert accounts(tmp_path) == [(0, 100, 90, 10, 0, 0)]
+    assert not audit(tmp_path).is_exact
+
+
+def test_a_sample_delivered_twice_is_found(tmp_path):
+    log = DeliveryLog(tmp_path, manifest=MANIFEST, rank=0, world_size=1)
+    log.record(0, 0, 4, np.array([5, 6, 7, 8]))
+    log.record(0, 4, 8, np.array([9, 5, 10, 11]))
+    log.close()
+    report = audit(tmp_path)
+    assert not report.is_exact
+    assert accounts(tmp_path) == [(0, 8, 8, 1, 1, 0)]
+
+
+def test_a_rank_killed_before_its_first_batch_belongs_to_its_own_attempt(tmp_path):
+    log_attempt(tmp_path, 2, (0, 0, 10), short=(1,))  # rank 1 logs nothing
+    # In the next attempt rank 1 starts before rank 0.
+    logs = [DeliveryLog(tmp_path, manifest=MANIFEST, rank=rank, world_size=2) for rank in (1, 0)]
+    for low in range(0, 100, 10):
+        one, other = np.array_split(order_of(0)[low : low + 10], 2)
+        logs[1].record(0, low, low + 10, one)
+        logs[0].record(0, low, low + 10, other)
+    for log in logs:
+        log.close()
+    assert audit(tmp_path).is_exact
+    assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 5)]
+
+
+def test_a_log_cut_anywhere_by_a_kill_is_read_up_to_its_last_whole_record(tmp_path):
+    log_attempt(tmp_path, 1, (0, 0, 40))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    head = whole.index(b"\n") + 1
+    record = (len(whole) - head) // 4
+    log_attempt(tmp_path, 1, (0, 20, 100))  # its checkpoint was written when two records were
+    for cut in range(head + 2 * record, len(whole), 13):
+        path.write_bytes(whole[:cut])
+        assert audit(tmp_path).is_exact
+    for cut in range(head):  # killed while it wrote its first line
+        path.write_bytes(whole[:cut])
+        assert accounts(tmp_path) == [(0, 100, 80, 20, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(0, 1), (1, -1), (2, -5), (2, 11), (3, 101), (4, -1), (5, -1), (5, 100)],
+    ids=["magic", "epoch", "start", "start>stop", "stop", "count", "id<0", "id"],
+)
+def test_a_damaged_record_is_named_with_its_place(tmp_path, word, value):
+    log_attempt(tmp_path, 1, (0, 0, 10))
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    head = data.index(b"\n") + 1
+    data[head + 8 * word : head + 8 * word + 8] = np.int64(value).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(DatasetError, match=rf"{path.name}: damaged at byte {head}"):
+        audit(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{}", b"not json", b'{"rank": "0"}', b"\xff"])
+def test_a_file_that_is_no_log_is_named(tmp_path, header):
+    log_attempt(tmp_path, 1, (0, 0, 10))
+    (tmp_path / "0-rank0-1.deliveries").write_bytes(header + b"\n")
+    with pytest.raises(DatasetError, match=r"0-rank0-1\.deliveries: not a readable delivery log"):
+        audit(tmp_path)
+
+
+def test_a_folder_without_deliveries_is_refused(tmp_path):
+    with pytest.raises(DatasetError, match="no delivery logs"):
+        audit(tmp_path)
+    DeliveryLog(tmp_path, manifest=MANIFEST, rank=0, world_size=1).close()
+    with pytest.raises(DatasetError, match="no delivery logs"):
+        audit(tmp_path)
+
+
+def test_logs_of_two_data_sets_are_refused(tmp_path):
+    log_attempt(tmp_path, 1, (0, 0, 10))
+    log = DeliveryLog(tmp_path, manifest=make_manifest([[1]]), rank=0, world_size=1)
+    log.record(0, 0, 1, np.array([0]))
+    log.close()
+    with pytest.raises(DatasetError, match="logs of 2 data sets"):
+        audit(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"audit_dir=.*file"):
+        DeliveryLog(tmp_path / "file", manifest=MANIFEST, rank=0, world_size=1)
+
+
+def test_a_full_disk_is_told_with_the_logs_name():
+    log = DeliveryLog.__new__(DeliveryLog)
+    log._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the log closes it
+    with pytest.raises(DatasetError, match=r"/dev/full: a delivery cannot be logged"):
+        log.record(0, 0, 1, np.array([0]))
+    log.close()
+
+
+def test_a_header_says_who_wrote_the_log(tmp_path):
+    log = DeliveryLog(tmp_path, manifest=MANIFEST, rank=3, world_size=5)
+    log.close()
+    (path,) = tmp_path.iterdir()
+    header = json.loads(path.read_bytes())
+    assert (header["rank"], header["world_size"], header["num_samples"]) == (3, 5, SAMPLES)
+    assert header["fingerprint"] == MANIFEST.fingerprint

@@ -1,0 +1,107 @@
+"""Local SGD: averages are exact, on all ranks alike, and done within nodes more often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer.parallel.averaging import AveragingConfig, PeriodicAverager
+from penstock.trainer.ranks.world import World
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
+    return net, torch.optim.Adam(net.parameters())
+
+
+def set_all(net: nn.Module, optimizer: torch.optim.Optimizer, value: int) -> None:
+    with torch.no_grad():
+        for tensor in (*net.parameters(), *net.buffers()):
+            tensor.fill_(value)
+        for parameter in net.parameters():
+            optimizer.state[parameter] = {"step": torch.tensor(4.0), "exp_avg": torch.full_like(parameter, value)}
+
+
+def values(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[set[float], int, set[float]]:
+    floating = {
+        float(x) for tensor in net.state_dict().values() if tensor.is_floating_point() for x in tensor.flatten()
+    }
+    moments = {float(x) for state in optimizer.state.values() for x in state["exp_avg"].flatten()}
+    return floating, int(net[1].num_batches_tracked), moments
+
+
+def _average_by_node(world: World) -> list[Any]:
+    net, optimizer = build()
+    averager = PeriodicAverager(net, optimizer, AveragingConfig(average_every=4, node_every=2), world)
+    seen = []
+    for step in range(1, 5):
+        if step in (1, 3):
+            set_all(net, optimizer, (0, 2, 10, 12)[world.rank])
+        seen.append((averager.average_if_due(step), *values(net, optimizer)))
+    averager.close()
+    averager.close()
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    return [seen, steps, averager.sent_bytes]
+
+
+def test_nodes_average_among_themselves_and_now_and_then_with_all() -> None:
+    for rank, (seen, steps, sent_bytes) in enumerate(run_ranks(_average_by_node, 4, local_world_size=2)):
+        own = (0, 2, 10, 12)[rank]
+        of_node, largest = ((1.0, 2), (11.0, 12))[rank // 2]
+        assert seen[0] == (False, {float(own)}, own, {float(own)})
+        assert seen[1] == (False, {of_node}, largest, {of_node})
+        assert seen[2] == (False, {float(own)}, own, {float(own)})
+        assert seen[3] == (True, {6.0}, 12, {6.0})
+        assert steps == {4.0}
+        assert sent_bytes > 0
+
+
+def _train_apart(world: World) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    net = nn.Linear(5, 4)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(world.rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(6, 5)).square().sum().backward()
+        optimizer.step()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    PeriodicAverager(net, optimizer, AveragingConfig(average_every=1), world).average_all()
+    return before, [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def test_the_average_is_the_mean_and_bit_equal_on_all_ranks() -> None:
+    results = run_ranks(_train_apart, 3)
+    for index, averaged in enumerate(results[0][1]):
+        mean = sum(before[index].double() for before, _ in results) / 3
+        torch.testing.assert_close(averaged.double(), mean, rtol=1e-6, atol=1e-7)
+        assert all(torch.equal(after[index], averaged) for _, after in results)
+
+
+def _wrap(world: World) -> None:
+    _, optimizer = build()
+    with pytest.raises(
+        TrainerConfigError, match="average_every=2 cannot be had with a model under DistributedDataParallel"
+    ):
+        PeriodicAverager(DistributedDataParallel(nn.Linear(2, 2)), optimizer, AveragingConfig(average_every=2), world)
+
+
+def test_a_model_whose_gradients_are_exchanged_is_refused() -> None:
+    run_ranks(_wrap, 2)
+
+
+def test_averages_that_cannot_be_are_refused() -> None:
+    with pytest.raises(TrainerConfigError, match="average_every=0"):
+        AveragingConfig(average_every=0)
+    with pytest.raises(TrainerConfigError, match="node_every=4 must be at least 1 and less than average_every=4"):
+        AveragingConfig(average_every=4, node_every=4)

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import ImageDecoder
+from penstock.trainer.__main__ import format_help, main, prepare_data
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.errors import RecipeError, TrainerConfigError
+from penstock.trainer.options import list_options
+from penstock.trainer.ranks.world import World
+from penstock.trainer.recipes.recipe import build_recipe, format_toml, parse_overrides, read_recipe, shipped_recipes
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def tables() -> dict[str, Any]:
+    recipes = "penstock.trainer.recipes.digits"
+    return {
+        "model": {"use": f"{recipes}:DigitsNet", "args": {"width": 4}},
+        "optimizer": {"use": "torch.optim:SGD", "args": {"lr": 0.1}},
+        "loss": {"use": f"{recipes}:cross_entropy"},
+        "data": {"use": "penstock:DistributedDataLoader", "args": {"source": "train", "global_batch_size": 64}},
+        "evaluation": {
+            "use": f"{recipes}:measure",
+            "data": {"use": "penstock:DistributedDataLoader", "args": {"source": "test", "batch_size": 60}},
+        },
+        "trainer": {"steps": 3, "precision": {"dtype": "fp32"}},
+    }
+
+
+def put(path: str, value: Any) -> Change:
+    def change(into: dict[str, Any]) -> None:
+        *parts, last = path.split(".")
+        for part in parts:
+            into = into.setdefault(part, {})
+        into[last] = value
+
+    return change
+
+
+def few_batches() -> list[dict[str, torch.Tensor]]:
+    return [{"png": torch.zeros(2, 3, 8, 8), "cls": torch.zeros(2, dtype=torch.long)}]
+
+
+def small_text(section: str) -> list[str]:
+    source = f"--{section}.prepare.args.source.args"
+    return [f"{source}.max_bytes=300_000", f"--{section}.args.global_batch_size=4"]
+
+
+def few_rows(section: str) -> list[str]:
+    return [f"--{section}.prepare.args.source.args.rows=6000"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (put("trainr", {}), ["trainr", "did you mean 'trainer'"]),
+        (put("trainer.step.clip_nrm", 1.0), ["trainer.step.clip_nrm=1.0", "did you mean 'clip_norm'"]),
+        (put("trainer.parallel.zero", 4), ["parallel.zero=4", "0, 1, 2, 3"]),
+        (put("trainer.steps", "many"), ["trainer.steps='many'", "int"]),
+        (put("trainer.steps", 0), ["steps=0", "at least 1"]),
+        (put("trainer.parallel", 3), ["trainer.parallel=3", "not a table"]),
+        (put("trainer.parallel", {"cpu_offload": True}), ["parallel.cpu_offload=True", "parallel.zero=1, 2 or 3"]),
+        (put("trainer.parallel", {"hybrid": True}), ["parallel.hybrid=True", "parallel.zero=1, 2 or 3"]),
+        (put("trainer.compile", {"cuda_graphs": True}), ["compile.cuda_graphs=True", "compile.enabled=True"]),
+        (put("trainer.activation", {"blocks": ["Block"]}), ["activation.blocks", "activation.every=1"]),
+        (put("model.use", "penstock.trainer.recipes.digits:DigitNet"), ["model.use", "did you mean 'DigitsNet'"]),
+        (put("model.use", "penstok.models:Net"), ["model.use='penstok.models:Net'", "cannot be imported"]),
+        (put("model.use", "DigitsNet"), ["model.use='DigitsNet'", "package.module:name"]),
+        (put("model.use", "math:pi"), ["model.use='math:pi'", "not callable"]),
+        (put("model.args.widht", 3), ["model.args.widht=3", "did you mean 'width'"]),
+        (put("model.width", 3), ["model.width=3", "model.args.width"]),
+        (put("optimizer.args", [1]), ["optimizer.args=[1]", "not a table"]),
+        (put("data", {"args": {}}), ["data.use=None", "package.module:name"]),
+        (put("data.prepare", "pack"), ["data.prepare='pack'", "not a table"]),
+        (put("data.prepare", {"use": "math:pi"}), ["data.prepare.use='math:pi'", "not callable"]),
+        (put("data.prepare", {"use": "math:sqrt", "args": {"x": 1}}), ["data.prepare.args.target_url='train'"]),
+        (put("data.args.transform", {"use": "math:sqroot"}), ["data.args.transform.use", "did you mean 'sqrt'"]),
+        (put("data.args.transform", {"name": 1, "use": "math:e"}), ["data.args.transform.name=1"]),
+        (
+            put("data.args.decode", {"png": {"use": "penstock:ImageDecoder", "args": {"sise": 8}}}),
+            ["data.args.decode.png.args.sise=8", "did you mean 'size'"],
+        ),
+        (put("model.prepare", {}), ["model.prepare={}", "use and args"]),
+        (put("evaluation", {"use": "math:sqrt"}), ["evaluation has no data", "[evaluation.data]"]),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_key_value_and_cure(change: Change, words: list[str]) -> None:
+    wrong = tables()
+    change(wrong)
+    with pytest.raises((RecipeError, TrainerConfigError)) as caught:
+        build_recipe(wrong).check()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer", "loss", "data", "trainer"])
+def test_a_missing_section_is_named(section: str) -> None:
+    wrong = tables()
+    del wrong[section]
+    with pytest.raises(RecipeError, match=rf"no section \[{section}\]"):
+        build_recipe(wrong)
+
+
+def test_overrides_are_toml_values_or_plain_text() -> None:
+    given = ["--a.b=3", "--a.c", "text", "--a.d=[1, 2]", "--a.e=true", "--a.f=x:y"]
+    assert parse_overrides(given) == [("a.b", 3), ("a.c", "text"), ("a.d", [1, 2]), ("a.e", True), ("a.f", "x:y")]
+
+
+@pytest.mark.parametrize("words", [["steps=3"], ["--trainer.steps"], ["--steps=3"], ["--trainer.steps.more=3"]])
+def test_a_wrong_override_is_refused(words: list[str]) -> None:
+    with pytest.raises((RecipeError, TrainerConfigError)):
+        read_recipe("digits", words)
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = read_recipe("gpt", ["--trainer.step.accumulate=4", "--model.args.width=64"])
+    text = format_toml(recipe.describe())
+    assert tomllib.loads(text)["trainer"]["step"]["accumulate"] == 4
+    path = tmp_path / "again.toml"
+    path.write_text(text)
+    assert read_recipe(str(path)) == recipe
+
+
+def test_arguments_named_by_import_path_are_what_is_named_or_what_it_returns() -> None:
+    given = tables()
+    put("data.args.transform", {"use": "math:sqrt"})(given)
+    put("data.args.decode", {"png": {"use": "penstock:ImageDecoder", "args": {"size": 8}}, "cls": "plain"})(given)
+    put("data.args.columns", ["png", {"use": "math:tau"}])(given)
+    recipe = build_recipe(given)
+    recipe.check()
+    assert tomllib.loads(format_toml(recipe.describe()))["data"] == given["data"]
+    arguments = recipe.data.resolve().keywords  # type: ignore[attr-defined]
+    assert arguments["transform"] is math.sqrt
+    assert arguments["decode"] == {"png": ImageDecoder(size=8), "cls": "plain"}
+    assert arguments["columns"] == ["png", math.tau]
+
+
+def write_rows(target_url: str, rows: int) -> str | None:
+    """What a [data.prepare] may name; it counts its calls."""
+    path = Path(target_url) / "rows.jsonl"
+    if path.exists():
+        return None
+    path.parent.mkdir(parents=True)
+    path.write_text('{"n": 1}\n' * rows)
+    return f"{rows} rows"
+
+
+def test_data_is_prepared_where_the_loader_reads_it_and_once(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tables()
+    put("data.prepare", {"use": f"{__name__}:write_rows", "args": {"rows": 3}})(given)
+    put("data.args.source", str(tmp_path / "rows"))(given)
+    recipe = build_recipe(given)
+    for said in ("data.prepare: 3 rows\n", ""):
+        prepare_data(recipe, world)
+        assert capsys.readouterr().err == said
+        assert (tmp_path / "rows" / "rows.jsonl").read_text().count("n") == 3
+
+
+def test_data_that_cannot_be_prepared_is_an_error_that_names_rank_and_cause(tmp_path: Path, world: World) -> None:
+    given = tables()
+    wrong = {"source": ["text"], "format": "tokens"}
+    put("data.prepare", {"use": "penstock.loader.tools.pack:pack_once", "args": wrong})(given)
+    put("data.args.source", str(tmp_path / "rows"))(given)
+    with pytest.raises(RecipeError, match=r"data.prepare failed on rank 0: ConfigError: seq_len=None"):
+        prepare_data(build_recipe(given), world)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_shipped_recipe_names_only_what_there_is(name: str) -> None:
+    read_recipe(name).check()
+
+
+def test_help_lists_every_option_with_its_default_and_its_meaning() -> None:
+    text = format_help()
+    options = list(list_options(TrainerConfig, "trainer."))
+    assert len(options) > len(fields(TrainerConfig))
+    for entry in options:
+        assert f"--{entry.key}=" in text
+        assert entry.text, entry.key
+        assert entry.text in text
+
+
+def test_a_recipe_that_is_not_there_names_those_that_ship(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["digit"]) == 2
+    assert "did you mean 'digits'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[model")
+    assert main([str(path)]) == 2
+    assert "is not TOML" in capsys.readouterr().err
+
+
+def test_the_dry_run_prints_the_recipe_and_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["digits", "--dry-run", "--trainer.steps=7"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["trainer"]["steps"] == 7
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("digits", ["--trainer.epochs=1", "--model.args.width=8"]),
+        (
+            "gpt",
+            ["--trainer.steps=2", "--trainer.evaluate.every=2", *small_text("data"), *small_text("evaluation.data")],
+        ),
+        ("clicks", ["--trainer.epochs=1", *few_rows("data"), *few_rows("evaluation.data")]),
+    ],
+)
+def test_a_shipped_recipe_trains_from_the_command_line_on_shards_that_it_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quiet = ["--trainer.report.quiet=true", "--trainer.checkpoint.every_steps=0", "--trainer.checkpoint.keep_best=0"]
+    assert main([name, *words, *quiet]) == 0
+    packed = {path: path.stat().st_mtime_ns for path in Path("runs", name, "data").rglob("*.*")}
+    assert {path.parent.name for path in packed} >= {"train", "test"}
+    assert main([name, *words, *quiet]) == 0
+    assert {path: path.stat().st_mtime_ns for path in Path("runs", name, "data").rglob("*.*")} == packed
+    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+    assert [lines[-1]["kind"], lines[-1]["accuracy"] > 0] == ["end", True]
+    first, again = (line for line in lines if line["kind"] == "end")
+    assert {**first, "time": 0, "seconds": 0} == {**again, "time": 0, "seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("torch.nn:Identity", "has no parameters"), ("torch.nn:Flatten", "has no parameters")],
+)
+def test_a_model_without_parameters_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "recipe.toml"
+    wrong = tables()
+    wrong["model"] = {"use": model}
+    del wrong["evaluation"]
+    wrong["data"] = {"use": f"{__name__}:few_batches"}
+    path.write_text(format_toml(wrong))
+    assert main([str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "penstock-run").exists()
+
+
+def bare_loss(model: Any, batch: Any) -> Any:
+    return model(batch["png"].float()[:, :1]).sum()
+
+
+def loss_without_gradient(model: Any, batch: Any) -> Any:
+    return model(batch["png"].float()[:, :1]).sum().detach(), 1
+
+
+def losses(model: Any, batch: Any) -> Any:
+    return model(batch["png"].float()[:, :1]).sum(1), 1
+
+
+def bare_metric(model: Any, batch: Any) -> Any:
+    return 0.5
+
+
+def no_optimizer(parameters: Any) -> Any:
+    return None
+
+
+@pytest.fixture(scope="module")
+def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from penstock.loader.tools.pack import pack_once
+    from penstock.trainer.recipes.digits import read_digits
+
+    folder = tmp_path_factory.mktemp("digits")
+    for split in ("train", "test"):
+        pack_once(read_digits(split), folder / split, format="tar")
+    return {split: str(folder / split) for split in ("train", "test")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"use": "builtins:dict"}}, ["model is a dict", "torch.nn.Module"]),
+        ({"model.args.width": -4}, ["model.use=", "model.args={'width': -4}", "raised", "line "]),
+        ({"optimizer.args.lr": -1.0}, ["optimizer.args={'lr': -1.0}", "Invalid learning rate"]),
+        ({"optimizer": {"use": f"{__name__}:no_optimizer"}}, ["gave a NoneType", "torch.optim.Optimizer"]),
+        ({"data": {"use": "builtins:int"}}, ["loader=0 cannot be iterated"]),
+        ({"data.args.global_batch_size": 0}, ["global_batch_size=0", "at least 1"]),
+        ({"loss.use": f"{__name__}:bare_loss"}, ["loss function gave a Tensor", "count of samples"]),
+        ({"loss.use": f"{__name__}:loss_without_gradient"}, ["without a gradient"]),
+        ({"loss.use": f"{__name__}:losses"}, ["a sum of shape (64,)", "losses.sum()"]),
+        ({"evaluation.use": f"{__name__}:bare_metric", "trainer.evaluate": {"every": 1}}, ["gave 0.5", "(sum, count)"]),
+        ({"trainer.checkpoint": {"every_steps": -1}}, ["checkpoint.every_steps=-1", "or more"]),
+        ({"trainer.checkpoint": {"every_steps": 1, "folder": "/proc/run"}}, ["cannot be written to /proc/run"]),
+    ],
+)
+def test_what_a_recipe_builds_is_refused_with_what_is_wrong_and_no_step_is_made(
+    tmp_path: Path,
+    digit_shards: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    words: list[str],
+) -> None:
+    wrong = tables()
+    wrong["data"]["args"]["source"] = digit_shards["train"]
+    wrong["evaluation"]["data"]["args"]["source"] = digit_shards["test"]
+    wrong["trainer"]["output_dir"] = str(tmp_path / "run")
+    for path, value in changes.items():
+        put(path, value)(wrong)
+    (tmp_path / "recipe.toml").write_text(format_toml(wrong))
+    assert main([str(tmp_path / "recipe.toml")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    for word in words:
+        assert word in said
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_module_that_cannot_be_imported_for_an_error_in_it_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_with_an_error.py").write_text("import torch\n\nwidth = height\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    wrong = tables()
+    wrong["model"] = {"use": "models_with_an_error:Net"}
+    with pytest.raises(RecipeError, match=r"model\.use='models_with_an_error:Net'.*'height'.*_error\.py, line 3"):
+        build_recipe(wrong).check()
+
+
+def train(folder: Path, *words: str) -> int:
+    fixed = ["--trainer.report.quiet=true", "--trainer.checkpoint.every_steps=2", f"--trainer.output_dir={folder}/run"]
+    return main(["digits", "--trainer.steps=2", "--model.args.width=4", *fixed, *words])
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path) == 0
+    capsys.readouterr()
+    assert train(tmp_path, "--model.args.width=8", "--trainer.steps=4") == 2
+    said = capsys.readouterr().err
+    assert "another model: features.0.bias has shape (4,) there and (8,) here" in said
+    assert f"{tmp_path}/run/checkpoints" in said
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*")) == ["step-2"]
+
+
+def test_a_disk_too_full_for_a_checkpoint_is_told_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    assert train(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run/checkpoints has 0.0 MB free" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,180 @@
+"""The watchdog on real ranks: a stall, a stop, a death and an error of one are named by all others, in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch_ranks import Outcome, Ranks, run_ranks
+
+from penstock.trainer.errors import StallError, TrainerConfigError
+from penstock.trainer.ranks.world import World
+from penstock.trainer.watch.watchdog import EXIT_STALLED, Watchdog, is_of_a_collective
+
+STALL_TIMEOUT_S = 5.0
+
+
+def _train_until(world: World, folder: str, event: str, victim: int) -> str:
+    with Watchdog(world, STALL_TIMEOUT_S, report_folder=folder) as watchdog:
+        for step in range(5):
+            watchdog.phase("fetch", step=step, shard=f"train-{step}.tar")
+            if step == 3 and world.rank == victim:
+                time.sleep(0.5)  # so that a heartbeat tells of this phase
+                Path(folder, "event").write_text(str(time.time()))
+                if event == "sleep":
+                    time.sleep(60)
+                elif event == "raise":
+                    raise ValueError("a sample without a label")
+                elif event != "none":
+                    os.kill(os.getpid(), getattr(signal, event.removesuffix(" the idle")))
+            while event.endswith("the idle") and step == 3:  # the others are in no collective, and hear of it by phase
+                time.sleep(0.02)
+                watchdog.phase("forward", step=step)
+            watchdog.phase("backward", step=step)
+            dist.all_reduce(torch.ones(4))
+    return "done"
+
+
+def _read_report(folder: Path, rank: int) -> str:
+    return (folder / f"stall-rank-{rank}.txt").read_text()
+
+
+CASES = {
+    "stall": ("sleep", 1, False, r"rank 1 is stalled in fetch \(step=3, shard=train-3\.tar\) for \d\.\d s"),
+    "stopped": (
+        "SIGSTOP",
+        2,
+        False,
+        r"rank 2 has sent no heartbeat for \d\.\d s .*last seen in fetch \(step=3, shard=",
+    ),
+    "killed": ("SIGKILL", 2, False, r"rank 2 has sent no heartbeat for \d\.\d s .*last seen in fetch \(step=3, shard="),
+    "raised": (
+        "raise",
+        0,
+        False,
+        r"rank 0 failed in fetch \(step=3, .*\) for \d\.\d s: ValueError: a sample without a label",
+    ),
+    "first stopped": ("SIGSTOP", 0, True, r"rank 0's node has not answered .*last seen in fetch \(step=3, shard="),
+    "first stopped, none in a collective": (
+        "SIGSTOP the idle",
+        0,
+        True,
+        r"rank 0's node has not answered .*last seen in fetch \(step=3, shard=",
+    ),
+    "first killed": ("SIGKILL", 0, True, r"rank 0's node is gone .*last seen in fetch \(step=3, shard="),
+}
+
+
+def test_whatever_befalls_a_rank_all_others_name_it_and_stop_in_time(tmp_path: Path) -> None:
+    launched: dict[str, Ranks] = {}
+    for name, (event, victim, host_in_rank0, _) in CASES.items():
+        (tmp_path / name).mkdir()
+        launched[name] = Ranks(_train_until, 3, str(tmp_path / name), event, victim, host_in_rank0=host_in_rank0)
+    with ThreadPoolExecutor(len(CASES)) as pool:  # all at once, for when each rank ends is measured
+        joined = {
+            name: pool.submit(launched[name].join, 60.0, expect={0, 1, 2} - ({victim} if "SIGSTOP" in event else set()))
+            for name, (event, victim, _, _) in CASES.items()
+        }
+    for name, (event, victim, _, pattern) in CASES.items():
+        others = {0, 1, 2} - {victim}
+        outcomes = joined[name].result()
+        happened_at = float((tmp_path / name / "event").read_text())
+        for rank in others:
+            assert re.search(pattern, _read_report(tmp_path / name, rank)), (name, _read_report(tmp_path / name, rank))
+            assert _says_why(outcomes[rank], pattern), (name, rank, outcomes[rank])
+            assert outcomes[rank].ended_at - happened_at < STALL_TIMEOUT_S, (name, rank)
+        if event == "sleep":
+            assert outcomes[victim].exit_code == EXIT_STALLED
+            assert "in _train_until" in _read_report(tmp_path / name, victim)
+
+
+def _lose_a_rank(world: World) -> str:
+    with Watchdog(world, 600.0) as watchdog:
+        watchdog.phase("backward", step=1)
+        dist.all_reduce(torch.ones(4))
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(4))
+    return "done"
+
+
+def test_a_killed_rank_ends_the_others_in_seconds_however_patient_they_are_with_a_stall() -> None:
+    began_s = time.monotonic()
+    outcomes = Ranks(_lose_a_rank, 3).join(60.0, expect={0, 1, 2})
+    assert time.monotonic() - began_s < 40.0  # 600 s is what a stall would have, and torchrun kills after 30
+    for rank in (0, 2):
+        assert _says_why(outcomes[rank], "rank 1 has sent no heartbeat|not been heard of"), outcomes[rank]
+
+
+def _says_why(outcome: Outcome, pattern: str) -> bool:
+    """Ended by the watchdog's code, or by a StallError that says the same as the report."""
+    if outcome.exit_code == EXIT_STALLED:
+        return True
+    trace = getattr(outcome.value, "trace", "")
+    return "StallError" in trace and re.search(pattern, trace) is not None
+
+
+def _train_in_peace(world: World) -> list[str]:
+    with Watchdog(world, 0.6) as watchdog:
+        for step in range(4):
+            watchdog.phase("fetch", step=step)
+            if step == 2:
+                watchdog.phase("compile", timeout_s=30.0)
+                time.sleep(0.9 if world.rank == 1 else 0.0)  # longer than the time-out, but not than this phase's own
+            watchdog.phase("backward", step=step)
+            dist.all_reduce(torch.ones(4))
+        time.sleep(0.1 * world.rank)  # rank 0 is done first, and waits until the others are
+    watchdog.close()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+
+
+@pytest.mark.parametrize("host_in_rank0", [False, True])
+def test_ranks_that_work_are_left_alone_and_no_thread_stays(host_in_rank0: bool) -> None:
+    assert run_ranks(_train_in_peace, 3, host_in_rank0=host_in_rank0) == [[], [], []]
+
+
+def _close_midway(world: World) -> Any:
+    watchdog = Watchdog(world, 5.0)
+    watchdog.phase("fetch", step=1)
+    began = time.monotonic()
+    watchdog.close()
+    return time.monotonic() - began, threading.active_count()
+
+
+def test_closing_midway_is_quick_and_leaves_nothing() -> None:
+    for closed_in_s, threads in run_ranks(_close_midway, 2):
+        assert closed_in_s < 2.0
+        assert threads == 1
+
+
+def test_errors_of_collectives_are_told_from_others() -> None:
+    assert is_of_a_collective(RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"))
+    assert is_of_a_collective(dist.DistNetworkError("gone"))
+    wrapped = StallError("no")
+    wrapped.__cause__ = dist.DistBackendError("NCCL")
+    assert is_of_a_collective(wrapped)
+    assert not is_of_a_collective(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_timeout_that_is_none_is_refused() -> None:
+    world = World(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+    with pytest.raises(TrainerConfigError, match="stall_timeout_s=0 must be more than 0"):
+        Watchdog(world, 0)

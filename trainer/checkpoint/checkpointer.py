@@ -1,0 +1,347 @@
+"""Checkpoints that can be trusted: sharded, written behind training, atomic, checksummed, and resumed from the newest
+that verifies, on any number of ranks and at any zero stage.
+
+The shards are what torch.distributed.checkpoint writes, so its tools read them too. Its metadata is a pickle: checksums
+tell damage, not malice, so load only checkpoints that come from where you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, TrainerConfigError
+from ..options import option
+from ..ranks.control_group import Peers
+from ..ranks.world import World
+from .folder import (
+    EXTRA_NAME,
+    FileSeal,
+    Manifest,
+    check_room,
+    find_damage,
+    list_steps,
+    probe_folder,
+    prune_folder,
+    publish_folder,
+    read_manifest,
+    remove_leftovers,
+    seal_file,
+    step_folder,
+    write_manifest,
+    write_text_durably,
+)
+from .state import estimate_bytes, export_safetensors, gather_state, restore_rank_state, restore_state
+
+__all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints go, how often, and which stay.
+
+    ``folder`` must be the same for all ranks: a local disk on one node, a shared file system on more.
+    """
+
+    folder: str = option("checkpoints", "folder, inside output_dir where it is not absolute")
+    every_steps: int = option(0, "steps between checkpoints; 0: only when asked to")
+    keep_last: int = option(3, "how many of the newest stay")
+    keep_best: int = option(0, "how many of those with the best metric stay beside them")
+    best: Literal["max", "min"] = option("max", "which end of the metric is good")
+    background: bool = option(True, "write while training goes on")
+
+    def __post_init__(self) -> None:
+        scheme = urlsplit(str(self.folder)).scheme
+        if not str(self.folder) or scheme:
+            raise TrainerConfigError(
+                f"checkpoint.folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
+                "all ranks share: give a path, of a mount where the store is remote"
+            )
+        if self.every_steps < 0:
+            raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
+        if self.keep_last < 1:
+            raise TrainerConfigError(f"checkpoint.keep_last={self.keep_last} must be 1 or more")
+        if self.keep_best < 0:
+            raise TrainerConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 or more")
+        if self.best not in ("max", "min"):
+            raise TrainerConfigError(f"checkpoint.best={self.best!r} must be 'max' or 'min'")
+
+
+class Checkpointer:
+    """Saves and restores training; making, saving, loading and closing are collectives of all ranks.
+
+    All mutable state: the staging buffers, the one save that may be under way with its thread and error, and the steps
+    known to be damaged. A save first copies the state (training may go on after that), then a thread writes it: each
+    rank its shards, rank 0 the manifest with the checksum of every file, then the rename that makes it count.
+
+    Raises:
+        CheckpointError: at once where the folder is read-only, full, or not the same one on every rank.
+    """
+
+    def __init__(self, config: CheckpointConfig, world: World) -> None:
+        self.config = config
+        self.folder = Path(config.folder).absolute()
+        self.passed_over: dict[int, str] = {}
+        self._world = world
+        self._peers = Peers(world)
+        on_device = world.device.type != "cpu"
+        self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._current_step: int | None = None
+        self._closed = False
+        try:
+            self._open_folder()
+        except CheckpointError:
+            self._closed = True
+            self._stager.close()
+            self._peers.close()
+            raise
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``every_steps`` asks for a checkpoint after this step."""
+        return self.config.every_steps > 0 and step > 0 and step % self.config.every_steps == 0
+
+    def check_room(self, model: nn.Module) -> None:
+        """Raise a CheckpointError, on every rank, where the disk cannot hold one checkpoint of the model."""
+        needed_bytes = estimate_bytes(model)
+        self._peers.decide("no room", lambda: check_room(self.folder, needed_bytes))
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        *,
+        blocking: bool = False,
+        metric: float | None = None,
+        rank_state: Mapping[str, Tensor] | None = None,
+    ) -> bool:
+        """Save training as it is after ``step``; returns when the state is copied, or with ``blocking`` when it counts.
+
+        ``extra`` is JSON, the same on every rank and free of the world (loader, schedule, scaler); rank 0's is kept.
+        ``rank_state`` holds tensors of this rank alone, which come back only in a world of the same size. A save that
+        is still under way is waited for first. Saving the step that was saved or loaded last does
+        nothing, unless there is a metric to add; the result says whether there was something to save.
+
+        Raises:
+            CheckpointError: the state cannot be written, or the save before this one could not.
+        """
+        self.wait()
+        if step == self._current_step and metric is None:
+            return False
+        if step < 0:
+            raise CheckpointError(f"step={step} cannot be saved; count steps from 0")
+        try:
+            extra_text = json.dumps(extra)
+        except (TypeError, ValueError) as exc:
+            raise CheckpointError(
+                f"extra cannot be written as JSON: {exc}; keep tensors in model or rank_state"
+            ) from exc
+        state = gather_state(model, optimizer, rank=self._world.rank, rank_state=rank_state)
+        staged = self._stager.stage(state)
+        assert isinstance(staged, dict), "the stager was told to copy at once"
+        self._thread = threading.Thread(
+            target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint", daemon=True
+        )
+        self._thread.start()
+        if blocking or not self.config.background:
+            self.wait()
+        return True
+
+    def load_newest(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
+        """Restore the newest checkpoint that verifies and return its step and extra; None where there is none at all.
+
+        Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
+
+        Raises:
+            CheckpointMismatchError: that checkpoint is of another model or optimizer.
+            CheckpointError: there are checkpoints and none verifies.
+        """
+        self.wait()
+        steps = self._peers.decide("no checkpoints can be listed", lambda: list_steps(self.folder))
+        for step in steps:
+            damage = self._verify(step)
+            if damage:
+                self.passed_over[step] = damage
+                if self._world.rank == 0:
+                    logger.warning(
+                        "checkpoint %s is damaged and passed over: %s", step_folder(self.folder, step), damage
+                    )
+                continue
+            extra = self._restore(step, model, optimizer)
+            self._current_step = step
+            return step, extra
+        if steps:
+            raise CheckpointError(
+                f"none of the {len(steps)} checkpoints in {self.folder} verifies; newest: step {steps[0]}, "
+                f"{self.passed_over[steps[0]]}. Give another folder to start afresh"
+            )
+        return None
+
+    def load_rank_state(self) -> dict[str, Tensor]:
+        """Return this rank's ``rank_state`` of the checkpoint loaded last; empty where another world size saved it.
+
+        This is no collective.
+        """
+        if self._current_step is None:
+            return {}
+        folder = step_folder(self.folder, self._current_step)
+        same_world = read_manifest(folder).world_size == self._world.world_size
+        return restore_rank_state(folder, self._world.rank) if same_world else {}
+
+    def wait(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: it failed; the folder has no trace of it, and training may go on.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Finish the save that is under way and let go of threads, buffers and group; closing twice is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._stager.close()
+            self._peers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_folder(self) -> None:
+        """Probe, tidy, and show that all ranks see the same folder (a token of rank 0 is there for each)."""
+        token = self.folder / ".probe-ranks.tmp"
+
+        def prepare() -> list[str]:
+            probe_folder(self.folder)
+            leftovers = remove_leftovers(self.folder)
+            token.touch()
+            return leftovers
+
+        leftovers = self._peers.decide("checkpoints cannot be kept", prepare)
+        seen = self._peers.gather("the folder cannot be looked at", token.exists)
+        self._peers.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
+        if not all(seen):
+            raise CheckpointError(
+                f"rank {seen.index(False)} does not see what rank 0 writes to {self.folder}; "
+                "give a folder on a file system that all nodes share"
+            )
+        if leftovers and self._world.rank == 0:
+            logger.info("removed what unfinished saves left in %s: %s", self.folder, ", ".join(leftovers))
+
+    def _write(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
+        try:
+            self._write_and_publish(step, staged, extra_text, metric)
+            self._current_step = step
+            self.passed_over.pop(step, None)
+        except CheckpointError as exc:
+            self._failure = exc
+        except Exception as exc:  # noqa: BLE001 - the thread's owner raises it, from wait()
+            failure = CheckpointError(f"step {step} could not be saved to {self.folder}: {exc}")
+            failure.__cause__ = exc
+            self._failure = failure
+
+    def _write_and_publish(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
+        final = step_folder(self.folder, step)
+        partial = final.with_name(f"{final.name}.tmp")
+
+        def prepare() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_text_durably(partial / EXTRA_NAME, extra_text)
+
+        def publish() -> None:
+            rank0_files = {name: seal_file(partial / name) for name in (EXTRA_NAME, ".metadata")}
+            files = {name: seal for share in seals for name, seal in share.items()} | rank0_files
+            write_manifest(
+                partial,
+                Manifest(
+                    step=step,
+                    world_size=self._world.world_size,
+                    metric=metric,
+                    torch_version=str(torch.__version__),
+                    files=files,
+                ),
+            )
+            publish_folder(partial, final)
+            prune_folder(
+                self.folder,
+                keep_last=self.config.keep_last,
+                keep_best=self.config.keep_best,
+                best=self.config.best,
+                damaged=set(self.passed_over) - {step},
+            )
+
+        def seal_shards() -> dict[str, FileSeal]:
+            return {path.name: seal_file(path) for path in partial.glob(f"__{self._world.rank}_*")}
+
+        what = f"step {step} could not be saved to {self.folder}"
+        try:
+            self._peers.decide(what, prepare)
+            self._save_shards(what, staged, partial)
+            seals = self._peers.gather(what, seal_shards)
+            self._peers.decide(what, publish)
+        except Exception:
+            if self._world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _save_shards(self, what: str, staged: dict[str, Any], partial: Path) -> None:
+        try:
+            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._peers.group)
+        except CheckpointException as exc:  # which descends from BaseException, and holds the errors by rank
+            causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
+            raise CheckpointError(f"{what}: {causes}") from exc
+
+    def _verify(self, step: int) -> str:
+        """Check the files of a checkpoint, each rank a share, and return what is wrong, the same on every rank."""
+        folder = step_folder(self.folder, step)
+
+        def check() -> list[str]:
+            try:
+                manifest = read_manifest(folder)
+            except CheckpointError as exc:
+                return [str(exc)]
+            return find_damage(folder, manifest, share=self._world.rank, shares=self._world.world_size)
+
+        shares = self._peers.gather(f"{folder} cannot be verified", check)
+        return "; ".join(dict.fromkeys(damage for share in shares for damage in share))
+
+    def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        folder = step_folder(self.folder, step)
+        what = f"{folder} cannot be loaded"
+        self._peers.gather(what, lambda: restore_state(folder, model, optimizer))
+        return self._peers.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))

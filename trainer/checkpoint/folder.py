@@ -1,0 +1,238 @@
+"""Checkpoints as files: names, the manifest with its checksums, what is whole, what may go. No tensors, no ranks.
+
+A checkpoint is a folder ``step-N``. It is written as ``step-N.tmp`` and renamed when every byte and the manifest are on
+disk, so a folder without the suffix is whole unless the disk itself lost something, which the checksums tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from ..errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+EXTRA_NAME = "extra.json"
+MANIFEST_VERSION = 1
+_FOLDER_NAME = re.compile(r"step-(\d+)")
+_LEFTOVER_NAME = re.compile(r"step-\d+(\.replaced|\.removed)?\.tmp|\.probe-\w+\.tmp")
+_BLOCK_BYTES = 4 << 20
+_PROBE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSeal:
+    """What a file of a checkpoint must be: its size in bytes and the xxh3-64 of its content in hex."""
+
+    size: int
+    xxh3: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds: the seal of each file by name, and where and when in training it was taken."""
+
+    step: int
+    world_size: int
+    metric: float | None
+    torch_version: str
+    files: Mapping[str, FileSeal]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint here, newest first; what is not one by name is left out."""
+    found = [_FOLDER_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Delete what killed saves left behind and return its names; whole checkpoints and foreign files stay."""
+    leftovers = [path for path in folder.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)]
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return sorted(path.name for path in leftovers)
+
+
+def probe_folder(folder: Path) -> None:
+    """Make the folder if it is not there, and show that it can be written to.
+
+    Raises:
+        CheckpointError: it cannot be made, is no folder, is read-only or full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-", suffix=".tmp") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as exc:
+        raise CheckpointError(
+            f"checkpoints cannot be written to {folder}: {exc.strerror or exc}; give a folder that exists or can be "
+            "made, may be written to and has room"
+        ) from exc
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raise a CheckpointError where the disk under the folder has less than ``needed_bytes`` free."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise CheckpointError(
+            f"a checkpoint takes about {needed_bytes / 1e6:.1f} MB, but {folder} has {free_bytes / 1e6:.1f} MB free; "
+            "make room, or give another folder"
+        )
+
+
+def seal_file(path: Path) -> FileSeal:
+    """Read the file and return its size and checksum; the hash runs outside the interpreter lock."""
+    digest = xxhash.xxh3_64()
+    size = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileSeal(size=size, xxh3=digest.hexdigest())
+
+
+def write_text_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest with a checksum over itself."""
+    body: dict[str, Any] = {
+        "version": MANIFEST_VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "metric": manifest.metric,
+        "torch_version": manifest.torch_version,
+        "files": {name: {"size": seal.size, "xxh3": seal.xxh3} for name, seal in sorted(manifest.files.items())},
+    }
+    body["checksum"] = _checksum(body)
+    write_text_durably(folder / MANIFEST_NAME, json.dumps(body, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest and check it against its own checksum.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, of a version that is not known here, or was changed.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        body = json.loads(path.read_bytes())
+        stated = body.pop("checksum")
+        if _checksum(body) != stated:
+            raise CheckpointError(
+                f"{path} was changed after it was written: its checksum is not the one that it states"
+            )
+        if body["version"] != MANIFEST_VERSION:
+            raise CheckpointError(
+                f"{path} has version {body['version']}, this release reads version {MANIFEST_VERSION}; "
+                "load it with the release that wrote it"
+            )
+        return Manifest(
+            step=body["step"],
+            world_size=body["world_size"],
+            metric=body["metric"],
+            torch_version=body["torch_version"],
+            files={name: FileSeal(**seal) for name, seal in body["files"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
+
+
+def find_damage(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
+    """Return one sentence for each file that is not as the manifest says, of the ``share``-th of ``shares`` shares.
+
+    The shares divide the files, largest first, so that the ranks read them all together and none twice.
+    """
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))[share::shares]
+    damage = []
+    for name in names:
+        stated = manifest.files[name]
+        try:
+            found = seal_file(folder / name)
+        except OSError as exc:
+            damage.append(f"{name} cannot be read: {exc.strerror or exc}")
+            continue
+        if found.size != stated.size:
+            damage.append(f"{name} has {found.size} bytes instead of {stated.size}")
+        elif found.xxh3 != stated.xxh3:
+            damage.append(f"{name} has checksum {found.xxh3} instead of {stated.xxh3}")
+    return damage
+
+
+def publish_folder(written: Path, final: Path) -> None:
+    """Give a complete folder its final name so that it survives a loss of power; a folder of that name is replaced."""
+    _sync_folder(written)
+    replaced = final.with_name(f"{final.name}.replaced.tmp")
+    if final.exists():
+        final.rename(replaced)
+    written.rename(final)
+    _sync_folder(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint; killed halfway, it leaves what ``remove_leftovers`` knows and no half checkpoint."""
+    doomed = folder.with_name(f"{folder.name}.removed.tmp")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def choose_kept(
+    metrics: Mapping[int, float | None], *, keep_last: int, keep_best: int, best: Literal["max", "min"]
+) -> set[int]:
+    """Return which steps stay: the ``keep_last`` newest, and the ``keep_best`` of best metric (the later of equals)."""
+    newest = sorted(metrics, reverse=True)[:keep_last]
+    sign = 1.0 if best == "max" else -1.0
+    measured = [(sign * metric, step) for step, metric in metrics.items() if metric is not None and metric == metric]
+    return {*newest, *(step for _, step in sorted(measured, reverse=True)[:keep_best])}
+
+
+def prune_folder(
+    folder: Path, *, keep_last: int, keep_best: int, best: Literal["max", "min"], damaged: Iterable[int] = ()
+) -> list[int]:
+    """Delete the checkpoints that need not stay and return their steps; damaged ones neither count nor go."""
+    metrics: dict[int, float | None] = {}
+    for step in set(list_steps(folder)) - set(damaged):
+        try:
+            metrics[step] = read_manifest(step_folder(folder, step)).metric
+        except CheckpointError:
+            continue  # unreadable: neither counted as kept nor deleted, for a person may want to look
+    gone = sorted(set(metrics) - choose_kept(metrics, keep_last=keep_last, keep_best=keep_best, best=best))
+    for step in gone:
+        remove_checkpoint(step_folder(folder, step))
+    return gone
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

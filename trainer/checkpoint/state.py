@@ -1,0 +1,181 @@
+"""What is in a checkpoint: model, optimizer and each rank's own tensors as one state dict, and back into place.
+
+Keys are those of the bare model, whatever wraps it (DDP, ``fully_shard``, ``torch.compile``), so a checkpoint taken at
+one zero stage and world size loads at any other. Reading needs no collective: every rank reads what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, CheckpointMismatchError
+from .folder import find_damage, read_manifest
+
+MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
+_NAMED_DIFFERENCES = 5
+
+
+def gather_state(
+    model: nn.Module, optimizer: Optimizer, *, rank: int, rank_state: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
+
+    An optimizer that has not stepped yet is described by zeros, and left as if it had not been asked.
+    """
+    untouched = not optimizer.state
+    described = get_optimizer_state_dict(model, optimizer)
+    if untouched:
+        # Torch fills an empty state by a step with zero gradients; that step must not count, here or in training.
+        _zero_state(described)
+        optimizer.state.clear()
+    return {
+        MODEL: get_model_state_dict(model),
+        OPTIMIZER: described,
+        RANKS: {str(rank): dict(rank_state or {})},
+    }
+
+
+def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read a checkpoint into model and optimizer, whatever sharding it was taken with.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed then.
+    """
+    metadata = FileSystemReader(folder).read_metadata()
+    saved = metadata.state_dict_metadata
+    model_state = get_model_state_dict(model)
+    optimizer_state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    never_stepped = _drop_unsaved(optimizer_state, saved)
+    wanted = {f"{MODEL}.{key}": value for key, value in model_state.items()}
+    _refuse_other(folder, MODEL, wanted, metadata)
+    for parameter, tensors in optimizer_state["state"].items():
+        wanted.update({f"{OPTIMIZER}.state.{parameter}.{name}": value for name, value in tensors.items()})
+    _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
+
+    read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
+    optimizer_state["state"].update(never_stepped)
+    set_model_state_dict(model, model_state)
+    set_optimizer_state_dict(model, optimizer, optimizer_state)
+
+
+def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
+    """Return the tensors that this rank alone put into the checkpoint, on the CPU."""
+    metadata = FileSystemReader(folder).read_metadata()
+    prefix = f"{RANKS}.{rank}."
+    names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
+    tensors = {name: _allocate(metadata, prefix + name) for name in names}
+    read_state(folder, {RANKS: {str(rank): tensors}}, metadata)
+    return tensors
+
+
+def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
+    """Fill the tensors of ``state`` in place, and replace its other values, from a checkpoint in the folder."""
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
+    """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
+
+    Needs the memory of the whole model once, no process group and no model. Tensors that the model ties are written
+    once for each name.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as exc:
+        raise CheckpointError(
+            "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
+        ) from exc
+    folder, path = Path(checkpoint), Path(path)
+    manifest = read_manifest(folder)
+    if damage := find_damage(folder, manifest):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}; export another checkpoint")
+    metadata = FileSystemReader(folder).read_metadata()
+    prefix = f"{MODEL}."
+    keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
+    tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
+    read_state(folder, {MODEL: tensors}, metadata)
+    partial = path.with_name(f"{path.name}.tmp")
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step)})
+    partial.replace(path)
+
+
+def estimate_bytes(model: nn.Module) -> int:
+    """Return about how many bytes a checkpoint of the model takes with an optimizer that keeps two moments.
+
+    The count is of the whole model, on however many ranks it lies.
+    """
+    trained = sum(2 * one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
+    return trained + sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+
+
+def _is_tensor(key: str, prefix: str, kind: object) -> bool:
+    return key.startswith(prefix) and isinstance(kind, TensorStorageMetadata)
+
+
+def _allocate(metadata: Metadata, key: str) -> Tensor:
+    kind = metadata.state_dict_metadata[key]
+    if not isinstance(kind, TensorStorageMetadata):
+        raise CheckpointError(f"{key} is no tensor in this checkpoint, which penstock did not write so")
+    return torch.empty(kind.size, dtype=kind.properties.dtype)
+
+
+def _zero_state(optimizer_state: Mapping[str, Any]) -> None:
+    for tensors in optimizer_state["state"].values():
+        for value in tensors.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:
+    """Take out, zero and return the state of parameters that the checkpoint has none for: they had no gradient yet."""
+    state = optimizer_state["state"]
+    known = {key.removeprefix(f"{OPTIMIZER}.state.").rpartition(".")[0] for key in saved if key.startswith(OPTIMIZER)}
+    if not known & set(state):
+        return {}
+    never_stepped = {parameter: state.pop(parameter) for parameter in list(state) if parameter not in known}
+    _zero_state({"state": never_stepped})
+    return never_stepped
+
+
+def _refuse_other(folder: Path, part: str, wanted: Mapping[str, Any], metadata: Metadata) -> None:
+    prefix = f"{part}.state." if part == OPTIMIZER else f"{part}."
+    saved = {key: kind for key, kind in metadata.state_dict_metadata.items() if key.startswith(prefix)}
+    differences = []
+    for key in sorted({*saved, *wanted}):
+        name = key.removeprefix(prefix)
+        if key not in wanted:
+            differences.append(f"{name} is in the checkpoint only")
+        elif key not in saved:
+            differences.append(f"{name} is not in the checkpoint")
+        else:
+            kind, value = saved[key], wanted[key]
+            if isinstance(kind, TensorStorageMetadata) and isinstance(value, Tensor) and kind.size != value.shape:
+                differences.append(f"{name} has shape {tuple(kind.size)} there and {tuple(value.shape)} here")
+    if differences:
+        more = f" (and {len(differences) - _NAMED_DIFFERENCES} more)" if len(differences) > _NAMED_DIFFERENCES else ""
+        raise CheckpointMismatchError(
+            f"{folder} is of another {part}: {'; '.join(differences[:_NAMED_DIFFERENCES])}{more}; "
+            f"build the {part} that was saved, or give another checkpoint folder"
+        )

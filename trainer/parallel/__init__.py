@@ -1,0 +1,1 @@
+"""One model on many ranks: sharding, precision, recomputation, averaging."""

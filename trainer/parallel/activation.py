@@ -1,0 +1,103 @@
+"""Trading time for memory and back: activation checkpointing (Chen et al. 2016), torch.compile, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import TrainerConfigError
+from ..options import check_range, option
+from ..ranks.world import World
+from .model import ParallelConfig, find_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """Which blocks recompute their activations in backward."""
+
+    every: int = option(0, "recompute every k-th block: 0 none, 1 all")
+    blocks: tuple[str, ...] = option((), "module classes that are blocks; default: ModuleList items")
+
+    def __post_init__(self) -> None:
+        check_range("activation.every", self.every, low=0)
+        if self.blocks and not self.every:
+            raise TrainerConfigError(
+                f"activation.blocks={self.blocks!r} names blocks and activation.every=0 recomputes none; "
+                "set activation.every=1, or leave activation.blocks out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """Whether the model is compiled."""
+
+    enabled: bool = option(False, "compile the model, block by block where it has blocks")
+    backend: str = option("inductor", "torch.compile's backend")
+    cuda_graphs: bool = option(False, "replay the compiled blocks as CUDA graphs")
+
+    def __post_init__(self) -> None:
+        if self.cuda_graphs and not self.enabled:
+            raise TrainerConfigError(
+                "compile.cuda_graphs=True records what torch.compile makes and compile.enabled=False; "
+                "set compile.enabled=True too"
+            )
+        if self.cuda_graphs and self.backend != "inductor":
+            raise TrainerConfigError(
+                f"compile.cuda_graphs=True needs inductor and compile.backend={self.backend!r}; "
+                "use compile.backend='inductor'"
+            )
+
+
+def recompute_activations(model: nn.Module, config: ActivationConfig) -> int:
+    """Make every k-th block recompute its activations; returns how many do. Names of parameters stay as they are."""
+    if not config.every:
+        return 0
+    blocks = find_blocks(model, config.blocks, "activation.blocks")
+    if not blocks:
+        raise TrainerConfigError(
+            f"activation.every={config.every}: the model has no ModuleList to find blocks in; "
+            "name their classes with activation.blocks"
+        )
+    chosen = blocks[:: config.every]
+    for block in chosen:
+        block.forward = _recomputed(block.forward)
+    return len(chosen)
+
+
+def compile_model(model: nn.Module, config: CompileConfig, parallel: ParallelConfig, world: World) -> None:
+    """Compile the model in place, before it is spread over the ranks.
+
+    Raises:
+        TrainerConfigError: CUDA graphs where they cannot be.
+    """
+    if not config.enabled:
+        return
+    if config.cuda_graphs:
+        _refuse_graphs(parallel, world)
+    arguments: dict[str, Any] = {"backend": config.backend}
+    if config.cuda_graphs:
+        arguments["mode"] = "reduce-overhead"
+    blocks = find_blocks(model, parallel.blocks, "parallel.blocks")
+    for module in blocks or [model]:
+        module.compile(**arguments)
+
+
+def _refuse_graphs(parallel: ParallelConfig, world: World) -> None:
+    if world.device.type != "cuda":
+        raise TrainerConfigError(
+            f"compile.cuda_graphs=True needs a CUDA device and this is {world.device}; leave it out here"
+        )
+    if parallel.zero:
+        raise TrainerConfigError(
+            f"compile.cuda_graphs=True replays fixed addresses and parallel.zero={parallel.zero} frees and gathers the "
+            "weights anew in each step; use parallel.zero=0"
+        )
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(checkpoint, forward, use_reentrant=False)

@@ -1,0 +1,122 @@
+"""Local SGD: ranks step on their own and average their parameters now and then (Stich 2019; Lin et al. 2020).
+
+Hierarchical averaging does it often within a node, where links are fast, and seldom across nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..errors import TrainerConfigError
+from ..ranks.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingConfig:
+    """``average_every`` steps all ranks average; with ``node_every`` those of a node also do, more often."""
+
+    average_every: int
+    node_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.average_every < 1:
+            raise TrainerConfigError(f"average_every={self.average_every} must be 1 or more")
+        if self.node_every is not None and not 1 <= self.node_every < self.average_every:
+            raise TrainerConfigError(
+                f"node_every={self.node_every} must be at least 1 and less than average_every={self.average_every}"
+            )
+
+
+class PeriodicAverager:
+    """Averages model and optimizer over the ranks after every so many steps; all its methods are collectives.
+
+    The model must be bare: under DDP or ``fully_shard`` the gradients are exchanged already. Parameters, floating
+    buffers (a batch norm's statistics) and the optimizer's floating state become the exact mean over the ranks, summed
+    in fp32 or better, and are then bit-equal on all of them, so a checkpoint taken there is complete; whole-number
+    buffers and counters become the largest. A checkpoint between two averages holds one rank's state: call
+    ``average_all`` before it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: AveragingConfig, world: World) -> None:
+        if isinstance(model, DistributedDataParallel | FSDPModule):
+            raise TrainerConfigError(
+                f"average_every={config.average_every} cannot be had with a model under {type(model).__name__}, which "
+                "exchanges gradients at each step; use zero=0 with average_every, or leave average_every out"
+            )
+        if config.node_every is not None and world.world_size != world.local_world_size * world.num_nodes:
+            raise TrainerConfigError(
+                f"node_every={config.node_every} needs equal nodes, but {world.world_size} ranks are not "
+                f"{world.num_nodes} nodes of {world.local_world_size}; leave node_every out"
+            )
+        self._model = model
+        self._optimizer = optimizer
+        self._config = config
+        self._world = world
+        self._node_group: dist.ProcessGroup | None = None
+        if config.node_every is not None:
+            width = world.local_world_size
+            nodes = [list(range(first, first + width)) for first in range(0, world.world_size, width)]
+            self._node_group, _ = dist.new_subgroups_by_enumeration(nodes)  # type: ignore[no-untyped-call]
+        self.sent_bytes = 0
+
+    def average_if_due(self, step: int) -> bool:
+        """Average what is due after ``step`` (counted from 1); tell whether all ranks now have the same state."""
+        if step % self._config.average_every == 0:
+            self.average_all()
+            return True
+        if self._config.node_every is not None and step % self._config.node_every == 0:
+            self._average(self._node_group, self._world.local_world_size)
+        return False
+
+    def average_all(self) -> None:
+        """Make the state of all ranks their mean, now."""
+        self._average(None, self._world.world_size)
+
+    def close(self) -> None:
+        """Leave the node's group; closing twice is allowed."""
+        group, self._node_group = self._node_group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    @torch.no_grad()
+    def _average(self, group: dist.ProcessGroup | None, ranks: int) -> None:
+        if ranks == 1:
+            return
+        tensors = [*self._model.parameters(), *self._model.buffers(), *_optimizer_tensors(self._optimizer)]
+        for (wide, device), members in _group_by_kind(tensors).items():
+            flat = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in members])
+            floating = flat.is_floating_point()
+            dist.all_reduce(flat, op=dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX, group=group)
+            self.sent_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
+            if floating:
+                flat /= ranks
+            for tensor, mean in zip(members, torch.split(flat, [one.numel() for one in members]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Return the optimizer's tensors, in the order of its parameters, which is the same on every rank."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
+
+
+def _group_by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """Group tensors by the type that they are summed in, and by device: one collective for each group."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        else:
+            wide = torch.int64
+        groups.setdefault((wide, tensor.device), []).append(tensor)
+    return groups

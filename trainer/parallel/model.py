@@ -1,0 +1,233 @@
+"""How the model is spread over the ranks: DDP for zero=0, FSDP2 for zero=1 to 3 (Rajbhandari et al. 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import TrainerConfigError
+from ..options import check_choice, check_range, option, suggest
+from ..ranks.world import World
+from .precision import PrecisionConfig, build_sharding_policy, check_master_weights
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """What each rank keeps, and how ranks exchange gradients and weights."""
+
+    zero: Literal[0, 1, 2, 3] = option(
+        0, "0: all replicated; 1: shard optimizer state; 2: and gradients; 3: and weights"
+    )
+    overlap: bool = option(True, "exchange while computing; off: one bucket (zero=0), no prefetch (zero=1..3)")
+    bucket_mb: float = option(25.0, "zero=0: gradients are exchanged in buckets of this many MiB")
+    unused_parameters: bool = option(False, "zero=0: allow steps in which some parameters get no gradient")
+    blocks: tuple[str, ...] = option(
+        (), "zero=1..3: class names of the modules to shard one by one; default: list items"
+    )
+    cpu_offload: bool = option(False, "zero=1..3: keep weights, gradients and optimizer state in host memory")
+    hybrid: bool = option(False, "zero=1..3: shard within a node, replicate across nodes")
+
+    def __post_init__(self) -> None:
+        check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
+        check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
+        if self.zero == 0:
+            for key in ("cpu_offload", "hybrid", "blocks"):
+                if getattr(self, key):
+                    raise TrainerConfigError(
+                        f"parallel.{key}={getattr(self, key)!r} needs sharding and parallel.zero=0 has none; "
+                        f"use parallel.zero=1, 2 or 3, or leave parallel.{key} out"
+                    )
+        elif self.unused_parameters:
+            raise TrainerConfigError(
+                f"parallel.unused_parameters=True is an option of zero=0 and parallel.zero={self.zero}; leave it out: "
+                "sharded parameters may go unused"
+            )
+
+
+class ParallelModel:
+    """A model spread over the ranks, and when its gradients are exchanged.
+
+    ``module`` is what the loss calls; ``inner`` is the model as it was given. The mutable state is all PyTorch's.
+    Without ``exchange`` each rank trains a copy of its own, alike at the start.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ParallelConfig,
+        precision: PrecisionConfig,
+        world: World,
+        *,
+        exchange: bool = True,
+    ) -> None:
+        check_trainable(model)
+        check_master_weights(model)
+        self.config = config
+        self.world = world
+        self.inner = model
+        self.exchanges = exchange and world.world_size > 1
+        model.to(world.device)
+        before = list(model.parameters())
+        self.module: nn.Module
+        if config.zero:
+            _copy_from_first_rank(model, world)
+            self.module = _shard(model, config, precision, world)
+        elif self.exchanges:
+            self.module = _replicate(model, config, world)
+        else:
+            _copy_from_first_rank(model, world)
+            self.module = model
+        self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.config.zero > 0
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer | OptimizerFactory) -> torch.optim.Optimizer:
+        """The optimizer over the spread parameters: a factory is called with them, a fresh one is pointed to them.
+
+        Raises:
+            TrainerConfigError: an optimizer with state already, or over parameters that are not the model's.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            made = optimizer(parameter for parameter in self.inner.parameters() if parameter.requires_grad)
+            if not isinstance(made, torch.optim.Optimizer):
+                raise TrainerConfigError(
+                    f"optimizer is a function that gave a {type(made).__name__} and no torch.optim.Optimizer; give one "
+                    "from parameters to an optimizer"
+                )
+            return made
+        if optimizer.state and self.is_sharded:
+            raise TrainerConfigError(
+                f"optimizer={type(optimizer).__name__} has made updates already and parallel.zero={self.config.zero} "
+                "must shard its state; give a fresh one and load its state from a checkpoint"
+            )
+        for index, group in enumerate(optimizer.param_groups):
+            strangers = sum(id(parameter) not in self._replaced for parameter in group["params"])
+            if strangers:
+                raise TrainerConfigError(
+                    f"optimizer={type(optimizer).__name__}: {strangers} parameters of group {index} are not the "
+                    "model's; build the optimizer from the parameters of the model that is trained"
+                )
+            group["params"] = [self._replaced[id(parameter)] for parameter in group["params"]]
+        return optimizer
+
+    def exchange_when(self, *, last: bool) -> AbstractContextManager[Any]:
+        """What forward and backward of one microbatch run in; gradients wait for the last one for zero=0 and 1.
+
+        For zero=2 and 3 each microbatch's gradients are reduced at once: to wait would keep whole ones on each rank.
+        """
+        if isinstance(self.module, DistributedDataParallel):
+            return nullcontext() if last else self.module.no_sync()
+        if isinstance(self.module, FSDPModule) and self.config.zero == 1:
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_reshard_after_backward(last)
+            self.module.set_is_last_backward(last)
+        return nullcontext()
+
+    def gather_no_more(self) -> None:
+        """Let go of gathered weights, which a forward without a backward leaves whole for zero=1 and 2."""
+        for module in _sharded_modules(self.module):
+            module.reshard()
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model that is none, or has nothing to train."""
+    if not isinstance(model, nn.Module):
+        raise TrainerConfigError(f"model is a {type(model).__name__} and no torch.nn.Module; give one")
+    if not any(True for _ in model.parameters()):
+        raise TrainerConfigError(
+            f"model={type(model).__name__} has no parameters; give one that has (are its layers attributes of the "
+            "module, or in a ModuleList rather than a list?)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainerConfigError(
+            f"model={type(model).__name__} has no parameter with requires_grad=True; unfreeze the part to train"
+        )
+
+
+def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.Module]:
+    """The modules whose class is named, outer before inner; with no names, the items of each ``ModuleList``.
+
+    Raises:
+        TrainerConfigError: a name that no module of the model has, naming ``key``.
+    """
+    if not names:
+        return [item for module in model.modules() if isinstance(module, nn.ModuleList) for item in module]
+    known = {type(module).__name__ for module in model.modules()}
+    for name in names:
+        if name not in known:
+            raise TrainerConfigError(f"{key}={name!r} is no module class of the model; {suggest(name, known)}")
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _copy_from_first_rank(model: nn.Module, world: World) -> None:
+    # DDP does this on its own; FSDP2 would cut each rank's shard from that rank's own initial values.
+    if world.world_size > 1:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, src=0)
+
+
+def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
+    whole_mb = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        # One bucket is complete only when backward is: nothing overlaps.
+        bucket_cap_mb=config.bucket_mb if config.overlap else whole_mb + 1,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=config.unused_parameters,
+    )
+
+
+def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, world: World) -> nn.Module:
+    blocks = [block for block in find_blocks(model, config.blocks, "parallel.blocks") if block is not model]
+    arguments: dict[str, Any] = {
+        "mesh": _build_mesh(config, world),
+        "reshard_after_forward": config.zero == 3,
+        "mp_policy": build_sharding_policy(precision),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if config.cpu_offload
+        else OffloadPolicy(),
+    }
+    for block in reversed(blocks):
+        fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+    sharded = list(_sharded_modules(model))
+    if config.overlap:
+        for module, following in pairwise(sharded[1:]):
+            module.set_modules_to_forward_prefetch([following])
+    else:
+        for module in sharded:
+            # Prefetching what is there already is a no-op, and takes the place of the implicit prefetch.
+            module.set_modules_to_backward_prefetch([module])
+    return model
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
+    if not config.hybrid:
+        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
+    if world.world_size % world.local_world_size:
+        raise TrainerConfigError(
+            f"parallel.hybrid=True needs equal nodes: {world.world_size} ranks are not a multiple of the "
+            f"{world.local_world_size} on this node; start as many on each, or leave parallel.hybrid out"
+        )
+    shape = (world.world_size // world.local_world_size, world.local_world_size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,124 @@
+"""Number formats: FP32 master weights always, compute in fp32, bf16 or fp16, and the loss scale that fp16 needs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from ..errors import TrainerConfigError
+from ..options import check_choice, check_range, option
+from ..ranks.world import World
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The format of the computation and of the gradients on the wire."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = option("bf16", "format of forward and backward; weights stay fp32")
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "format in which zero=1..3 reduce gradients")
+    init_scale: float = option(65536.0, "fp16: first factor on the loss")
+    growth_factor: float = option(2.0, "fp16: the loss scale grows by this")
+    growth_interval: int = option(2000, "fp16: updates without overflow before it grows")
+    backoff_factor: float = option(0.5, "fp16: the loss scale shrinks by this on an overflow")
+
+    def __post_init__(self) -> None:
+        check_choice("precision.dtype", self.dtype, _DTYPES)
+        check_choice("precision.reduce_dtype", self.reduce_dtype, _DTYPES)
+        check_range("precision.init_scale", self.init_scale, low=0.0, above=True)
+        check_range("precision.growth_factor", self.growth_factor, low=1.0, above=True)
+        check_range("precision.growth_interval", self.growth_interval, low=1)
+        check_range("precision.backoff_factor", self.backoff_factor, low=0.0, above=True, high=1.0)
+        if self.backoff_factor == 1.0:
+            raise TrainerConfigError("precision.backoff_factor=1.0 never shrinks the scale; give less than 1, as 0.5")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+
+def check_master_weights(model: torch.nn.Module) -> None:
+    """Refuse a model whose weights are already rounded: updates below half a unit in the last place would be lost."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            raise TrainerConfigError(
+                f"parameter {name!r} is {parameter.dtype}; master weights are float32: build the model in float32 and "
+                "choose the format of the computation with precision.dtype"
+            )
+
+
+def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
+    """The policy of one sharded block: gathered weights in the compute format, gradients reduced in another."""
+    if config.dtype == "fp32":
+        return MixedPrecisionPolicy(reduce_dtype=_DTYPES[config.reduce_dtype])
+    return MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=_DTYPES[config.reduce_dtype])
+
+
+def compute_context(config: PrecisionConfig, device: torch.device, *, sharded: bool) -> AbstractContextManager[Any]:
+    """What forward runs in: autocast for whole weights; nothing for sharded ones, whose policy casts them."""
+    if config.dtype == "fp32" or sharded:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=config.compute_dtype)
+
+
+class LossScaler(torch.amp.GradScaler):
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2) that also holds for sharded gradients.
+
+    An overflow in one rank's shard must skip the update on all ranks, and sharded gradients are unscaled as the local
+    tensors that they are. Enabled for fp16 only; disabled it costs nothing and changes nothing.
+    """
+
+    def __init__(self, config: PrecisionConfig, world: World) -> None:
+        super().__init__(
+            world.device.type,
+            init_scale=config.init_scale,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
+            enabled=config.dtype == "fp16",
+        )
+        self._world = world
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    local = local_part(parameter.grad)
+                    by_device.setdefault(local.device, []).append(local)
+        overflow = found_inf.clone()
+        for device, gradients in by_device.items():
+            found_there = torch.zeros_like(found_inf, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_there, inv_scale.to(device))
+            overflow += found_there.to(overflow.device)
+        if self._world.world_size > 1:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        return {overflow.device: overflow}
+
+    def step_and_update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Make the update unless a gradient overflowed, adapt the scale, and say whether the update was made."""
+        if not self.is_enabled():
+            optimizer.step()
+            return True
+        before = self.get_scale()
+        self.step(optimizer)
+        self.update()
+        return bool(self.get_scale() >= before)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a sharded tensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

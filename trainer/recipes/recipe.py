@@ -1,0 +1,331 @@
+"""Recipes: a TOML file that names model, optimizer, loss, data and evaluation by import path. Pure but for imports."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...storage.errors import PenstockError
+from ..config import TrainerConfig
+from ..errors import RecipeError, TrainerConfigError
+from ..imports import describe_error, import_name
+from ..options import build_config, suggest
+
+SHIPPED = Path(__file__).parent / "recipes"
+_SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Something to import and call: ``use`` is its import path, ``args`` its keyword arguments.
+
+    An argument, at any depth, may be named by import path too: ``{ use = "package.module:name" }`` is what is named
+    there, and with ``args``, be they empty, what it returns when called with them. ``prepare``, of data alone, is
+    called once a node before the data is opened.
+    """
+
+    key: str
+    use: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Component | None = None
+
+    def check(self, given: int = 0) -> Callable[..., Any]:
+        """What ``use`` names, imported, once it is sure that it takes ``given`` arguments and then ``args``.
+
+        Raises:
+            RecipeError: an import path leads nowhere or to something that cannot be called, or the arguments are not
+                those that it takes.
+        """
+        found = _import(self.key, self.use)
+        if not callable(found):
+            raise RecipeError(
+                f"{self.key}.use={self.use!r} is a {type(found).__name__} and not callable; name a class or function"
+            )
+        self._check_arguments(found, given)
+        for name, value in self.args.items():
+            _check_value(f"{self.key}.args.{name}", value)
+        if self.prepare is not None:
+            self.prepare.check()
+        return found
+
+    def resolve(self, given: int = 0) -> Callable[..., Any]:
+        """The callable with its arguments made and filled in but for the first ``given`` ones.
+
+        Raises:
+            RecipeError: as ``check``.
+        """
+        found = self.check(given)
+        made = {name: _make_value(f"{self.key}.args.{name}", value) for name, value in self.args.items()}
+        return partial(found, **made)
+
+    def describe(self) -> dict[str, Any]:
+        """Nested plain data, as the TOML file would have it."""
+        table: dict[str, Any] = {"use": self.use, "args": dict(self.args)}
+        return table if self.prepare is None else {**table, "prepare": self.prepare.describe()}
+
+    def make(self, *given: Any) -> Any:
+        """What the callable gives for ``given`` and its arguments.
+
+        Raises:
+            RecipeError: it cannot be called so, or it raised an error, which is told with its place.
+        """
+        call = self.resolve(len(given))
+        try:
+            return call(*given)
+        except PenstockError:
+            raise
+        except Exception as exc:
+            args = f" with {self.key}.args={dict(self.args)!r}" if self.args else ""
+            raise RecipeError(f"{self.key}.use={self.use!r}{args} raised {describe_error(exc)}") from exc
+
+    def _check_arguments(self, found: Callable[..., Any], given: int) -> None:
+        try:
+            signature = inspect.signature(found)
+        except (TypeError, ValueError):  # some C functions have none; the call itself will tell
+            return
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for name, value in self.args.items():
+            if name not in names and not takes_any:
+                raise RecipeError(
+                    f"{self.key}.args.{name}={value!r} is no argument of {self.use}; {suggest(name, names)}"
+                )
+        try:
+            signature.bind(*[None] * given, **self.args)
+        except TypeError as exc:
+            raise RecipeError(f"{self.key}.args do not fit {self.use}{signature}: {exc}") from exc
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training run, resolved: every option has its value."""
+
+    model: Component
+    optimizer: Component
+    loss: Component
+    data: Component
+    evaluation: Component | None
+    evaluation_data: Component | None
+    trainer: TrainerConfig
+
+    def check(self) -> None:
+        """Import everything that the recipe names and see that its arguments fit, without calling anything."""
+        for component, given in (
+            (self.model, 0),
+            (self.optimizer, 1),
+            (self.loss, 2),
+            (self.data, 0),
+            (self.evaluation, 2),
+            (self.evaluation_data, 0),
+        ):
+            if component is not None:
+                component.check(given)
+
+    def describe(self) -> dict[str, Any]:
+        """Nested plain data, as the TOML file would have it."""
+        tables: dict[str, Any] = {
+            name: component.describe()
+            for name, component in (
+                ("model", self.model),
+                ("optimizer", self.optimizer),
+                ("loss", self.loss),
+                ("data", self.data),
+                ("evaluation", self.evaluation),
+            )
+            if component is not None
+        }
+        if self.evaluation_data is not None:
+            tables["evaluation"]["data"] = self.evaluation_data.describe()
+        tables["trainer"] = asdict(self.trainer)
+        return tables
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def read_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a file, or a shipped one by its name, and put overrides over it.
+
+    Raises:
+        RecipeError, TrainerConfigError: naming key, value and cure.
+    """
+    path = Path(source)
+    if not path.exists() and source in shipped_recipes():
+        path = SHIPPED / f"{source}.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"recipe {source!r} is neither a file nor a shipped recipe; {suggest(source, shipped_recipes())}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise RecipeError(f"recipe {source!r} cannot be read: {exc}") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise RecipeError(f"recipe {source!r} is not TOML: {exc}") from exc
+    for key, value in parse_overrides(overrides):
+        _override(tables, key, value)
+    return build_recipe(tables)
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """``--a.b=value`` or ``--a.b value`` as (key, value); values are TOML, or else plain text."""
+    pairs: list[tuple[str, Any]] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise RecipeError(f"{word!r} is no override; write --key=value, as --trainer.steps=100")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise RecipeError(f"--{key} has no value; write --{key}=value, as --trainer.steps=100")
+            text = rest.pop(0)
+        pairs.append((key, _parse_value(text)))
+    return pairs
+
+
+def build_recipe(tables: Mapping[str, Any]) -> Recipe:
+    """A recipe from nested mappings."""
+    for key in tables:
+        if key not in _SECTIONS:
+            raise RecipeError(f"{key} is no section of a recipe; {suggest(key, _SECTIONS)}")
+    evaluation = tables.get("evaluation")
+    evaluation_data: Component | None = None
+    if evaluation is not None:
+        evaluation = dict(_table("evaluation", evaluation))
+        if "data" not in evaluation:
+            raise RecipeError("evaluation has no data; add [evaluation.data] with use and args")
+        evaluation_data = _data_component("evaluation.data", evaluation.pop("data"))
+    for key in ("model", "optimizer", "loss", "data", "trainer"):
+        if key not in tables:
+            raise RecipeError(f"the recipe has no section [{key}]; add it")
+    return Recipe(
+        model=_component("model", tables["model"]),
+        optimizer=_component("optimizer", tables["optimizer"]),
+        loss=_component("loss", tables["loss"]),
+        data=_data_component("data", tables["data"]),
+        evaluation=None if evaluation is None else _component("evaluation", evaluation),
+        evaluation_data=evaluation_data,
+        trainer=build_config(TrainerConfig, _table("trainer", tables["trainer"]), "trainer."),
+    )
+
+
+def format_toml(tables: Mapping[str, Any], prefix: str = "") -> str:
+    """Nested plain data as TOML; an option that is off (None) is shown as a comment."""
+    lines: list[str] = []
+    for key, value in tables.items():
+        if value is None:
+            lines.append(f"# {key} is not set")
+        elif not isinstance(value, Mapping):
+            lines.append(f"{key} = {_format_value(value)}")
+    text = "\n".join(lines) + "\n" if lines else ""
+    for key, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            inner = format_toml(value, f"{prefix}{key}.")
+            text += f"\n[{prefix}{key}]\n{inner}" if not inner.startswith("\n") else inner
+    return text
+
+
+def _component(key: str, table: Any) -> Component:
+    table = _table(key, table)
+    for name, value in table.items():
+        if name not in ("use", "args"):
+            raise RecipeError(
+                f"{key}.{name}={value!r} is no key of [{key}]; it has use and args: arguments go to {key}.args.{name}"
+            )
+    if not isinstance(table.get("use"), str):
+        raise RecipeError(f"{key}.use={table.get('use')!r} is no import path; give {key}.use='package.module:name'")
+    return Component(key=key, use=table["use"], args=dict(_table(f"{key}.args", table.get("args", {}))))
+
+
+def _data_component(key: str, table: Any) -> Component:
+    """Data may be prepared; the place, ``target_url``, is by default the ``source`` that is then read."""
+    table = dict(_table(key, table))
+    prepare = table.pop("prepare", None)
+    data = _component(key, table)
+    if prepare is None:
+        return data
+    step = _component(f"{key}.prepare", prepare)
+    target = {"target_url": data.args["source"]} if "source" in data.args else {}
+    return replace(data, prepare=replace(step, args={**target, **step.args}))
+
+
+def _named(key: str, value: Any) -> Component | None:
+    return _component(key, value) if isinstance(value, Mapping) and "use" in value else None
+
+
+def _check_value(key: str, value: Any) -> None:
+    named = _named(key, value)
+    if named is not None and "args" in value:
+        named.check()
+    elif named is not None:
+        _import(key, named.use)
+    else:
+        for inner, item in _items(key, value):
+            _check_value(inner, item)
+
+
+def _make_value(key: str, value: Any) -> Any:
+    named = _named(key, value)
+    if named is not None:
+        return named.resolve()() if "args" in value else _import(key, named.use)
+    made = [_make_value(inner, item) for inner, item in _items(key, value)]
+    if isinstance(value, Mapping):
+        return dict(zip(value, made, strict=True))
+    return made if isinstance(value, list) else value
+
+
+def _items(key: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"{key}.{name}", item) for name, item in value.items()]
+    return [(f"{key}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else []
+
+
+def _import(key: str, path: str) -> object:
+    try:
+        return import_name(f"{key}.use", path)
+    except TrainerConfigError as exc:
+        raise RecipeError(str(exc)) from exc
+
+
+def _table(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{key}={value!r} is not a table; write [{key}] and its keys below")
+    return value
+
+
+def _override(tables: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    if not path or not all((*path, last)):
+        raise RecipeError(f"--{key} names no option; write the whole key, as --trainer.steps or --model.args.width")
+    into = tables
+    for depth, part in enumerate(path):
+        into = into.setdefault(part, {})
+        if not isinstance(into, dict):
+            raise RecipeError(f"--{key}: {'.'.join(path[: depth + 1])} is a value, not a table of options")
+    into[last] = value
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_format_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_format_value(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

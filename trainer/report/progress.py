@@ -1,0 +1,111 @@
+"""How far training has come: counters that go into every checkpoint and know nothing of the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..step import StepResult
+from ..stopwatch import Stopwatch
+
+
+@dataclass
+class Progress:
+    """Steps are global batches consumed; updates are those of them that changed the weights."""
+
+    step: int = 0
+    updates: int = 0
+    epoch: int = 0
+    samples: int = 0
+    overflows: int = 0
+    non_finite: int = 0
+    best: float | None = None
+    best_step: int | None = None
+
+    def count(self, result: StepResult) -> None:
+        """Take a finished step in."""
+        self.step += 1
+        self.samples += result.rows
+        self.updates += result.outcome == "updated"
+        self.overflows += result.outcome == "overflow"
+        self.non_finite += result.outcome == "non-finite"
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for entry in fields(self):
+            setattr(self, entry.name, state[entry.name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a call of ``train`` came to; ``metrics`` are those of the last evaluation.
+
+    ``stopped_by_others`` says that only another node got the signal that asked to stop. That node leaves; for the run
+    to go on without it, the process should end with EXIT_STALLED, so that torchrun starts it again.
+    ``wire_bytes`` are what this rank sent of gradients, ``plain_bytes`` what they would have been uncompressed.
+    """
+
+    steps: int
+    updates: int
+    epochs: int
+    samples: int
+    overflows: int
+    non_finite: int
+    loss: float
+    metrics: Mapping[str, float]
+    best: float | None
+    best_step: int | None
+    stopped_early: bool
+    stopped_by_others: bool
+    seconds: float
+    phase_seconds: Mapping[str, float]
+    wire_bytes: int
+    plain_bytes: int
+
+
+class Window:
+    """The steps since the last record: sums, and the host's times of this rank."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.steps = 0
+        self._loss_sum = 0.0
+        self._count = 0.0
+        self._rows = 0
+        self._gradient_norm: float | None = None
+        self._stopwatch = stopwatch
+        self._started_s = stopwatch.total_s
+        self._waited_before_s = stopwatch.seconds.get("fetch", 0.0)
+
+    def add(self, result: StepResult) -> None:
+        self.steps += 1
+        if result.outcome not in ("non-finite", "empty"):
+            self._loss_sum += result.loss * result.count
+            self._count += result.count
+        self._rows += result.rows
+        self._gradient_norm = result.gradient_norm
+
+    @property
+    def loss(self) -> float:
+        """The mean over all samples or tokens, steps without a finite loss left out."""
+        return self._loss_sum / self._count if self._count else math.nan
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self._seconds / max(1, self.steps)
+
+    def describe(self) -> dict[str, float | int | str | None]:
+        waited_s = self._stopwatch.seconds.get("fetch", 0.0) - self._waited_before_s
+        return {
+            "loss": self.loss,
+            "samples_per_s": self._rows / self._seconds,
+            "data_wait_share": waited_s / self._seconds,
+            "gradient_norm": self._gradient_norm,
+        }
+
+    @property
+    def _seconds(self) -> float:
+        return max(self._stopwatch.total_s - self._started_s, 1e-9)

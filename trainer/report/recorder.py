@@ -1,0 +1,110 @@
+"""What happened, told to the observers: averages over the steps since the last record, notes, evaluations, the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..compression.compression import CompressionStats
+from ..step import StepResult
+from ..stopwatch import Stopwatch
+from .observers import Observer, Values
+from .progress import Progress, Summary, Window
+
+
+class Recorder:
+    """Collects steps on every rank and tells the observers, which rank 0 alone has; no method is a collective.
+
+    All mutable state: the window of steps since the last record and the mean loss of the window before.
+    """
+
+    def __init__(self, progress: Progress, stopwatch: Stopwatch, total_steps: int | None) -> None:
+        self._observers: Sequence[Observer] = ()
+        self._progress = progress
+        self._stopwatch = stopwatch
+        self._total_steps = total_steps
+        self._window = Window(stopwatch)
+        self.loss = math.nan
+
+    def open(self, observers: Sequence[Observer]) -> None:
+        """Tell these from now on; the recorder closes them."""
+        self._observers = observers
+
+    def begin(self) -> None:
+        """Time the steps from here."""
+        self._window = Window(self._stopwatch)
+
+    def add(self, result: StepResult) -> None:
+        self._window.add(result)
+
+    def record_steps(self, values: Values) -> None:
+        """Record the steps since the last time, if there are any, with ``values`` beside their averages."""
+        window, self._window = self._window, Window(self._stopwatch)
+        if not window.steps:
+            return
+        self.loss = window.loss
+        progress = self._progress
+        eta_s = (self._total_steps - progress.step) * window.seconds_per_step if self._total_steps else None
+        self.record(
+            "train",
+            {
+                "epoch": progress.epoch,
+                **window.describe(),
+                "eta_s": eta_s,
+                "updates": progress.updates,
+                "samples": progress.samples,
+                "overflows": progress.overflows,
+                "non_finite": progress.non_finite,
+                **values,
+            },
+        )
+
+    def note(self, text: str) -> None:
+        """Record a sentence that a person should read."""
+        self.record("note", {"note": text})
+
+    def record(self, kind: str, values: Mapping[str, float | int | str | None]) -> None:
+        for observer in self._observers:
+            observer.record(kind, self._progress.step, values)
+
+    def finish(
+        self, seconds: float, *, stopped: bool, by_others: bool, metrics: Mapping[str, float], sent: CompressionStats
+    ) -> Summary:
+        """Record the end of a run of ``seconds`` and sum it up."""
+        progress = self._progress
+        summary = Summary(
+            steps=progress.step,
+            updates=progress.updates,
+            epochs=progress.epoch,
+            samples=progress.samples,
+            overflows=progress.overflows,
+            non_finite=progress.non_finite,
+            loss=self.loss,
+            metrics=dict(metrics),
+            best=progress.best,
+            best_step=progress.best_step,
+            stopped_early=stopped,
+            stopped_by_others=by_others,
+            seconds=seconds,
+            phase_seconds=dict(self._stopwatch.seconds),
+            wire_bytes=sent.wire_bytes,
+            plain_bytes=sent.plain_bytes,
+        )
+        self.record(
+            "end",
+            {
+                "loss": summary.loss,
+                "seconds": seconds,
+                "samples": summary.samples,
+                "wire_bytes": summary.wire_bytes,
+                "plain_bytes": summary.plain_bytes,
+                **metrics,
+            },
+        )
+        return summary
+
+    def close(self) -> None:
+        """Close the observers; closing twice is allowed."""
+        observers, self._observers = self._observers, ()
+        for observer in observers:
+            observer.close()

@@ -1,0 +1,64 @@
+"""How long a run is and how large its steps are, as far as the loader tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from .config import TrainerConfig
+from .errors import TrainerConfigError
+from .ranks.world import World
+
+
+def agree_on_length(loader: Iterable[Any], world: World) -> int | None:
+    """Batches of one epoch, the same on every rank, or None where the loader has no length; a collective.
+
+    Raises:
+        TrainerConfigError: the loader cannot be iterated, or the ranks' lengths differ.
+    """
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise TrainerConfigError(f"loader={loader!r:.200} cannot be iterated; give an iterable of batches")
+    try:
+        mine = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        mine = -1
+    lengths = [mine]
+    if world.world_size > 1:
+        lengths = [0] * world.world_size
+        dist.all_gather_object(lengths, mine)
+    if len(set(lengths)) > 1:
+        raise TrainerConfigError(
+            f"loader={type(loader).__name__} has {lengths} batches on ranks 0 to {world.world_size - 1}; ranks with "
+            "fewer would leave the others waiting: give each as many"
+        )
+    return None if mine < 0 else mine
+
+
+def count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: Iterable[Any]) -> int | None:
+    """Steps of the whole run, or None where that cannot be known and need not be.
+
+    Raises:
+        TrainerConfigError: a schedule that falls until a last step which nothing tells.
+    """
+    if config.epochs is None:
+        return config.steps
+    if batches_per_epoch is None:
+        if config.steps is None and config.schedule.shape != "constant":
+            raise TrainerConfigError(
+                f"schedule.shape={config.schedule.shape!r} must know the last step, and epochs={config.epochs} of "
+                f"loader={type(loader).__name__}, which has no length, does not tell; give steps"
+            )
+        return config.steps
+    by_epochs = config.epochs * -(-batches_per_epoch // config.step.accumulate)
+    return by_epochs if config.steps is None else min(by_epochs, config.steps)
+
+
+def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: World) -> int | None:
+    """Samples of one update over all ranks, where the loader tells."""
+    whole = getattr(loader, "global_batch_size", None)
+    share = getattr(loader, "batch_size", None)
+    if whole is None and share is not None:
+        whole = share * world.world_size
+    return None if whole is None else int(whole) * config.step.accumulate

@@ -1,0 +1,1 @@
+"""Ranks that stall, die or are told to stop."""

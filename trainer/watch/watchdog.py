@@ -1,0 +1,328 @@
+"""The watchdog: each rank tells what it is doing, and when one stalls, fails or dies, all stop and say which and where.
+
+A rank that waits for another inside a gloo or NCCL collective cannot be interrupted, and its own time-out would name
+nobody. So the ranks talk past the collectives: a thread of each writes a heartbeat to the process group's key-value
+store, rank 0 reads them all and, when one is overdue, writes the verdict, which every rank reads, prints and obeys.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from ..errors import StallError, TrainerConfigError, WorldError
+from ..ranks.world import World
+from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
+
+Activity = Callable[[], Mapping[str, Any]]
+"""Says what a phase waits for just now."""
+
+EXIT_STALLED = 75
+"""Exit code of a process that the watchdog ended: EX_TEMPFAIL, for another start may well succeed."""
+
+_TICKS_PER_TIMEOUT = 25
+_TICK_S = (0.02, 2.0)  # least and most
+_ERROR_CHARACTERS = 2000
+_COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ProcessGroup")
+_ASKED_AT = 0.2  # of stall_timeout_s: a phase this old is told with what its activity says of it
+_GRACE = 0.1  # of stall_timeout_s: time for a rank that is not blocked to stop by an exception of its own
+
+
+class Watchdog:
+    """Watches the ranks from its making to ``close``; making it is a collective.
+
+    The training loop calls ``phase`` whenever it turns to something else; that is cheap (no lock, no message). Use it
+    as a context manager around the loop, so that an exception is told to the other ranks before this one is gone.
+
+    All mutable state: this rank's beat, the sightings of others' and the verdict. Two threads: one talks to the store,
+    which may block when the store's host is gone; one stands guard, and never blocks.
+
+    Within ``stall_timeout_s`` of a stall, failure or death every rank prints which rank, what it was doing and for how
+    long, writes this with its own stacks to ``report_folder``, and stops: with StallError where its main thread comes
+    by ``phase`` or leaves the context, else by ending the process with EXIT_STALLED.
+    """
+
+    def __init__(self, world: World, stall_timeout_s: float, *, report_folder: str | Path | None = None) -> None:
+        if not stall_timeout_s > 0:
+            raise TrainerConfigError(f"stall_timeout_s={stall_timeout_s} must be more than 0")
+        if not dist.is_initialized():
+            raise WorldError("there is no process group yet; call open_world() first")
+        self.stall_timeout_s = stall_timeout_s
+        self._world = world
+        self._report_folder = None if report_folder is None else Path(report_folder)
+        self._tick_s = min(max(stall_timeout_s / _TICKS_PER_TIMEOUT, _TICK_S[0]), _TICK_S[1])
+        now_s = time.monotonic()
+        self._beat = Beat(phase="start", timeout_s=stall_timeout_s)
+        self._phase_began_s = now_s
+        self._activity: tuple[int, Activity] | None = None  # of the phase with this count
+        self._broke_at_s = now_s
+        self._store_answered_s = now_s
+        watched = range(world.world_size) if world.rank == 0 else (0,)
+        self._sightings = {rank: Sighting(beat=None, changed_at_s=now_s) for rank in watched}
+        self._excused_at_s = float("-inf")
+        self._verdict: str | None = None
+        self._stopping = threading.Event()  # the main thread is on its way out with an error
+        self._closing = threading.Event()
+        self._released = threading.Event()  # nothing is left to guard
+        self._wake = threading.Event()
+        # A clone has a connection of its own, so that the main thread's use of the store cannot hold ours up.
+        connection = _get_default_store().clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
+        self._reads_many: bool = connection.has_extended_api()
+        self._store = PrefixStore(f"penstock-watchdog/{self._agree_on_name()}", connection)
+        self._talker = threading.Thread(target=self._talk, name="penstock-watchdog-talk", daemon=True)
+        self._guard = threading.Thread(target=self._keep_guard, name="penstock-watchdog-guard", daemon=True)
+        self._talker.start()
+        self._guard.start()
+
+    def phase(
+        self, name: str, *, timeout_s: float | None = None, activity: Activity | None = None, **details: Any
+    ) -> None:
+        """Say what this rank does from now on, such as ``phase("fetch", step=7, shard="train-0003.tar")``.
+
+        ``timeout_s`` replaces ``stall_timeout_s`` for this phase alone, where it may rightly take longer (a
+        compilation, a checkpoint of a large model). ``activity`` gives more details when the phase has lasted a while:
+        the talking thread calls it for each heartbeat from then on, so it must not block. Called by the training
+        loop's thread only.
+
+        Raises:
+            StallError: another rank stalled, failed or died.
+        """
+        if self._verdict is not None:
+            self._stop(self._verdict)
+        self._phase_began_s = time.monotonic()
+        count = self._beat.count + 1
+        self._activity = None if activity is None else (count, activity)
+        self._beat = Beat(phase=name, details=details, count=count, timeout_s=timeout_s or self.stall_timeout_s)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one stops because of ``error``; they stop too, and name it."""
+        state = State.BROKEN_OFF if is_of_a_collective(error) else State.FAILED
+        self._broke_at_s = time.monotonic()
+        self._stopping.set()
+        self._beat = replace(self._beat, state=state, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
+        self._wake.set()
+
+    def close(self) -> None:
+        """Tell the other ranks that this one is done, and end both threads; closing twice is allowed.
+
+        Rank 0, whose process may hold the store, first waits until the others are done too, at most
+        ``stall_timeout_s``.
+        """
+        if self._closing.is_set():
+            return
+        if self._beat.state is State.RUNNING:
+            self._beat = replace(self._beat, state=State.CLOSED)
+        self._closing.set()
+        self._wake.set()
+        # With a verdict nothing is left to say; and a store whose host is gone may hold the thread for ever.
+        patience = _GRACE if self._verdict is not None else 2.0
+        self._talker.join(timeout=patience * self.stall_timeout_s)
+        self._released.set()
+        self._guard.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; where an error ends the loop, tell the others, and name the rank that is its cause.
+
+        Raises:
+            StallError: the error came from a collective, because another rank had stalled, failed or died.
+        """
+        if error is not None and not isinstance(error, StallError):
+            self.fail(error)
+        broken_off = self._beat.state is State.BROKEN_OFF
+        if broken_off:
+            deadline_s = time.monotonic() + self.stall_timeout_s
+            while self._verdict is None and time.monotonic() < deadline_s:
+                time.sleep(_TICK_S[0])
+        verdict = self._verdict or "a collective failed, and no rank is known to be the cause"
+        self.close()
+        if broken_off:
+            raise StallError(verdict) from error
+
+    def _stop(self, verdict: str) -> NoReturn:
+        self._stopping.set()
+        raise StallError(verdict)
+
+    def _agree_on_name(self) -> str:
+        """Return a name for this watchdog's keys that no other one uses, the same on every rank."""
+        box = [secrets.token_hex(8) if self._world.rank == 0 else ""]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    # What follows runs in the talking thread.
+
+    def _talk(self) -> None:
+        sequence = 0
+        try:
+            while self._verdict is None:
+                closing = self._closing.is_set()  # read before the beat, so that the last beat says so
+                sequence += 1
+                self._exchange(sequence)
+                if closing:
+                    break
+                self._wake.wait(self._tick_s)
+                self._wake.clear()
+            self._take_leave()
+        except (RuntimeError, OSError) as exc:
+            self._lose_store(exc)
+
+    def _exchange(self, sequence: int) -> None:
+        """Send this rank's beat, read the others', and judge; one round trip or two, of a few hundred bytes a rank."""
+        now_s = time.monotonic()
+        beat = replace(self._own_beat(), sequence=sequence)
+        if beat.state is State.BROKEN_OFF:
+            beat = replace(beat, broken_s=now_s - self._broke_at_s)
+        self._store.set(f"beat/{self._world.rank}", beat.to_text())
+        if beat.state is State.FAILED:
+            own = Sighting(beat=beat, changed_at_s=now_s)
+            self._pronounce(judge({self._world.rank: own}, now_s, self.stall_timeout_s))
+        elif self._store.check(["verdict"]):
+            self._verdict = self._store.get("verdict").decode()
+        else:
+            self._look_around()
+            self._pronounce(self._judge())
+        self._store_answered_s = time.monotonic()
+
+    def _look_around(self) -> None:
+        """Read the beats of the watched ranks, all in one round trip once each has sent its first."""
+        ranks = [
+            rank for rank, one in self._sightings.items() if one.beat is not None or self._store.check([f"beat/{rank}"])
+        ]
+        keys = [f"beat/{rank}" for rank in ranks]
+        beats = self._store.multi_get(keys) if self._reads_many else [self._store.get(key) for key in keys]
+        now_s = time.monotonic()
+        for rank, text in zip(ranks, beats, strict=True):
+            beat = Beat.from_text(text)
+            self._sightings[rank] = self._sightings[rank].update(beat, now_s)
+            if beat.timeout_s > self.stall_timeout_s:
+                self._excused_at_s = now_s
+
+    def _judge(self) -> str | None:
+        """Rank 0 judges all; the others only whether rank 0 is still there to judge."""
+        now_s = time.monotonic()
+        if self._world.rank == 0:
+            return judge(self._sightings, now_s, self.stall_timeout_s, excused_at_s=self._excused_at_s)
+        limit_s = silence_limit_s(self.stall_timeout_s, broken=self._beat.state is State.BROKEN_OFF)
+        if self._sightings[0].silent_s(now_s) <= limit_s:
+            return None
+        return judge({**self._sightings, self._world.rank: self._own_sighting()}, now_s, self.stall_timeout_s)
+
+    def _pronounce(self, sentence: str | None) -> None:
+        """Make the sentence everyone's verdict, unless another rank was faster."""
+        if sentence is not None:
+            self._verdict = self._store.compare_set("verdict", "", sentence).decode()
+
+    def _take_leave(self) -> None:
+        """Count this rank as gone; rank 0 stays until all are, for its process may hold the store that they read.
+
+        After a verdict the dead are not waited for.
+        """
+        gone = self._store.add("gone", 1)
+        if self._world.rank != 0:
+            return
+        awaited = self._world.world_size
+        if self._verdict:
+            now_s, limit_s = time.monotonic(), silence_limit_s(self.stall_timeout_s, broken=True)
+            awaited -= sum(
+                one.silent_s(now_s) > limit_s and (one.beat is None or one.beat.state is not State.CLOSED)
+                for one in self._sightings.values()
+            )
+        patience_s = self.stall_timeout_s * (_GRACE if self._verdict else 1.0)
+        deadline_s = time.monotonic() + patience_s
+        while gone < awaited and time.monotonic() < deadline_s:
+            time.sleep(_TICK_S[0])
+            gone = self._store.add("gone", 0)
+
+    def _lose_store(self, error: Exception) -> None:
+        first = self._sightings[0]
+        if self._closing.is_set() or (first.beat is not None and first.beat.state is State.CLOSED):
+            return
+        self._verdict = self._sentence_of_lost_store(f"is gone ({type(error).__name__})")
+
+    # What follows runs in the guarding thread.
+
+    def _keep_guard(self) -> None:
+        last_s = time.monotonic()
+        while not self._released.wait(self._tick_s):
+            now_s = time.monotonic()
+            if now_s - last_s > VERDICT_AT * self.stall_timeout_s:
+                self._store_answered_s = now_s  # this process itself was stopped, so the silence was ours
+            last_s = now_s
+            silent_s = now_s - self._store_answered_s
+            if self._verdict is None and not self._closing.is_set() and silent_s > VERDICT_AT * self.stall_timeout_s:
+                self._verdict = self._sentence_of_lost_store(f"has not answered for {silent_s:.1f} s")
+            if self._verdict is not None and not self._closing.is_set():
+                self._carry_out(self._verdict)
+                return
+        if self._verdict is not None and self._stopping.is_set():
+            self._report(self._verdict)  # the main thread was faster than this one
+
+    def _sentence_of_lost_store(self, what: str) -> str:
+        doing = describe(self._sightings[0], time.monotonic())
+        return f"the key-value store on rank 0's node {what}: rank 0 or its node is dead or stopped, last seen {doing}"
+
+    def _carry_out(self, verdict: str) -> None:
+        """Report, let the main thread go if it can, and end the process if it cannot."""
+        self._report(verdict)
+        if not self._stopping.wait(_GRACE * self.stall_timeout_s):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STALLED)
+
+    def _report(self, verdict: str) -> None:
+        report = f"penstock watchdog on rank {self._world.rank}: training stops: {verdict}\n"
+        sys.stderr.write(report)
+        sys.stderr.flush()
+        if self._report_folder is None:
+            return
+        path = self._report_folder / f"stall-rank-{self._world.rank}.txt"
+        try:
+            self._report_folder.mkdir(parents=True, exist_ok=True)
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{report}This rank: {describe(self._own_sighting(), time.monotonic())}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as exc:
+            sys.stderr.write(f"the report could not be written to {path}: {exc}\n")
+
+    def _own_sighting(self) -> Sighting:
+        return Sighting(beat=self._own_beat(), changed_at_s=time.monotonic())
+
+    def _own_beat(self) -> Beat:
+        beat, activity = self._beat, self._activity
+        since_s = time.monotonic() - self._phase_began_s
+        details = beat.details
+        if activity is not None and activity[0] == beat.count and since_s > _ASKED_AT * self.stall_timeout_s:
+            try:
+                details = {**activity[1](), **details}
+            except Exception as exc:  # noqa: BLE001 - it is a loader's, and what it cannot tell must not end the watch
+                details = {**details, "activity": f"{type(exc).__name__}: {exc}"}
+        return replace(beat, details=details, since_s=since_s)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error comes out of gloo, NCCL or the store, so that another rank is its likely cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError):
+            return True
+        if isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _COLLECTIVE_MARKS):
+            return True
+        cause = cause.__cause__
+    return False
