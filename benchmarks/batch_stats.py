@@ -12,7 +12,7 @@ import xxhash
 _MASK = (1 << 64) - 1
 
 
-def touch(batch: Any) -> tuple[int, int]:
+def batch_stats(batch: Any) -> tuple[int, int]:
     """(samples, bytes of payload) of a batch: a mapping of field to tensor or list, or a list of samples.
 
     Names that begin with "__" are the loaders' own (keys, URLs, ids), and do not count.

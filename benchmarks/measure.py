@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .batch_stats import checksum, touch
+from .batch_stats import batch_stats, checksum
 from .contenders import Contender, find_module
 from .job import Job, Measurement
 
@@ -67,7 +67,7 @@ class _Run:
         asked = time.perf_counter()
         for batch in self._contender.epoch():
             got = time.perf_counter()
-            samples, payload = touch(batch)
+            samples, payload = batch_stats(batch)
             if not self._samples:
                 self._first_at, self._first_payload = got, payload
             else:

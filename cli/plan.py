@@ -11,9 +11,10 @@ import numpy as np
 import tyro
 from rich.table import Table
 
+from ..loader.columns import IntArray
 from ..loader.dataset.index import open_manifest
 from ..loader.errors import ConfigError
-from ..loader.formats.shard import CHUNK_BYTES, IntArray
+from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.order.forecast import Forecast, forecast
 from ..loader.order.plan import Order, auto_lanes, auto_window
 from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .dataset.manifest import Manifest
 from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
-from .order.spans import Share
+from .order.plan import Share
 from .ranks import find_rank
 
 _KEY = "__key__"

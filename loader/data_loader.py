@@ -17,8 +17,7 @@ from .arguments import check_at_least, check_names, make_share
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch import Batch, BatchOptions
-from .decoding.decode import DecodeChoice
-from .decoding.gather import FieldDecoders
+from .decoding.decode import DecodeChoice, FieldDecoders
 from .decoding.row_work import RowWork, Sample
 from .decoding.worker_pool import WorkerPool
 from .errors import ConfigError, LoaderClosedError, PartitionError
@@ -28,13 +27,13 @@ from .limits import parse_bytes, usable_cores
 from .metrics import Counters, LoaderMetrics, find_bottleneck
 from .order.plan import Order, auto_lanes, auto_window, count_steps
 from .order.state import LoaderState
+from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import tune
 from .ranks import local_world_size
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
-from .tools.audit import DeliveryLog
 
 LastBatch = Literal["drop", "pad", "partial"]
 

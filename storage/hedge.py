@@ -46,13 +46,13 @@ class LatencyBook:
             return ordered[len(ordered) * 95 // 100] if ordered and len(ordered) >= ENOUGH else None
 
 
-class Crew:
+class DaemonPool:
     """Threads that run jobs: as many as there are jobs at one time. Mutable state: the counts, under a lock."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._reset()
-        _CREWS.add(self)
+        _POOLS.add(self)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Crew:
 class Race(Generic[T]):
     """Runs of one request, the first to succeed wins. Mutable state: the outcome, under the condition."""
 
-    def __init__(self, crew: Crew, run: Callable[[], T]) -> None:
+    def __init__(self, crew: DaemonPool, run: Callable[[], T]) -> None:
         self._crew = crew
         self._run = run
         self._changed = threading.Condition(threading.Lock())
@@ -147,12 +147,12 @@ class Race(Generic[T]):
             done()
 
 
-_CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
 
 
 def _restart_in_child() -> None:
     """After a fork the child has none of the threads."""
-    for crew in list(_CREWS):
+    for crew in list(_POOLS):
         crew._reset()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .errors import StorageError, StoreUnavailableError, ThrottledError
-from .hedge import Crew, LatencyBook, Race
+from .hedge import DaemonPool, LatencyBook, Race
 from .limiter import limiter_of
 from .ranges import coalesce, split
 from .store import ByteRange, ObjectInfo, Store
@@ -79,7 +79,7 @@ class RetryStore:
         self._host = host or inner.url
         self._limiter = limiter_of(self._host, self._config.max_running)
         self._latencies = LatencyBook()
-        self._crew = Crew(f"penstock-requests {inner.url}")
+        self._crew = DaemonPool(f"penstock-requests {inner.url}")
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._requests = self._retries = self._throttled = self._hedges = self._hedges_won = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -22,6 +23,32 @@ ALLOWED = {
 }
 # The trainer takes any iterable of batches; only its entry point knows the loader.
 ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}}
+
+# The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
+FLOORS = {
+    "loader": (
+        {"errors", "metrics", "progress"},
+        {"limits", "order", "ranks"},
+        {"columns"},
+        {"formats"},
+        {"dataset"},
+        {"reading"},
+        {"decoding"},
+        {"arguments", "pipeline"},
+        {"data_loader", "tools"},
+    ),
+    "trainer": (
+        {"batches", "errors", "randomness", "stopwatch"},
+        {"feed", "options", "ranks"},
+        {"arrays", "checkpoint", "compression", "imports", "parallel", "watch"},
+        {"evaluate", "schedule", "shares", "step"},
+        {"report"},
+        {"config", "guard"},
+        {"recipes", "run_length"},
+        {"trainer"},
+        {"__main__"},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +123,29 @@ def find_wrong_arrows(imports: list[Import]) -> list[str]:
     return wrong
 
 
+def floor_of(module: str) -> tuple[str, str, int] | None:
+    """The room of a module, its folder or file there, and that one's floor; None where there are no floors."""
+    parts = module.split(".")
+    if len(parts) < 3 or parts[1] not in FLOORS:
+        return None
+    numbers = [number for number, names in enumerate(FLOORS[parts[1]]) if parts[2] in names]
+    return parts[1], parts[2], numbers[0] if numbers else -1
+
+
+def find_wrong_floors(imports: list[Import]) -> list[str]:
+    """Imports inside a room that go up or across, and what has no floor."""
+    wrong = []
+    for found in imports:
+        source, target = floor_of(found.module), floor_of(found.target)
+        if source is None:
+            continue
+        if source[2] < 0:
+            wrong.append(f"{source[0]}/{source[1]} has no floor")
+        elif target is not None and source[0] == target[0] and source[1] != target[1] and target[2] >= source[2]:
+            wrong.append(f"{found.module}:{found.line} imports {found.target}")
+    return wrong
+
+
 def find_cycle(imports: list[Import]) -> list[str]:
     graph: dict[str, set[str]] = {}
     for found in imports:
@@ -123,6 +173,23 @@ def imports() -> list[Import]:
 
 def test_arrows_between_rooms_go_one_way(imports: list[Import]) -> None:
     assert find_wrong_arrows(imports) == []
+
+
+def test_folders_of_a_room_import_only_what_lies_below_them(imports: list[Import]) -> None:
+    assert find_wrong_floors(imports) == []
+
+
+def test_order_is_arithmetic_alone(imports: list[Import]) -> None:
+    allowed = {"numpy", "penstock.loader.errors", *sys.stdlib_module_names}
+    outside = [
+        one
+        for one in imports
+        if one.module.startswith("penstock.loader.order")
+        and not one.target.startswith("penstock.loader.order")
+        and one.target not in allowed
+        and one.target.partition(".")[0] not in allowed
+    ]
+    assert outside == []
 
 
 def test_no_module_is_imported_in_a_cycle(imports: list[Import]) -> None:
@@ -182,6 +249,17 @@ def test_a_tree_in_order_passes(tmp_path: Path) -> None:
 )
 def test_a_wrong_arrow_is_found_wherever_it_stands(tmp_path: Path, module: str, text: str) -> None:
     assert len(find_wrong_arrows(write_tree(tmp_path, {module: text}))) == 1
+
+
+def test_an_import_from_a_floor_above_is_found(tmp_path: Path) -> None:
+    up = write_tree(
+        tmp_path, {"loader/order/spans.py": "from ..reading.records import x", "loader/order/__init__.py": ""}
+    )
+    assert [text.partition(":")[0] for text in find_wrong_floors(up) if "no floor" not in text] == [
+        "penstock.loader.order.spans"
+    ]
+    homeless = write_tree(tmp_path, {"loader/attic.py": "import os"})
+    assert "loader/attic has no floor" in find_wrong_floors(homeless)
 
 
 def test_a_cycle_is_found_but_not_one_of_functions_or_types(tmp_path: Path) -> None:

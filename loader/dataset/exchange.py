@@ -93,14 +93,14 @@ class Exchange:
         if self._thread is not None:
             self._thread.join()
         try:
-            if error is not None and not isinstance(error, _ToldError):
+            if error is not None and not isinstance(error, RemoteError):
                 # Set only where none is: the first error is the cause, the others follow from it.
                 self._call("compare_set", "error", "", json.dumps(_pack_error(error, self._rank)))
             self._call("set", f"beat/{self._ordinal}", "left")
         except DatasetError:
             if error is None:
                 raise
-        if isinstance(error, _ToldError):
+        if isinstance(error, RemoteError):
             raise error.told from None
 
     # Keys and values ------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Exchange:
 
     def _raise_told(self) -> None:
         if self._call("check", "error"):
-            raise _ToldError(_unpack_error(json.loads(self._call("get", "error"))))
+            raise RemoteError(_unpack_error(json.loads(self._call("get", "error"))))
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -234,7 +234,7 @@ class Exchange:
             ) from exc
 
 
-class _ToldError(Exception):
+class RemoteError(Exception):
     """Another rank's error, on its way out of an exchange: it is not told again."""
 
     def __init__(self, told: PenstockError) -> None:

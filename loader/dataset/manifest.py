@@ -13,8 +13,9 @@ import pyarrow as pa
 import xxhash
 
 from ...storage import ObjectInfo
+from ..columns import IntArray
 from ..errors import DatasetError
-from ..formats.shard import ChunkRef, IntArray, ShardIndex
+from ..formats.shard import ChunkRef, ShardIndex
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from ..columns import AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
-from ..formats.shard import AnyArray
 from ..metrics import Counters
 from .collate import collate_samples, collate_values
-from .decode import DecodeChoice
-from .gather import FieldDecoders, Rows
+from .decode import DecodeChoice, FieldDecoders
+from .gather import Rows
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .threads import DecodeThreads
 from .worker_pool import WorkerPool

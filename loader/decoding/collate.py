@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..formats.shard import AnyArray
+from ..columns import AnyArray
 
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 

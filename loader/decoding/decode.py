@@ -11,8 +11,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from ..columns import AnyArray, BytesColumn
 from ..errors import ConfigError, DecodeError
-from ..formats.shard import AnyArray
+
+_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -225,3 +227,43 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
     "npy": _read_npy,
     "npz": _read_npz,
 }
+
+
+class FieldDecoders:
+    """The decoder of each field, settled when the field is first seen, the same from then on."""
+
+    def __init__(self, choice: DecodeChoice) -> None:
+        self.choice = choice
+        self.settled: dict[str, FieldDecoder | None] = {}
+
+    def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+        if name not in self.settled:
+            self.settled[name] = self._settle(name, column)
+        return self.settled[name]
+
+    def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+        named = isinstance(self.choice, Mapping) and name in self.choice
+        if column.text and not named:
+            return None
+        decoder = field_decoder(name, self.choice)
+        if decoder is None and not named and self.choice is not None and _looks_like_image(column):
+            return field_decoder("jpg", "auto")
+        return decoder
+
+    def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
+        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened.
+
+        But for uint64, for which there is no wider one.
+        """
+        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
+        return np.dtype(np.int64) if wide else values.dtype
+
+
+def _looks_like_image(column: BytesColumn) -> bool:
+    """Whether a field without a telling name holds images: by the first value that is there."""
+    present = np.flatnonzero(column.starts >= 0)
+    if not len(present):
+        return False
+    start = int(column.starts[present[0]])
+    head = bytes(column.buffer[start : start + 12])
+    return head.startswith(_IMAGE_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")

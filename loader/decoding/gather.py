@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from ..errors import DecodeError
-from ..formats.shard import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from ..order.spans import ChunkRows
 from ..reading.records import unpack_records
-from .decode import DecodeChoice, FieldDecoder, field_decoder
+from .decode import FieldDecoder, FieldDecoders
 
 _WIDE_ROW_BYTES = 1024
-_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 _IMAGE_GROWTH = 10  # an image's pixels take about so many times the bytes of its file
 _SIZED = {bytes, memoryview, str}
 
@@ -58,46 +57,6 @@ class Rows:
             elif decoder is not None and decoder.is_image:
                 total += _IMAGE_GROWTH * encoded
         return total
-
-
-class FieldDecoders:
-    """The decoder of each field, settled when the field is first seen, the same from then on."""
-
-    def __init__(self, choice: DecodeChoice) -> None:
-        self.choice = choice
-        self.settled: dict[str, FieldDecoder | None] = {}
-
-    def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
-        if name not in self.settled:
-            self.settled[name] = self._settle(name, column)
-        return self.settled[name]
-
-    def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
-        named = isinstance(self.choice, Mapping) and name in self.choice
-        if column.text and not named:
-            return None
-        decoder = field_decoder(name, self.choice)
-        if decoder is None and not named and self.choice is not None and _looks_like_image(column):
-            return field_decoder("jpg", "auto")
-        return decoder
-
-    def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
-        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened.
-
-        But for uint64, for which there is no wider one.
-        """
-        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
-        return np.dtype(np.int64) if wide else values.dtype
-
-
-def _looks_like_image(column: BytesColumn) -> bool:
-    """Whether a field without a telling name holds images: by the first value that is there."""
-    present = np.flatnonzero(column.starts >= 0)
-    if not len(present):
-        return False
-    start = int(column.starts[present[0]])
-    head = bytes(column.buffer[start : start + 12])
-    return head.startswith(_IMAGE_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
 
 
 def gather(

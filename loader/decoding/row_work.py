@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..columns import AnyArray, IntArray
 from ..errors import ConfigError, DecodeError
-from ..formats.shard import AnyArray, IntArray
 from ..order.randomness import sample_rng
 from .decode import FieldDecoder, has_rng_parameter
 

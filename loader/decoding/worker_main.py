@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
 
-from ..formats.shard import IntArray
+from ..columns import IntArray
 from .decode import FieldDecoder
 from .row_work import RowError, RowResults, RowTask, RowWork, Step, Values
 from .worker_channel import Channel, pack

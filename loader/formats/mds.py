@@ -19,10 +19,11 @@ import numpy as np
 import zstandard
 
 from ...storage import ByteRange, ObjectInfo, Store
+from ..columns import Block, Column, IntArray
 from ..errors import ConfigError, DatasetError, FormatError
 from .mds_encodings import fixed_size, gather, make_column
 from .schema import choose_columns, make_block, merge_columns
-from .shard import CHUNK_BYTES, Block, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
+from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
 _INDEX_NAME = "index.json"
 _SUFFIX = ".mds"

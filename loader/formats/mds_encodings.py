@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ..columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 from ..errors import ConfigError, DecodeError, FormatError
-from .shard import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 
 _SCALARS = {"int": "int64"} | {
     name: name

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..columns import Block, BytesColumn, Column
 from ..errors import ConfigError, FormatError
-from .shard import Block, BytesColumn, Column
 
 
 def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[str] | None) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...storage import ByteRange, ObjectInfo, Store
+from ..columns import ArrayColumn, Block
 from ..errors import ConfigError, FormatError
 from .schema import choose_columns, merge_columns
-from .shard import CHUNK_BYTES, ArrayColumn, Block, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
 _DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _SUFFIXES = (".bin", ".tokens", ".u16", ".u32")

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, PartitionError
-from ..formats.shard import IntArray
-from .plan import EpochPlan, Order, batch_bounds, count_steps, lane_offsets, share_bounds
+from .plan import EpochPlan, IntArray, Order, batch_bounds, count_steps, lane_offsets, share_bounds
 
 _MOST_EDGES = 1 << 20  # cuts of lanes and ranks looked at, at most: what is worked on at once
 

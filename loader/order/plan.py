@@ -22,8 +22,8 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ConfigError, PartitionError
-from ..formats.shard import IntArray
 
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 UIntArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 _MASK = (1 << 64) - 1
@@ -284,6 +284,27 @@ def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | No
     cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
     cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
     return cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of every global batch is this rank's. ``weights``: a positive number a rank, or None for equal parts.
+
+    With ``pad`` a rank that has no sample of the last, smaller batch takes one all the same, to have a row to repeat;
+    and so it does, pad or not, where it has no sample of any step of a span, to know which fields a batch has.
+    """
+
+    rank: int
+    world_size: int
+    global_batch_size: int
+    weights: Sequence[float] | None = None
+    pad: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples of a full global batch that are this rank's."""
+        cuts = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)[0]
+        return int(cuts[self.rank + 1] - cuts[self.rank])
 
 
 @dataclass(frozen=True, slots=True)

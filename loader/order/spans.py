@@ -13,29 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..formats.shard import IntArray
-from .plan import EpochPlan, LaneWindow, Segments, batch_bounds, lane_offsets, rank_segments, share_bounds
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of every global batch is this rank's. ``weights``: a positive number a rank, or None for equal parts.
-
-    With ``pad`` a rank that has no sample of the last, smaller batch takes one all the same, to have a row to repeat;
-    and so it does, pad or not, where it has no sample of any step of a span, to know which fields a batch has.
-    """
-
-    rank: int
-    world_size: int
-    global_batch_size: int
-    weights: Sequence[float] | None = None
-    pad: bool = False
-
-    @property
-    def batch_size(self) -> int:
-        """The number of samples of a full global batch that are this rank's."""
-        cuts = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)[0]
-        return int(cuts[self.rank + 1] - cuts[self.rank])
+from .plan import (
+    EpochPlan,
+    IntArray,
+    LaneWindow,
+    Segments,
+    Share,
+    batch_bounds,
+    lane_offsets,
+    rank_segments,
+    share_bounds,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from ..columns import IntArray
 from ..decoding.batch import PendingBatch
 from ..errors import LoaderClosedError
-from ..formats.shard import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Delivery:
     batch: Any
 
 
-class Handover:
+class DeliveryQueue:
     """A bounded queue from one producing thread to one consuming thread, that errors and the end pass through.
 
     Bounded by ``max_bytes``, but always takes two deliveries, so that one is being made while one is waiting.

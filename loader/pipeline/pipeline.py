@@ -15,18 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from ..columns import Block, IntArray
 from ..decoding.batch import BatchMaker, BatchOptions, PendingBatch
-from ..decoding.gather import FieldDecoders, Rows, gather
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import Rows, gather
 from ..decoding.threads import DecodeThreads
 from ..decoding.worker_pool import WorkerPool
-from ..formats.shard import Block, IntArray
 from ..metrics import Counters
-from ..order.plan import EpochPlan, Order, count_steps
-from ..order.spans import EpochSpans, Share, Span, chunks_by_first_use
+from ..order.plan import EpochPlan, Order, Share, count_steps
+from ..order.spans import EpochSpans, Span, chunks_by_first_use
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.quarantine import Quarantine
-from .delivery_queue import Delivery, Handover
+from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
 from .tuning import PipelineOptions
 
@@ -61,7 +62,7 @@ class Pipeline:
         self._counters = counters
         self._stopping = threading.Event()
         # On a device two batches wait, the least that keeps it fed: its memory is the model's.
-        self._out = Handover(options.batch_budget_bytes if options.device is None else 0)
+        self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
         self._pool = DecodeThreads(options.decode_threads if workers is None else 0)
         self._maker = BatchMaker(
             options=batch_options,
@@ -85,7 +86,7 @@ class Pipeline:
             counters=counters,
         )
         self._feeder = None if options.device is None else DeviceFeeder(options.device)
-        self._host_out = self._out if self._feeder is None else Handover(options.batch_budget_bytes)
+        self._host_out = self._out if self._feeder is None else DeliveryQueue(options.batch_budget_bytes)
         self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
         if self._feeder is not None:
             self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))

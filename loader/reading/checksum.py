@@ -11,9 +11,10 @@ import numpy as np
 import xxhash
 
 from ...storage import Store, open_store
+from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import ChecksumError
-from ..formats.shard import Block, ChunkRef, ShardFormat
+from ..formats.shard import ChunkRef, ShardFormat
 from ..progress import show_progress
 
 READ_THREADS = 8

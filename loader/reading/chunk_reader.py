@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..columns import Block
 from ..errors import LoaderClosedError
-from ..formats.shard import Block
 from ..metrics import Counters
 from .chunk_source import ChunkSource
 

@@ -10,9 +10,10 @@ from typing import Any
 import xxhash
 
 from ...storage import CacheStore, ObjectInfo, Store
+from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import ChecksumError, FormatError
-from ..formats.shard import Block, ChunkRef, ShardFormat
+from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_cores
 from ..metrics import Counters
 from .records import pack_records

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ...storage import NotFoundError, ObjectChangedError
+from ..columns import Block
 from ..errors import DatasetError, FormatError
-from ..formats.shard import Block
 from ..order.spans import ChunkRows
 from .chunk_source import ChunkSource
 

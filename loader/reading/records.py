@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..formats.shard import AnyArray, ArrayColumn, Block, Records
+from ..columns import AnyArray, ArrayColumn, Block, Records
 
 _FEWEST = 4  # columns of one item size that are worth it
 _KINDS = "biuf"  # bool, integers, floats; others have sizes that no integer has, or hold references

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,56 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dataset.manifest import Manifest
-from ..errors import ConfigError, DatasetError
-from ..formats.shard import IntArray
-
-_MAGIC = 0x70656E73746F636B
-_SUFFIX = ".deliveries"
-
-
-class DeliveryLog:
-    """One rank's log: a line of JSON, then one record a batch: (magic, epoch, start, stop, n, n sample ids) as int64.
-
-    Every record is one unbuffered write, so that a SIGKILL loses none but, at most, cuts the last one short. Used by
-    the training loop's thread.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, manifest: Manifest, rank: int, world_size: int) -> None:
-        started_ns = time.time_ns()
-        header = {
-            "fingerprint": manifest.fingerprint,
-            "num_samples": manifest.num_samples,
-            "rank": rank,
-            "world_size": world_size,
-            "started_ns": started_ns,
-            "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
-        }
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            path = Path(folder) / f"{started_ns}-rank{rank:05d}-{os.getpid()}{_SUFFIX}"
-            self._file = path.open("xb", buffering=0)
-            self._file.write(json.dumps(header).encode() + b"\n")
-        except OSError as exc:
-            raise ConfigError(f"audit_dir={os.fspath(folder)!r} cannot be written: {exc}") from exc
-
-    def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
-        """Note that this rank was given ``ids`` of the global batch at positions ``start`` to ``stop``."""
-        head = np.array((_MAGIC, epoch, start, stop, len(ids)), np.int64)
-        record = np.concatenate((head, ids)).astype("<i8").tobytes()
-        try:
-            written = self._file.write(record)
-        except OSError as exc:
-            raise DatasetError(f"{self._file.name}: a delivery cannot be logged: {exc}") from exc
-        if written != len(record):
-            raise DatasetError(f"{self._file.name}: a delivery cannot be logged whole; is the disk full?")
-
-    def close(self) -> None:
-        self._file.close()
-
+from ..columns import IntArray
+from ..errors import DatasetError
+from ..pipeline.delivery_log import MAGIC, SUFFIX
 
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
-_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +75,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     Raises:
         DatasetError: no logs, unreadable ones, or logs of several data sets.
     """
-    logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{_SUFFIX}"))]
+    logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
     started = [log for log in logs if log is not None]
     if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: holds no delivery logs; train with audit_dir= first")
@@ -212,7 +166,7 @@ def _read_log(path: Path) -> _Log | None:
     at = 0
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
-        if magic != _MAGIC or count < 0:
+        if magic != MAGIC or count < 0:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no record begins there")
         if at + 5 + count > len(words):
             break  # the record that a kill cut short was not handed out whole

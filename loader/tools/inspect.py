@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...storage import open_store
+from ..columns import ArrayColumn, Block, BytesColumn, Column, IntArray
 from ..dataset.index import open_manifest
 from ..dataset.manifest import Manifest
 from ..dataset.source import Source
 from ..errors import ConfigError
 from ..formats.detect import make_format
-from ..formats.shard import ArrayColumn, Block, BytesColumn, Column, IntArray, ShardFormat
+from ..formats.shard import ShardFormat
 from ..reading.checksum import read_chunk
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...storage import ObjectInfo, PenstockError, Store, open_store
+from ..columns import Block, BytesColumn, ObjectColumn
 from ..dataset.build import (
     PendingIndex,
     assemble,
@@ -26,7 +27,7 @@ from ..dataset.manifest import Manifest
 from ..dataset.source import Selection, Source, select
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import make_format
-from ..formats.shard import Block, BytesColumn, ChunkRef, ObjectColumn, ShardFormat
+from ..formats.shard import ChunkRef, ShardFormat
 from ..progress import show_progress
 from ..reading.checksum import READ_THREADS, read_chunk
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.benchmarks.batch_stats import checksum, touch
+from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import CONTENDERS, OURS
 from penstock.benchmarks.convert import group_scalars
@@ -83,8 +83,8 @@ def test_the_summary_names_the_peer_that_comes_closest_and_the_usual_bottleneck(
 
 def test_touch_counts_samples_and_payload_without_the_loaders_own_fields():
     batch = {"__key__": ["a", "b"], "jpg": [b"123", b"4567"], "x": torch.zeros(2, 3, dtype=torch.float32)}
-    assert touch(batch) == (2, 7 + 24)
-    assert touch([{"__key__": "a", "jpg": b"123"}, {"__key__": "b", "jpg": b"4567"}]) == (2, 7)
+    assert batch_stats(batch) == (2, 7 + 24)
+    assert batch_stats([{"__key__": "a", "jpg": b"123"}, {"__key__": "b", "jpg": b"4567"}]) == (2, 7)
 
 
 def test_the_checksum_sees_a_changed_sample_but_no_order_and_no_grouping():

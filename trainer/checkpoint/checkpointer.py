@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, TrainerConfigError
 from ..options import option
-from ..ranks.control_group import Peers
+from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .folder import (
     EXTRA_NAME,
@@ -101,7 +101,7 @@ class Checkpointer:
         self.folder = Path(config.folder).absolute()
         self.passed_over: dict[int, str] = {}
         self._world = world
-        self._peers = Peers(world)
+        self._peers = ControlGroup(world)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
         self._thread: threading.Thread | None = None

@@ -22,7 +22,7 @@ class _Failure:
     text: str
 
 
-class Peers:
+class ControlGroup:
     """All ranks as seen by one thread, over a gloo group of its own so that no other thread's collectives are met.
 
     Making it is a collective; so are all its methods, which one thread calls in the same order on every rank.

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from ...columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 from ...errors import FormatError
-from ..shard import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 
 NULL_SUFFIX = "__null"
 

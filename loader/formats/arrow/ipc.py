@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from ....storage import ByteRange, ObjectInfo, Store
+from ...columns import Block, Column
 from ...errors import ConfigError, FormatError
 from ..schema import choose_columns, make_block, merge_columns
-from ..shard import CHUNK_BYTES, Block, ChunkRef, ChunkSpan, Column, ShardIndex, ShardTask
+from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .columns import marks_nulls, schema_columns, to_columns, value_bytes
 from .messages import (
     CONTINUATION,

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....storage import ByteRange, ObjectInfo, Store
+from ...columns import Block, Column, IntArray
 from ...errors import ConfigError, FormatError
 from ..schema import choose_columns, make_block, merge_columns
-from ..shard import CHUNK_BYTES, Block, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
+from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .columns import marks_nulls, schema_columns, to_columns
 from .parquet_footer import (
     SparseFile,

@@ -23,20 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ....storage import ByteRange, ObjectInfo, Store
+from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import ConfigError, FormatError
 from ..compressed import codec_of, decompress, decompressed_pieces
-from ..shard import (
-    CHUNK_BYTES,
-    ArrayColumn,
-    Block,
-    ChunkRef,
-    ChunkSpan,
-    Column,
-    IntArray,
-    ObjectColumn,
-    ShardIndex,
-    ShardTask,
-)
+from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows, Windows
 from .lines import infer_columns, read_columns
 from .types import JsonType, merge_types

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
+from ...columns import IntArray
 from ...errors import FormatError
-from ..shard import IntArray
 from .types import MAX_DEPTH, JsonType, conform, from_arrow, infer_type, merge_types, to_arrow
 
 # Arrow counts a block's bytes in int32, and its strings' too.

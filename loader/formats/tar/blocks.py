@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ...columns import AnyArray, IntArray
 from ...errors import FormatError
-from ..shard import AnyArray, IntArray
 
 ByteMatrix = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...columns import IntArray
 from ...errors import FormatError
-from ..shard import IntArray
 from ..windows import Windows
 from .blocks import BLOCK
 from .headers import EXTENSION_BYTES, MemberTable, read_members, refuse_truncation

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ....storage import ByteRange, ObjectInfo, Store
+from ...columns import Block, BytesColumn, Column, IntArray
 from ...errors import ConfigError, FormatError
 from ..compressed import codec_of, decompress, decompressed_pieces
-from ..shard import CHUNK_BYTES, Block, BytesColumn, ChunkRef, ChunkSpan, Column, IntArray, ShardIndex, ShardTask
+from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows
 from .blocks import BLOCK
 from .census import refuse_duplicates, take_census

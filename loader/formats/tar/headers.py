@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...columns import AnyArray, IntArray
 from ...errors import FormatError
-from ..shard import AnyArray, IntArray
 from .blocks import (
     BLOCK,
     EXTENSION_KINDS,

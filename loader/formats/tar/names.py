@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..shard import AnyArray, IntArray
+from ...columns import AnyArray, IntArray
 from .blocks import ByteMatrix
 
 KEY_COLUMN = "__key__"

@@ -6,23 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_manifest import make_manifest
 
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.errors import DatasetError
-from penstock.loader.formats.shard import ChunkSpan, ShardIndex
-from penstock.storage import ObjectInfo
-
-
-def make_manifest(sizes, *, checksums=True, url="mem://a/data") -> Manifest:
-    """``sizes``: for each shard the samples of its chunks."""
-    shards = []
-    for number, chunks in enumerate(sizes):
-        spans = [ChunkSpan(100 * i, 90, samples, 7 * samples) for i, samples in enumerate(chunks)]
-        shards.append((ObjectInfo(f"é/shard {number}.tar", 100 * len(chunks), f"etag{number}"), ShardIndex(spans, {})))
-    count = sum(map(len, sizes))
-    sums = np.arange(count, dtype=np.uint64) << np.uint64(60) if checksums else None
-    return Manifest.build(url, "tar", {"deep": {"a": 1}}, {"fields": ["x"]}, shards, sums)
-
 
 shard_sizes = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=9).filter(any)
 

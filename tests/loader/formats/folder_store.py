@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.loader.formats.shard import Block, ChunkRef, ShardFormat, ShardIndex, ShardTask
+from penstock.loader.columns import Block
+from penstock.loader.formats.shard import ChunkRef, ShardFormat, ShardIndex, ShardTask
 from penstock.storage import ByteRange, ObjectInfo
 
 

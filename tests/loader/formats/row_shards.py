@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.loader.formats.shard import ArrayColumn, Block, BytesColumn, ChunkRef, ShardFormat
+from penstock.loader.columns import ArrayColumn, Block, BytesColumn
+from penstock.loader.formats.shard import ChunkRef, ShardFormat
 from penstock.storage import ByteRange, NotFoundError, ObjectInfo
 
 

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from penstock.loader.columns import ArrayColumn, BytesColumn
 from penstock.loader.errors import ConfigError, DatasetError, DecodeError, FormatError
 from penstock.loader.formats.mds import MdsFormat
 from penstock.loader.formats.mds_encodings import EncodedColumn, gather
-from penstock.loader.formats.shard import ArrayColumn, BytesColumn
 
 # Its data sets for vision need a torchvision built for the very torch that is here; neither is used.
 sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.loader.errors import ConfigError, PartitionError
 from penstock.loader.order.forecast import Forecast, forecast
-from penstock.loader.order.plan import EpochPlan, Order, count_steps
-from penstock.loader.order.spans import EpochSpans, Share
+from penstock.loader.order.plan import EpochPlan, Order, Share, count_steps
+from penstock.loader.order.spans import EpochSpans
 
 
 def forecast_of(sizes: np.ndarray, order: Order, world_size: int, batch: int, last_batch: str = "drop") -> Forecast:

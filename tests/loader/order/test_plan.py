@@ -14,6 +14,7 @@ from penstock.loader.errors import ConfigError, PartitionError
 from penstock.loader.order.plan import (
     EpochPlan,
     Order,
+    Share,
     auto_lanes,
     auto_window,
     batch_bounds,
@@ -26,7 +27,7 @@ from penstock.loader.order.plan import (
     rank_segments,
     share_bounds,
 )
-from penstock.loader.order.spans import EpochSpans, Share, chunks_by_first_use
+from penstock.loader.order.spans import EpochSpans, chunks_by_first_use
 
 orders = st.builds(
     Order,

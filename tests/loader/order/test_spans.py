@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.loader.order.plan import EpochPlan, Order, count_steps
-from penstock.loader.order.spans import EpochSpans, Share, chunks_by_first_use
+from penstock.loader.order.plan import EpochPlan, Order, Share, count_steps
+from penstock.loader.order.spans import EpochSpans, chunks_by_first_use
 
 sizes_of_chunks = st.lists(st.integers(1, 12), min_size=1, max_size=30).map(lambda sizes: np.array(sizes, np.int64))
 orders = st.builds(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.pipeline.delivery_queue import Delivery, Handover
+from penstock.loader.pipeline.delivery_queue import Delivery, DeliveryQueue
 
 
 def delivery(number: int, nbytes: int) -> Delivery:
@@ -16,7 +16,7 @@ def delivery(number: int, nbytes: int) -> Delivery:
 
 
 def test_two_deliveries_are_taken_whatever_their_size_and_no_third_beyond_the_bytes():
-    queue = Handover(max_bytes=10)
+    queue = DeliveryQueue(max_bytes=10)
     assert queue.put(delivery(0, 1000))
     assert queue.put(delivery(1, 1000))
     third = threading.Thread(target=queue.put, args=(delivery(2, 1),))
@@ -30,7 +30,7 @@ def test_two_deliveries_are_taken_whatever_their_size_and_no_third_beyond_the_by
 
 
 def test_the_number_of_deliveries_is_bounded_too():
-    queue = Handover(max_bytes=1 << 40, max_items=3)
+    queue = DeliveryQueue(max_bytes=1 << 40, max_items=3)
     for number in range(3):
         assert queue.put(delivery(number, 0))
     fourth = threading.Thread(target=queue.put, args=(delivery(3, 0),))
@@ -43,7 +43,7 @@ def test_the_number_of_deliveries_is_bounded_too():
 
 
 def test_an_error_comes_after_what_was_made_before_it_and_again_to_who_asks_again():
-    queue = Handover(max_bytes=100)
+    queue = DeliveryQueue(max_bytes=100)
     queue.put(delivery(0, 1))
     queue.fail(ZeroDivisionError("broken"))
     assert queue.get().start == 0
@@ -53,7 +53,7 @@ def test_an_error_comes_after_what_was_made_before_it_and_again_to_who_asks_agai
 
 
 def test_closing_wakes_producer_and_consumer():
-    full, empty = Handover(max_bytes=1), Handover(max_bytes=1)
+    full, empty = DeliveryQueue(max_bytes=1), DeliveryQueue(max_bytes=1)
     for number in range(2):
         full.put(delivery(number, 1))
     results: list[object] = []

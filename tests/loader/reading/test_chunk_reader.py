@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from penstock.loader.columns import Block
 from penstock.loader.errors import FormatError, LoaderClosedError
-from penstock.loader.formats.shard import Block
 from penstock.loader.metrics import Counters
 from penstock.loader.reading.chunk_reader import ChunkReader
 

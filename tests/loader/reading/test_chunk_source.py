@@ -7,11 +7,12 @@ import threading
 import numpy as np
 import pytest
 
+from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.dataset.index import open_manifest
-from penstock.loader.decoding.gather import FieldDecoders, gather
+from penstock.loader.decoding.decode import FieldDecoders
+from penstock.loader.decoding.gather import gather
 from penstock.loader.errors import FormatError
 from penstock.loader.formats.detect import make_format
-from penstock.loader.formats.shard import Block, BytesColumn
 from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading.chunk_source import ChunkSource

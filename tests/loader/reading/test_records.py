@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.loader.decoding.gather import FieldDecoders, gather
-from penstock.loader.formats.shard import ArrayColumn, Block
+from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.decoding.decode import FieldDecoders
+from penstock.loader.decoding.gather import gather
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading.records import pack_records, unpack_records
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_manifest import make_manifest
+from made_manifest import make_manifest
 
-from penstock.loader.tools import audit as audit_module
 from penstock.loader.errors import ConfigError, DatasetError
-from penstock.loader.tools.audit import DeliveryLog, audit
+from penstock.loader.pipeline import delivery_log
+from penstock.loader.pipeline.delivery_log import DeliveryLog
+from penstock.loader.tools.audit import audit
 
 MANIFEST = make_manifest([[50, 50]])
 SAMPLES = 100
@@ -25,7 +26,7 @@ def order_of(epoch: int) -> np.ndarray:
 def launch(monkeypatch: pytest.MonkeyPatch):
     """Sets which launch, and which restart of it, the logs that follow are of; clocks never stand still."""
     clock = iter(range(10**18, 2 * 10**18, 10**6))
-    monkeypatch.setattr(audit_module.time, "time_ns", lambda: next(clock))
+    monkeypatch.setattr(delivery_log.time, "time_ns", lambda: next(clock))
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.loader.columns import ArrayColumn
 from penstock.loader.dataset.build import UnfinishedDatasetError
 from penstock.loader.dataset.index import open_manifest
 from penstock.loader.dataset.manifest import MANIFEST_NAME, Manifest
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
 from penstock.loader.formats.detect import make_format
-from penstock.loader.formats.shard import ArrayColumn
 from penstock.loader.reading.checksum import read_chunk
 from penstock.loader.tools.pack import pack, pack_once
 from penstock.loader.tools.verify import verify

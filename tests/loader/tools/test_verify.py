@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.loader.columns import ArrayColumn, Block, BytesColumn
 from penstock.loader.dataset.index import open_manifest
 from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.loader.errors import DatasetError
-from penstock.loader.formats.shard import ArrayColumn, Block, BytesColumn
 from penstock.loader.reading.checksum import sum_chunks
 from penstock.loader.tools.inspect import describe_bytes, draw_bars, inspect, sample_sizes, size_histogram
 from penstock.loader.tools.pack import pack

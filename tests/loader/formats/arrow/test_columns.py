@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.loader.columns import ArrayColumn, BytesColumn, ObjectColumn
 from penstock.loader.errors import FormatError
 from penstock.loader.formats.arrow.columns import describe_type, marks_nulls, to_columns, value_bytes
-from penstock.loader.formats.shard import ArrayColumn, BytesColumn, ObjectColumn
 
 INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
 FLOATS = [pa.float16(), pa.float32(), pa.float64()]

@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 from folder_store import FolderStore, index_all, open_all
 
+from penstock.loader.columns import ArrayColumn
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.arrow.ipc import ArrowFormat
-from penstock.loader.formats.shard import ArrayColumn, ChunkRef, ShardTask
+from penstock.loader.formats.shard import ChunkRef, ShardTask
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from folder_store import FolderStore, index_all, open_all
 
+from penstock.loader.columns import ArrayColumn, BytesColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.arrow.parquet import ParquetFormat
-from penstock.loader.formats.shard import ArrayColumn, BytesColumn, ChunkRef, ObjectColumn, ShardTask
+from penstock.loader.formats.shard import ChunkRef, ShardTask
 
 
 @pytest.fixture

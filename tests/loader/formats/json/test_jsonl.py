@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from row_shards import FolderStore, open_blocks, rows_of
 
+from penstock.loader.columns import ArrayColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.json import lines as json_lines
 from penstock.loader.formats.json.jsonl import JsonColumn, JsonlFormat
 from penstock.loader.formats.json.lines import find_lines, infer_columns, read_columns
 from penstock.loader.formats.json.types import infer_type, merge_types
-from penstock.loader.formats.shard import ArrayColumn, ChunkRef, ObjectColumn, ShardIndex, ShardTask
+from penstock.loader.formats.shard import ChunkRef, ShardIndex, ShardTask
 
 
 def write(folder: Path, rows: list[Any], name: str = "s.jsonl") -> bytes:

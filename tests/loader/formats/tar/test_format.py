@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from row_shards import FolderStore, open_blocks, rows_of
 
+from penstock.loader.columns import BytesColumn
 from penstock.loader.errors import ConfigError, FormatError
-from penstock.loader.formats.shard import BytesColumn, ChunkRef, ShardIndex, ShardTask
+from penstock.loader.formats.shard import ChunkRef, ShardIndex, ShardTask
 from penstock.loader.formats.tar.blocks import BLOCK, NotProvenError, jump_headers
 from penstock.loader.formats.tar.census import take_census
 from penstock.loader.formats.tar.format import TarFormat, cut_chunks

@@ -1,0 +1,58 @@
+"""What a rank was handed out, written down batch by batch: what an audit reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ..columns import IntArray
+from ..dataset.manifest import Manifest
+from ..errors import ConfigError, DatasetError
+
+MAGIC = 0x70656E73746F636B
+SUFFIX = ".deliveries"
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+
+
+class DeliveryLog:
+    """One rank's log: a line of JSON, then one record a batch: (magic, epoch, start, stop, n, n sample ids) as int64.
+
+    Every record is one unbuffered write, so that a SIGKILL loses none but, at most, cuts the last one short. Used by
+    the training loop's thread.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, manifest: Manifest, rank: int, world_size: int) -> None:
+        started_ns = time.time_ns()
+        header = {
+            "fingerprint": manifest.fingerprint,
+            "num_samples": manifest.num_samples,
+            "rank": rank,
+            "world_size": world_size,
+            "started_ns": started_ns,
+            "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
+        }
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder) / f"{started_ns}-rank{rank:05d}-{os.getpid()}{SUFFIX}"
+            self._file = path.open("xb", buffering=0)
+            self._file.write(json.dumps(header).encode() + b"\n")
+        except OSError as exc:
+            raise ConfigError(f"audit_dir={os.fspath(folder)!r} cannot be written: {exc}") from exc
+
+    def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
+        """Note that this rank was given ``ids`` of the global batch at positions ``start`` to ``stop``."""
+        head = np.array((MAGIC, epoch, start, stop, len(ids)), np.int64)
+        record = np.concatenate((head, ids)).astype("<i8").tobytes()
+        try:
+            written = self._file.write(record)
+        except OSError as exc:
+            raise DatasetError(f"{self._file.name}: a delivery cannot be logged: {exc}") from exc
+        if written != len(record):
+            raise DatasetError(f"{self._file.name}: a delivery cannot be logged whole; is the disk full?")
+
+    def close(self) -> None:
+        self._file.close()
