@@ -17,7 +17,7 @@ from ..errors import RecipeError, TrainerConfigError
 from ..imports import describe_error, import_name
 from ..options import build_config, suggest
 
-SHIPPED = Path(__file__).parent / "recipes"
+SHIPPED = Path(__file__).parent
 _SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
 
 
