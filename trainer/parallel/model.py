@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range, option, suggest
 from ..ranks.world import World
+from .buckets import settle_buckets
 from .precision import PrecisionConfig, build_sharding_policy, check_master_weights
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -183,7 +184,7 @@ def _copy_from_first_rank(model: nn.Module, world: World) -> None:
 
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
     whole_mb = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
-    return DistributedDataParallel(
+    replicated = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         # One bucket is complete only when backward is: nothing overlaps.
@@ -191,6 +192,9 @@ def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> Distri
         gradient_as_bucket_view=True,
         find_unused_parameters=config.unused_parameters,
     )
+    if not config.unused_parameters:  # with them DDP keeps its first layout
+        settle_buckets(replicated)
+    return replicated
 
 
 def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, world: World) -> nn.Module:

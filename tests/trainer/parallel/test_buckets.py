@@ -1,0 +1,72 @@
+"""A resumed run on three ranks or more is bit-equal to an unbroken one, whatever makes its gradients small."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from together_cases import rows
+from torch import nn
+
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.options import build_config
+from penstock.trainer.ranks.world import World
+from penstock.trainer.trainer import DistributedTrainer
+
+
+class Crossed(nn.Module):
+    """Layers used in another order than they are registered, so that gradients arrive in a third one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.last = nn.Linear(301, 2)
+        self.first = nn.Linear(2, 907)
+        self.middle = nn.Linear(907, 301)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return (model(batch["x"]).float() - batch["number"][:, None] / 7).square().sum(), len(batch["x"])
+
+
+def train(world: World, folder: str, steps: int, scheme: str, dtype: str) -> torch.Tensor:
+    options: dict[str, Any] = {
+        "steps": steps,
+        "output_dir": folder,
+        "precision": {"dtype": dtype},
+        "parallel": {"bucket_mb": 0.5},
+        "compression": {"scheme": scheme},
+        "checkpoint": {"every_steps": 3},
+        "report": {"quiet": True},
+    }
+    trainer = DistributedTrainer(
+        Crossed(),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        rows(world, size=12, with_ids=True),
+        build_config(TrainerConfig, options),
+        loss=loss,
+        world=world,
+    )
+    with trainer:
+        trainer.train()
+        return torch.cat([parameter.detach().flatten() for parameter in trainer.parallel.inner.parameters()])
+
+
+def resume_and_compare(world: World, folder: str, scheme: str, dtype: str) -> bool:
+    whole = train(world, f"{folder}/whole", 9, scheme, dtype)
+    train(world, f"{folder}/parts", 4, scheme, dtype)
+    return torch.equal(train(world, f"{folder}/parts", 9, scheme, dtype), whole)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("none", "fp32"), ("none", "bf16"), ("none", "fp16"), ("fp16", "fp32"), ("int8", "fp32"), ("powersgd", "fp32")])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_resumed_run_is_bit_equal_on_three_ranks_and_more(scheme: str, dtype: str, ranks: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(run_ranks(resume_and_compare, ranks, folder, scheme, dtype))

@@ -1,0 +1,45 @@
+"""DDP's buckets, laid out once for good before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _SumOfParameters(nn.Module):
+    """Stands in for the model: every parameter gets a gradient of zeros, the last parameter first."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._listed = tuple(parameters)  # in a tuple, so that they are not registered again
+
+    def forward(self) -> Tensor:
+        total = torch.zeros((), device=self._listed[0].device)
+        for parameter in self._listed:
+            # One element keeps the sum small; nodes made later run earlier in backward.
+            total = total + 0.0 * parameter.reshape(-1)[:1].sum().to(total.dtype)
+        return total
+
+
+def settle_buckets(model: DistributedDataParallel) -> None:
+    """Have DDP lay out its buckets now, in reverse order of the parameters; a collective.
+
+    DDP regroups its buckets after its first backward pass, by the order in which gradients arrived. Where an element
+    lies in a bucket decides in which order a ring adds up the ranks' values, so on three ranks or more a run that
+    starts or resumes here would otherwise take its first step with other rounding than an unbroken run. Gradients,
+    weights, buffers and random numbers stay as they are.
+    """
+    bare = cast(nn.Module, model.module)
+    trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
+    model.module = _SumOfParameters(trained)
+    try:
+        model().backward()
+        model()  # DDP regroups at the beginning of the next forward pass
+    finally:
+        model.module = bare
+    for parameter in trained:
+        parameter.grad = None
