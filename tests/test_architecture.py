@@ -40,7 +40,8 @@ FLOORS = {
     "trainer": (
         {"batches", "errors", "randomness", "stopwatch"},
         {"feed", "options", "ranks"},
-        {"arrays", "checkpoint", "compression", "imports", "parallel", "watch"},
+        {"arrays", "compression", "imports", "parallel", "watch"},
+        {"checkpoint"},
         {"evaluate", "schedule", "shares", "step"},
         {"report"},
         {"config", "guard"},

@@ -262,6 +262,8 @@ class DistributedTrainer:
             self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
         if found is None:
             return
+        for change in self._checkpointer.changed_settings:
+            self._recorder.note(change)
         step, state = found
         self.load_state_dict(state)
         self.compression.load_state_dict(self._checkpointer.load_rank_state(), steps=step)

@@ -100,6 +100,7 @@ class Checkpointer:
         self.config = config
         self.folder = Path(config.folder).absolute()
         self.passed_over: dict[int, str] = {}
+        self.changed_settings: list[str] = []
         self._world = world
         self._peers = ControlGroup(world)
         on_device = world.device.type != "cpu"
@@ -172,6 +173,7 @@ class Checkpointer:
         """Restore the newest checkpoint that verifies and return its step and extra; None where there is none at all.
 
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
+        The optimizer's settings stay as they are now; ``changed_settings`` says what the checkpoint had otherwise.
 
         Raises:
             CheckpointMismatchError: that checkpoint is of another model or optimizer.
@@ -343,5 +345,5 @@ class Checkpointer:
     def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         folder = step_folder(self.folder, step)
         what = f"{folder} cannot be loaded"
-        self._peers.gather(what, lambda: restore_state(folder, model, optimizer))
+        self.changed_settings = self._peers.gather(what, lambda: restore_state(folder, model, optimizer))[0]
         return self._peers.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))

@@ -6,7 +6,9 @@ one zero stage and world size loads at any other. Reading needs no collective: e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, CheckpointMismatchError
+from ..parallel.precision import local_part
 from .folder import find_damage, read_manifest
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
@@ -37,21 +40,19 @@ def gather_state(
 
     An optimizer that has not stepped yet is described by zeros, and left as if it had not been asked.
     """
-    untouched = not optimizer.state
-    described = get_optimizer_state_dict(model, optimizer)
-    if untouched:
-        # Torch fills an empty state by a step with zero gradients; that step must not count, here or in training.
-        _zero_state(described)
-        optimizer.state.clear()
     return {
         MODEL: get_model_state_dict(model),
-        OPTIMIZER: described,
+        OPTIMIZER: _describe_optimizer(model, optimizer),
         RANKS: {str(rank): dict(rank_state or {})},
     }
 
 
-def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Read a checkpoint into model and optimizer, whatever sharding it was taken with.
+
+    The optimizer's settings (its ``defaults``: rate, weight decay, betas, ...) stay as they are now, so that a run can
+    be resumed with others. Returns one sentence for each that the checkpoint had otherwise, except for the rate, which
+    the schedule sets.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed then.
@@ -59,18 +60,22 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     metadata = FileSystemReader(folder).read_metadata()
     saved = metadata.state_dict_metadata
     model_state = get_model_state_dict(model)
-    optimizer_state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    optimizer_state = _describe_optimizer(model, optimizer)
     never_stepped = _drop_unsaved(optimizer_state, saved)
     wanted = {f"{MODEL}.{key}": value for key, value in model_state.items()}
     _refuse_other(folder, MODEL, wanted, metadata)
     for parameter, tensors in optimizer_state["state"].items():
         wanted.update({f"{OPTIMIZER}.state.{parameter}.{name}": value for name, value in tensors.items()})
     _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
+    _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
 
     read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
     optimizer_state["state"].update(never_stepped)
+    given = [_settings_of(group, optimizer) for group in optimizer.param_groups]
     set_model_state_dict(model, model_state)
-    set_optimizer_state_dict(model, optimizer, optimizer_state)
+    with _weights_kept(optimizer):
+        set_optimizer_state_dict(model, optimizer, optimizer_state)
+    return _keep_settings(optimizer, given)
 
 
 def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
@@ -141,11 +146,63 @@ def _allocate(metadata: Metadata, key: str) -> Tensor:
     return torch.empty(kind.size, dtype=kind.properties.dtype)
 
 
+def _describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict by parameter name; one that has not stepped yet is described by zeros, and left so."""
+    if optimizer.state:
+        return dict(get_optimizer_state_dict(model, optimizer))
+    settings = [{key: deepcopy(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
+    with _weights_kept(optimizer):
+        described = dict(get_optimizer_state_dict(model, optimizer))
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+    for described_group, kept in zip(described["param_groups"], settings, strict=True):
+        described_group.update(deepcopy(kept))
+    _zero_state(described)
+    optimizer.state.clear()
+    return described
+
+
+@contextmanager
+def _weights_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Undo what torch does to weights where it makes an empty optimizer's state by a step.
+
+    Its rate is 0 then and its gradients are zeros, but not every optimizer leaves weights alone at that.
+    """
+    weights = [local_part(weight.detach()) for group in optimizer.param_groups for weight in group["params"]]
+    before = [] if optimizer.state else [weight.clone() for weight in weights]
+    yield
+    for weight, kept in zip(weights, before, strict=False):
+        weight.copy_(kept)
+
+
 def _zero_state(optimizer_state: Mapping[str, Any]) -> None:
-    for tensors in optimizer_state["state"].values():
-        for value in tensors.values():
+    for values in optimizer_state["state"].values():
+        for name, value in values.items():
             if isinstance(value, Tensor):
                 value.zero_()
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                values[name] = type(value)(0)
+
+
+def _settings_of(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    return {name: group[name] for name in optimizer.defaults if name in group}
+
+
+def _keep_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Give the groups the settings back that they had; returns what the checkpoint had otherwise."""
+    changed = []
+    for number, (group, mine) in enumerate(zip(optimizer.param_groups, given, strict=True)):
+        for name, value in mine.items():
+            saved, group[name] = group[name], value
+            if name != "lr" and not _same(saved, value):
+                changed.append(f"optimizer group {number}: {name}={value!r}, where the checkpoint had {saved!r}")
+    return changed
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:
@@ -157,6 +214,16 @@ def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) 
     never_stepped = {parameter: state.pop(parameter) for parameter in list(state) if parameter not in known}
     _zero_state({"state": never_stepped})
     return never_stepped
+
+
+def _refuse_other_groups(folder: Path, groups: list[dict[str, Any]], saved: Mapping[str, object]) -> None:
+    prefix = f"{OPTIMIZER}.param_groups."
+    there = {key.removeprefix(prefix).split(".")[0] for key in saved if key.startswith(prefix)}
+    if len(there) != len(groups):
+        raise CheckpointMismatchError(
+            f"{folder} is of an optimizer with {len(there)} parameter group{'s' * (len(there) != 1)}, and this one has "
+            f"{len(groups)}; build the groups that were saved, or give another checkpoint folder"
+        )
 
 
 def _refuse_other(folder: Path, part: str, wanted: Mapping[str, Any], metadata: Metadata) -> None:

@@ -1,0 +1,127 @@
+"""Saving and resuming leave the optimizer as it is: its weights, its steps, and the settings that were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from together_cases import Line, rows, square
+
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.errors import CheckpointMismatchError
+from penstock.trainer.options import build_config
+from penstock.trainer.ranks.world import World
+from penstock.trainer.trainer import DistributedTrainer
+
+
+class Stubborn(torch.optim.Optimizer):
+    """Decays weights at a rate of its own, whatever ``lr`` says, and counts its steps in a group and as a plain int."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.param_groups[0]["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["seen"] = state.get("seen", 0) + 1
+                    parameter.mul_(0.9).sub_(parameter.grad, alpha=0.1 / state["seen"])
+
+
+def make(world: World, folder: str, optimizer: Any, **options: Any) -> DistributedTrainer:
+    values = {
+        "steps": 4,
+        "output_dir": folder,
+        "precision": {"dtype": "fp32"},
+        "checkpoint": {"every_steps": 2},
+        "report": {"quiet": True},
+        **options,
+    }
+    return DistributedTrainer(
+        Line(), optimizer, rows(world, with_ids=True), build_config(TrainerConfig, values), loss=square, world=world
+    )
+
+
+def weights_of(trainer: DistributedTrainer) -> torch.Tensor:
+    return torch.cat(
+        [
+            (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().flatten()
+            for parameter in trainer.parallel.inner.parameters()
+        ]
+    )
+
+
+def save_before_the_first_step(world: World, folder: str, zero: int) -> list[list[float]]:
+    found = []
+    for name, saves in (("plain", False), ("saved", True)):
+        with make(world, f"{folder}/{name}", Stubborn, parallel={"zero": zero}) as trainer:
+            if saves:
+                trainer._save(blocking=True)
+                assert not trainer.optimizer.state
+            trainer.train()
+            found.append(weights_of(trainer).tolist())
+    with make(world, f"{folder}/unsteady", Stubborn, parallel={"zero": zero}) as trainer:
+        trainer._save(blocking=True)
+    with make(world, f"{folder}/unsteady", Stubborn, parallel={"zero": zero}) as trainer:
+        trainer.train()
+        found.append(weights_of(trainer).tolist())
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_save_before_the_first_step_changes_no_training(tmp_path: Path, zero: int) -> None:
+    for plain, saved, resumed in run_ranks(save_before_the_first_step, 2, str(tmp_path), zero):
+        assert saved == plain
+        assert resumed == plain
+
+
+def test_an_optimizer_that_ignores_its_rate_resumes_bit_equal(world: World, tmp_path: Path) -> None:
+    with make(world, str(tmp_path / "whole"), Stubborn) as whole:
+        whole.train()
+        expected = weights_of(whole)
+    with make(world, str(tmp_path / "parts"), Stubborn, steps=2) as first:
+        first.train()
+    with make(world, str(tmp_path / "parts"), Stubborn) as second:
+        second.train()
+        assert torch.equal(weights_of(second), expected)
+
+
+def adam(**settings: Any) -> Callable[..., torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=0.1, **settings)
+
+
+def test_a_resumed_run_takes_the_settings_it_is_given_and_says_what_differs(world: World, tmp_path: Path) -> None:
+    with make(world, str(tmp_path), adam(weight_decay=0.5, betas=(0.9, 0.99)), steps=2) as first:
+        first.train()
+    with make(world, str(tmp_path), adam(weight_decay=0.25, betas=(0.8, 0.99))) as second:
+        assert second.optimizer.param_groups[0]["weight_decay"] == 0.25
+        assert tuple(second.optimizer.param_groups[0]["betas"]) == (0.8, 0.99)
+        assert second._checkpointer is not None
+        assert sorted(second._checkpointer.changed_settings) == [
+            "optimizer group 0: betas=(0.8, 0.99), where the checkpoint had (0.9, 0.99)",
+            "optimizer group 0: weight_decay=0.25, where the checkpoint had 0.5",
+        ]
+        assert all(float(state["step"]) == 2 for state in second.optimizer.state.values())
+    with make(world, str(tmp_path), adam(weight_decay=0.5, betas=(0.9, 0.99))) as same:
+        assert same._checkpointer is not None
+        assert same._checkpointer.changed_settings == []
+
+
+def test_other_parameter_groups_are_refused_by_name(world: World, tmp_path: Path) -> None:
+    with make(world, str(tmp_path), adam(), steps=2) as first:
+        first.train()
+
+    def two_groups(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        weight, bias = parameters
+        return torch.optim.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=0.1)
+
+    with pytest.raises(CheckpointMismatchError, match=r"1 parameter group.* 2"):
+        make(world, str(tmp_path), two_groups)
