@@ -38,9 +38,9 @@ FLOORS = {
         {"data_loader", "tools"},
     ),
     "trainer": (
-        {"batches", "errors", "randomness", "stopwatch"},
-        {"feed", "options", "ranks"},
-        {"arrays", "compression", "imports", "parallel", "watch"},
+        {"batches", "errors", "modes", "randomness", "stopwatch"},
+        {"options", "ranks"},
+        {"arrays", "compression", "feed", "imports", "parallel", "watch"},
         {"checkpoint"},
         {"evaluate", "schedule", "shares", "step"},
         {"report"},

@@ -8,7 +8,7 @@ from typing import Literal
 from .checkpoint.checkpointer import CheckpointConfig
 from .compression.compression import CompressionConfig
 from .errors import TrainerConfigError
-from .evaluate import EvaluateConfig
+from .evaluate import EvaluateConfig, good_end
 from .options import check_choice, check_range, option
 from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
@@ -67,6 +67,19 @@ class TrainerConfig:
                 f"checkpoint.keep_best={self.checkpoint.keep_best} does not know what is best; name the metric with "
                 "evaluate.best, or set checkpoint.keep_best=0"
             )
+
+        if self.evaluate.best is not None and self.best_end is None:
+            raise TrainerConfigError(
+                f"evaluate.best={self.evaluate.best!r}: its name does not tell whether high or low is good; say "
+                "checkpoint.best='max' or 'min'"
+            )
+
+    @property
+    def best_end(self) -> Literal["max", "min"] | None:
+        """Which end of ``evaluate.best`` is good: as ``checkpoint.best`` says, else as the metric's name does."""
+        if self.checkpoint.best is not None or self.evaluate.best is None:
+            return self.checkpoint.best
+        return good_end(self.evaluate.best)
 
     @property
     def keeps_checkpoints(self) -> bool:

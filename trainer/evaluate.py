@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 
 from .batches import move_batch
 from .errors import TrainerConfigError, TrainerError
+from .modes import in_evaluation
 from .options import check_range, option
 from .parallel.model import ParallelModel
 from .parallel.precision import PrecisionConfig, compute_context
@@ -30,6 +32,21 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_range("evaluate.every", self.every, low=1)
+
+
+_LOW_IS_GOOD = frozenset(
+    ("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "mae", "rmse", "wer", "cer", "bpb", "fid")
+)
+_HIGH_IS_GOOD = frozenset(
+    ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "bleu", "recall", "precision", "map", "iou", "psnr", "r2")
+)
+
+
+def good_end(metric: str) -> Literal["max", "min"] | None:
+    """Which end of a metric is good, by the words of its name (``val/loss``, ``top1_accuracy``); None if unknown."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    low, high = bool(words & _LOW_IS_GOOD), bool(words & _HIGH_IS_GOOD)
+    return None if low == high else "min" if low else "max"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +76,8 @@ def evaluate(
     world = parallel.world
     model = parallel.module if parallel.is_sharded else parallel.inner
     totals: dict[str, torch.Tensor] = {}
-    was_training = model.training
-    model.eval()
-    try:
+    with in_evaluation(model), ExitStack() as stack:
+        stack.callback(parallel.gather_no_more)
         if hasattr(evaluation.batches, "set_epoch"):
             evaluation.batches.set_epoch(0)  # each evaluation sees all samples, also after one that was broken off
         source = iter(evaluation.batches)
@@ -90,9 +106,6 @@ def evaluate(
                     if fresh is not None:
                         _accumulate(totals, found, world.device)
         return _average(totals, world.device)
-    finally:
-        model.train(was_training)
-        parallel.gather_no_more()
 
 
 def _accumulate(

@@ -7,22 +7,28 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .batches import move_batch
-from .errors import TrainerError
+from .errors import TrainerConfigError, TrainerError
+from .ranks.world import World
 
 
 class Feed:
     """Takes a loader's batches in groups; any iterable will do, one with ``state_dict`` can be continued exactly.
 
     The microbatches of a step are taken before it begins, so that the loader's position after the step is exact.
-    All mutable state beside the loader's: the epoch's iterator, and what is known of epochs without batches.
+    With ``ends_apart`` the ranks agree on each step's number of microbatches, and ``left_out`` counts the batches of
+    the epoch that only some ranks had. All mutable state beside the loader's: the epoch's iterator, that count, and
+    what is known of epochs without batches.
     """
 
-    def __init__(self, loader: Iterable[Any], *, accumulate: int, device: torch.device) -> None:
+    def __init__(self, loader: Iterable[Any], *, accumulate: int, world: World) -> None:
         self.loader = loader
+        self.ends_apart = False
+        self.left_out = 0
         self._accumulate = accumulate
-        self._device = device
+        self._world = world
         self._batches: Iterator[Any] | None = None
         self._epoch: int | None = None  # of the last batch
         self._empty_epochs = 0
@@ -36,6 +42,8 @@ class Feed:
     def take(self, epoch: int) -> list[Any]:
         """The microbatches of the next step on the device, fewer at the epoch's end, none after it.
 
+        Where the ranks' iterables may end apart, this is a collective, and the epoch ends with the first of them.
+
         Raises:
             TrainerError: there are no batches at all.
         """
@@ -43,14 +51,15 @@ class Feed:
             self._epoch_is_over = False
             return []
         if self._batches is None:
-            if not self.is_exact and hasattr(self.loader, "set_epoch"):
-                self.loader.set_epoch(epoch)
+            self._begin_epoch(epoch)
             self._batches = iter(self.loader)
         taken = []
         for batch in islice(self._batches, self._accumulate):
             # Asked now: a loader that is found empty in the same step is at the next epoch.
             self._epoch = getattr(self.loader, "epoch", None)
-            taken.append(move_batch(batch, self._device))
+            taken.append(move_batch(batch, self._world.device))
+        if self.ends_apart and self._world.world_size > 1:
+            taken = self._as_many_as_others(taken)
         if taken:
             self._empty_epochs = 0
             return taken
@@ -74,7 +83,23 @@ class Feed:
             "end_was_told": self._batches is None and not self._epoch_is_over,
         }
 
+    def gather_state(self) -> dict[str, Any]:
+        """The state to save: this rank's where all ranks' agree, else ``{"ranks": [...]}`` with each; a collective."""
+        own = self.state_dict()
+        if not self.is_exact or self._world.world_size == 1:
+            return own
+        everywhere: list[dict[str, Any]] = [{}] * self._world.world_size
+        dist.all_gather_object(everywhere, own)
+        return own if all(state == everywhere[0] for state in everywhere) else {"ranks": everywhere}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` or ``gather_state`` returned.
+
+        Raises:
+            TrainerConfigError: each rank's loader had a state of its own, on another number of ranks.
+        """
+        if "ranks" in state:
+            state = self._own_part(state["ranks"])
         self._batches = None
         if state["loader"] is None or not self.is_exact:
             return
@@ -82,3 +107,32 @@ class Feed:
         self._epoch = state["epoch"]
         ended = self._epoch is not None and getattr(self.loader, "epoch", self._epoch) > self._epoch
         self._epoch_is_over = ended and not state["end_was_told"]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Tell the epoch to what shuffles by it: a loader without a position, and a torch DataLoader's parts."""
+        self.left_out = 0
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        parts = [getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        parts.append(getattr(self.loader, "dataset", None))
+        if not self.is_exact:
+            parts.append(self.loader)
+        for part in {id(part): part for part in parts}.values():
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)  # type: ignore[union-attr]
+
+    def _as_many_as_others(self, taken: list[Any]) -> list[Any]:
+        counts = torch.zeros(self._world.world_size, dtype=torch.int64, device=self._world.device)
+        counts[self._world.rank] = len(taken)
+        dist.all_reduce(counts)
+        least = int(counts.min())
+        self.left_out += int(counts.sum()) - least * self._world.world_size
+        return taken[:least]
+
+    def _own_part(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        if len(states) != self._world.world_size:
+            raise TrainerConfigError(
+                f"loader={type(self.loader).__name__} had a state of its own on each of {len(states)} ranks when this "
+                f"checkpoint was saved, and there are {self._world.world_size} now; resume on {len(states)} ranks, or "
+                "use a loader whose state knows no ranks, such as penstock's"
+            )
+        return states[self._world.rank]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from typing import Literal
+
+import numpy as np
 import torch
 
+Purpose = Literal["step", "fetch", "evaluation"]
+_PURPOSES: dict[Purpose, tuple[int, ...]] = {"step": (), "fetch": (1,), "evaluation": (2,)}
 
-def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed the generators that dropout and its like use in this step on this rank."""
-    mixed = hash((seed, step, rank)) & 0x7FFFFFFFFFFFFFFF
+
+def seed_step(seed: int, step: int, rank: int, device: torch.device, purpose: Purpose = "step") -> None:
+    """Seed torch's, NumPy's and Python's global generators for what this rank draws in this step.
+
+    Fetching and evaluating have seeds of their own: how much a loader draws changes no dropout.
+    """
+    mixed = hash((seed, step, rank, *_PURPOSES[purpose])) & 0x7FFFFFFFFFFFFFFF
     # torch.manual_seed formats three stack traces where CUDA is not in use: a third of a millisecond a step.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
         torch.cuda.manual_seed(mixed)
+    np.random.seed(mixed & 0xFFFFFFFF)
+    random.seed(mixed)

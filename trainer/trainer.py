@@ -24,6 +24,7 @@ from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .feed import Feed
 from .guard import Guard, list_activities
+from .modes import begin_training
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.averaging import PeriodicAverager
 from .parallel.model import OptimizerFactory, ParallelModel
@@ -71,7 +72,7 @@ class DistributedTrainer:
         self.world = world if world is not None else open_world(device=config.device)
         self.progress = Progress()
         self.stopwatch = Stopwatch()
-        self._feed = Feed(loader, accumulate=config.step.accumulate, device=self.world.device)
+        self._feed = Feed(loader, accumulate=config.step.accumulate, world=self.world)
         self._evaluation = evaluation
         self._metrics: dict[str, float] = {}
         self._checkpointer: Checkpointer | None = None
@@ -82,7 +83,9 @@ class DistributedTrainer:
         if config.shares == "auto":
             check_shares(loader, config.parallel)
         self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
-        total_steps = count_steps(config, agree_on_length(loader, self.world), loader)
+        length = agree_on_length(loader, self.world)
+        self._feed.ends_apart = length is None
+        total_steps = count_steps(config, length, loader)
         self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
         self._guard = Guard(
             self.world,
@@ -119,7 +122,9 @@ class DistributedTrainer:
                 self._averager = PeriodicAverager(model, self.optimizer, config.averaging, self.world)
             if config.keeps_checkpoints:
                 folder = Path(config.output_dir) / config.checkpoint.folder
-                self._checkpointer = Checkpointer(replace(config.checkpoint, folder=str(folder)), self.world)
+                self._checkpointer = Checkpointer(
+                    replace(config.checkpoint, folder=str(folder), best=config.best_end), self.world
+                )
                 self._checkpointer.check_room(model)
             self._open_observers(observers, total_steps)
             self._resume()
@@ -135,7 +140,7 @@ class DistributedTrainer:
             StallError: on every rank, where one of them stalled, failed or died.
         """
         started, stopped = time.perf_counter(), False
-        self.parallel.module.train()
+        begin_training(self.parallel.inner)
         self._recorder.begin()
         with self._guard:
             while not self._is_done():
@@ -183,6 +188,7 @@ class DistributedTrainer:
         if self._evaluation is None:
             return None
         self._agree_on_weights()
+        seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
         found = evaluate(
             self.parallel,
             self._evaluation,
@@ -281,11 +287,17 @@ class DistributedTrainer:
         return bool(every) and self.progress.step % (every or 1) == 0
 
     def _fetch(self) -> list[Any]:
+        seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "fetch")
         with self.stopwatch.phase("fetch"):
             return self._feed.take(self.progress.epoch)
 
     def _end_epoch(self) -> bool:
         """Count the epoch, evaluate if that is due, and say whether a signal asked to stop meanwhile."""
+        if self._feed.left_out:
+            self._recorder.note(
+                f"epoch {self.progress.epoch}: the ranks' iterables ended apart; at least {self._feed.left_out} "
+                "batches that only some ranks had were left out; give every rank as many"
+            )
         self.progress.epoch += 1
         return self.config.evaluate.every is None and self._is_asked_to_stop_in_evaluation()
 
@@ -315,7 +327,7 @@ class DistributedTrainer:
             raise TrainerConfigError(
                 f"evaluate.best={name!r} is no metric of the evaluation; it gives {', '.join(sorted(found))}"
             )
-        sign = 1 if self.config.checkpoint.best == "max" else -1
+        sign = 1 if self.config.best_end == "max" else -1
         if math.isnan(found[name]) or (best is not None and sign * found[name] <= sign * best):
             return
         self.progress.best, self.progress.best_step = found[name], self.progress.step
@@ -331,7 +343,7 @@ class DistributedTrainer:
                 self.progress.step,
                 self.parallel.inner,
                 self.optimizer,
-                self.state_dict(),
+                self.state_dict() | {"feed": self._feed.gather_state()},
                 blocking=blocking,
                 metric=metric,
                 rank_state=self.compression.state_dict(),

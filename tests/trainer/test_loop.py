@@ -68,7 +68,7 @@ def test_a_checkpoint_made_between_two_epochs_counts_neither_twice(world: World,
         options = {
             "evaluation": Evaluation(batches=rows(world, "pad"), metrics=add_up),
             "evaluate": {"best": "number"},
-            "checkpoint": {"keep_best": 1},
+            "checkpoint": {"keep_best": 1, "best": "max"},
             "epochs": epochs,
             "steps": None,
         }
@@ -211,7 +211,7 @@ def test_nan_without_ids_says_how_to_get_them(world: World, tmp_path: Path) -> N
 
 def test_a_best_metric_that_is_not_measured_is_named(world: World, tmp_path: Path) -> None:
     evaluation = Evaluation(batches=rows(world, "pad"), metrics=add_up)
-    options = {"evaluation": evaluation, "evaluate": {"best": "acuracy"}}
+    options = {"evaluation": evaluation, "evaluate": {"best": "acuracy"}, "checkpoint": {"best": "max"}}
     with make_trainer(world, str(tmp_path), **options) as trainer, pytest.raises(TrainerConfigError, match="it gives"):
         trainer.evaluate()
 

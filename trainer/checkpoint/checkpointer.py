@@ -65,7 +65,7 @@ class CheckpointConfig:
     every_steps: int = option(0, "steps between checkpoints; 0: only when asked to")
     keep_last: int = option(3, "how many of the newest stay")
     keep_best: int = option(0, "how many of those with the best metric stay beside them")
-    best: Literal["max", "min"] = option("max", "which end of the metric is good")
+    best: Literal["max", "min"] | None = option(None, "which end of the metric is good; none: known by its name")
     background: bool = option(True, "write while training goes on")
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class CheckpointConfig:
             raise TrainerConfigError(f"checkpoint.keep_last={self.keep_last} must be 1 or more")
         if self.keep_best < 0:
             raise TrainerConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 or more")
-        if self.best not in ("max", "min"):
+        if self.best not in ("max", "min", None):
             raise TrainerConfigError(f"checkpoint.best={self.best!r} must be 'max' or 'min'")
 
 
@@ -101,6 +101,11 @@ class Checkpointer:
         self.folder = Path(config.folder).absolute()
         self.passed_over: dict[int, str] = {}
         self.changed_settings: list[str] = []
+        if config.keep_best and config.best is None:
+            raise TrainerConfigError(
+                f"checkpoint.keep_best={config.keep_best} does not know which end of the metric is good; say "
+                "checkpoint.best='max' or 'min'"
+            )
         self._world = world
         self._peers = ControlGroup(world)
         on_device = world.device.type != "cpu"

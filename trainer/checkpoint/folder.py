@@ -201,7 +201,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def choose_kept(
-    metrics: Mapping[int, float | None], *, keep_last: int, keep_best: int, best: Literal["max", "min"]
+    metrics: Mapping[int, float | None], *, keep_last: int, keep_best: int, best: Literal["max", "min"] | None
 ) -> set[int]:
     """Return which steps stay: the ``keep_last`` newest, and the ``keep_best`` of best metric (the later of equals)."""
     newest = sorted(metrics, reverse=True)[:keep_last]
@@ -211,7 +211,7 @@ def choose_kept(
 
 
 def prune_folder(
-    folder: Path, *, keep_last: int, keep_best: int, best: Literal["max", "min"], damaged: Iterable[int] = ()
+    folder: Path, *, keep_last: int, keep_best: int, best: Literal["max", "min"] | None, damaged: Iterable[int] = ()
 ) -> list[int]:
     """Delete the checkpoints that need not stay and return their steps; damaged ones neither count nor go."""
     metrics: dict[int, float | None] = {}

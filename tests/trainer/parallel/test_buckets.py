@@ -68,7 +68,15 @@ def resume_and_compare(world: World, folder: str, scheme: str, dtype: str) -> bo
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("none", "fp32"), ("none", "bf16"), ("none", "fp16"), ("fp16", "fp32"), ("int8", "fp32"), ("powersgd", "fp32")],
+    [
+        ("none", "fp32"),
+        ("none", "bf16"),
+        ("none", "fp16"),
+        ("fp16", "fp32"),
+        ("int8", "fp32"),
+        ("powersgd", "fp32"),
+        ("topk", "fp32"),
+    ],
 )
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_a_resumed_run_is_bit_equal_on_three_ranks_and_more(scheme: str, dtype: str, ranks: int) -> None:

@@ -1,0 +1,29 @@
+"""Which modules train and which are frozen in evaluation mode: the user's choice, kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+def begin_training(model: nn.Module) -> None:
+    """Put a model that is wholly in evaluation mode into training mode; leave one alone that trains in part.
+
+    So modules that the user called ``.eval()`` on keep their statistics and drop nothing.
+    """
+    if not any(module.training for module in model.modules()):
+        model.train()
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode, and each back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
