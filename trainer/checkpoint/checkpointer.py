@@ -101,7 +101,7 @@ class Checkpointer:
         self.folder = Path(config.folder).absolute()
         self.passed_over: dict[int, str] = {}
         self._world = world
-        self._peers = ControlGroup(world)
+        self._control = ControlGroup(world)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
         self._thread: threading.Thread | None = None
@@ -113,17 +113,13 @@ class Checkpointer:
         except CheckpointError:
             self._closed = True
             self._stager.close()
-            self._peers.close()
+            self._control.close()
             raise
-
-    def is_due(self, step: int) -> bool:
-        """Whether ``every_steps`` asks for a checkpoint after this step."""
-        return self.config.every_steps > 0 and step > 0 and step % self.config.every_steps == 0
 
     def check_room(self, model: nn.Module) -> None:
         """Raise a CheckpointError, on every rank, where the disk cannot hold one checkpoint of the model."""
         needed_bytes = estimate_bytes(model)
-        self._peers.decide("no room", lambda: check_room(self.folder, needed_bytes))
+        self._control.decide("no room", lambda: check_room(self.folder, needed_bytes))
 
     def save(
         self,
@@ -178,7 +174,7 @@ class Checkpointer:
             CheckpointError: there are checkpoints and none verifies.
         """
         self.wait()
-        steps = self._peers.decide("no checkpoints can be listed", lambda: list_steps(self.folder))
+        steps = self._control.decide("no checkpoints can be listed", lambda: list_steps(self.folder))
         for step in steps:
             damage = self._verify(step)
             if damage:
@@ -231,7 +227,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._stager.close()
-            self._peers.close()
+            self._control.close()
 
     def __enter__(self) -> Self:
         return self
@@ -251,9 +247,9 @@ class Checkpointer:
             token.touch()
             return leftovers
 
-        leftovers = self._peers.decide("checkpoints cannot be kept", prepare)
-        seen = self._peers.gather("the folder cannot be looked at", token.exists)
-        self._peers.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
+        leftovers = self._control.decide("checkpoints cannot be kept", prepare)
+        seen = self._control.gather("the folder cannot be looked at", token.exists)
+        self._control.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
         if not all(seen):
             raise CheckpointError(
                 f"rank {seen.index(False)} does not see what rank 0 writes to {self.folder}; "
@@ -310,10 +306,10 @@ class Checkpointer:
 
         what = f"step {step} could not be saved to {self.folder}"
         try:
-            self._peers.decide(what, prepare)
+            self._control.decide(what, prepare)
             self._save_shards(what, staged, partial)
-            seals = self._peers.gather(what, seal_shards)
-            self._peers.decide(what, publish)
+            seals = self._control.gather(what, seal_shards)
+            self._control.decide(what, publish)
         except Exception:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -321,7 +317,7 @@ class Checkpointer:
 
     def _save_shards(self, what: str, staged: dict[str, Any], partial: Path) -> None:
         try:
-            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._peers.group)
+            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._control.group)
         except CheckpointException as exc:  # which descends from BaseException, and holds the errors by rank
             causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
             raise CheckpointError(f"{what}: {causes}") from exc
@@ -337,11 +333,11 @@ class Checkpointer:
                 return [str(exc)]
             return find_damage(folder, manifest, share=self._world.rank, shares=self._world.world_size)
 
-        shares = self._peers.gather(f"{folder} cannot be verified", check)
+        shares = self._control.gather(f"{folder} cannot be verified", check)
         return "; ".join(dict.fromkeys(damage for share in shares for damage in share))
 
     def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         folder = step_folder(self.folder, step)
         what = f"{folder} cannot be loaded"
-        self._peers.gather(what, lambda: restore_state(folder, model, optimizer))
-        return self._peers.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
+        self._control.gather(what, lambda: restore_state(folder, model, optimizer))
+        return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
