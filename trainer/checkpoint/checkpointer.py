@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, TrainerConfigError
-from ..options import option
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .folder import (
@@ -56,17 +55,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go, how often, and which stay.
+    """Where checkpoints go, how often they are written, and which are kept."""
 
-    ``folder`` must be the same for all ranks: a local disk on one node, a shared file system on more.
-    """
+    folder: str = "checkpoints"
+    """Folder that all ranks share, inside output_dir unless it is absolute."""
 
-    folder: str = option("checkpoints", "folder, inside output_dir where it is not absolute")
-    every_steps: int = option(0, "steps between checkpoints; 0: only when asked to")
-    keep_last: int = option(3, "how many of the newest stay")
-    keep_best: int = option(0, "how many of those with the best metric stay beside them")
-    best: Literal["max", "min"] = option("max", "which end of the metric is good")
-    background: bool = option(True, "write while training goes on")
+    every_steps: int = 0
+    """Steps between checkpoints; 0: only when asked to."""
+
+    keep_last: int = 3
+    """How many of the newest checkpoints to keep."""
+
+    keep_best: int = 0
+    """How many of those with the best metric to keep as well."""
+
+    best: Literal["max", "min"] = "max"
+    """Which end of the metric is good."""
+
+    background: bool = True
+    """Write while training goes on."""
 
     def __post_init__(self) -> None:
         scheme = urlsplit(str(self.folder)).scheme

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import CompressionError
-from ..options import option
 from ..ranks.world import World
 from .dense import CastHook, Int8Hook
 from .lowrank import PowerSGDHook
@@ -36,21 +35,27 @@ SHARDED_SCHEMES: tuple[Scheme, ...] = ("none", "bf16", "fp16", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """How gradients are made small.
+    """How gradients are compressed.
 
-    bf16, fp16: cast (50% fewer bytes). int8: per-block scales and error feedback (75% fewer). powersgd: factors of rank
-    ``rank`` and error feedback (Vogels et al. 2019). topk: the ``density`` largest of each bucket, error feedback and
-    momentum correction (deep gradient compression, Lin et al. 2018), reached over ``warmup_steps`` from 25%.
-    ``momentum`` is topk's own: it takes the place of the optimizer's, which must have none.
+    bf16, fp16: a cast (50% fewer bytes). int8: per-block scales and error feedback (75% fewer). powersgd: factors of
+    low rank and error feedback (Vogels et al. 2019). topk: the largest gradients of each bucket, with error feedback
+    and momentum correction (deep gradient compression, Lin et al. 2018).
     """
 
-    scheme: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = option(
-        "none", "how gradients are made small for the wire"
-    )
-    rank: int = option(2, "powersgd: rank of the factors")
-    density: float = option(0.01, "topk: share of each bucket's gradients that is sent")
-    momentum: float = option(0.9, "topk: its own momentum; the optimizer must have none")
-    warmup_steps: int = option(0, "topk: steps in which the density falls from 25%")
+    scheme: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = "none"
+    """How gradients are compressed for the wire."""
+
+    rank: int = 2
+    """powersgd: rank of the factors."""
+
+    density: float = 0.01
+    """topk: share of each bucket's gradients that is sent."""
+
+    momentum: float = 0.9
+    """topk: its own momentum, in place of the optimizer's, which must have none."""
+
+    warmup_steps: int = 0
+    """topk: steps in which the density falls from 25%."""
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
