@@ -16,6 +16,7 @@ from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.observers import ReportConfig
 from .schedule import ScheduleConfig
+from .shares import check_speed_shares
 from .step import StepConfig
 
 
@@ -76,7 +77,8 @@ class TrainerConfig:
         check_choice("shares", self.shares, ("equal", "auto"))
         check_range("shares_every", self.shares_every, low=1)
         check_range("stall_timeout_s", self.stall_timeout_s, low=0.0, above=True)
-        self._check_shares()
+        if self.shares == "auto":
+            check_speed_shares(self.parallel)
         self._check_averaging()
         self._check_compression()
         if self.export is not None and not self.keeps_checkpoints:
@@ -100,13 +102,6 @@ class TrainerConfig:
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
-
-    def _check_shares(self) -> None:
-        if self.shares == "auto" and self.parallel.zero:
-            raise TrainerConfigError(
-                f"shares='auto' measures each rank's forward, and with parallel.zero={self.parallel.zero} forward "
-                "waits for the slowest rank; use parallel.zero=0, or shares='equal'"
-            )
 
     def _check_averaging(self) -> None:
         if self.average_every is None:
