@@ -25,7 +25,7 @@ def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def run(
     world: World, model: nn.Module, batches: Iterable[Any], metrics: MetricFunction = outputs, **options: Any
-) -> Any:
+) -> dict[str, float] | None:
     parallel = ParallelModel(model, ParallelConfig(), FP32, world)
     evaluation = Evaluation(batches=batches, metrics=metrics)
     return evaluate(parallel, evaluation, precision=FP32, phase=lambda name: nullcontext(), **options)
@@ -43,11 +43,13 @@ def test_sums_are_added_in_float64(world: World) -> None:
         return {"large": (torch.tensor(2.0**24) if batch["x"][0] > 0 else torch.tensor(1.0), 1)}
 
     found = run(world, Slope(), [batch_of(1.0), batch_of(0.0), batch_of(0.0)], large)
+    assert found is not None
     assert found["large"] * 3 == 2**24 + 2, "float32 has no 2**24 + 1"
 
 
 def test_a_metric_without_counts_is_nan_and_no_batches_give_no_metrics(world: World) -> None:
     found = run(world, Slope(), [batch_of()])
+    assert found is not None
     assert math.isnan(found["y"])
     assert run(world, Slope(), []) == {}
 

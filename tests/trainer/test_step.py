@@ -14,6 +14,8 @@ from torch import nn
 from penstock.trainer.errors import NonFiniteLossError, TrainerConfigError
 from penstock.trainer.parallel.precision import PrecisionConfig
 from penstock.trainer.ranks.world import World
+from penstock.trainer.report.progress import Progress
+from penstock.trainer.schedule import Schedule, ScheduleConfig
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -128,6 +130,24 @@ def test_an_overflow_of_fp16_makes_no_update_and_halves_the_scale(world: World) 
         assert steps.loss_scale == (before if outcomes[-1] == "updated" else before / 2)
     assert outcomes[0] == "overflow"
     assert float(model.w.detach()) == -2.0
+
+
+def test_an_overflow_of_fp16_does_not_advance_the_schedule(world: World) -> None:
+    precision = PrecisionConfig(dtype="fp16", init_scale=2.0**18, growth_interval=100)
+    steps = make_steps(world, Slope(0.0), precision=precision)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = ScheduleConfig(warmup_steps=4)
+    schedule = Schedule(config, optimizer, total_updates=9, effective_batch_size=None)
+    progress = Progress()
+    rates: dict[str, list[float]] = {"overflow": [], "updated": []}
+    while progress.updates < 3:
+        schedule.set_rates(progress.updates)
+        result = steps.run(progress.step, [batch_of(2.0)])
+        progress.count(result)
+        rates[result.outcome].append(schedule.rate)
+    assert set(rates["overflow"]) == {0.25}
+    assert rates["updated"] == [0.25, 0.5, 0.75]
+    assert progress.step == progress.updates + progress.overflows
 
 
 def test_a_resumed_runner_continues_with_the_same_scale_count_and_skips(world: World) -> None:
