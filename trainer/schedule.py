@@ -74,11 +74,8 @@ def batch_factor(config: ScheduleConfig, effective_batch_size: int | None) -> fl
     """
     if config.scaling == "none":
         return 1.0
-    if effective_batch_size is None or config.base_batch_size is None:
-        raise TrainerConfigError(
-            f"schedule.scaling={config.scaling!r} needs the effective batch size, and the loader has neither "
-            "batch_size nor global_batch_size; give the loader one, or schedule.scaling='none'"
-        )
+    assert effective_batch_size is not None, "the run's length is refused without it"
+    assert config.base_batch_size is not None, "the config is refused without it"
     ratio = effective_batch_size / config.base_batch_size
     return ratio if config.scaling == "linear" else math.sqrt(ratio)
 
