@@ -12,44 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ..storage.errors import PenstockError
-from .config import TrainerConfig
 from .errors import RecipeError, StallError
 from .evaluate import Evaluation
-from .options import list_options
 from .ranks.world import World, close_world, open_world
-from .recipes.recipe import Recipe, format_toml, read_recipe, shipped_recipes
+from .recipes.command_line import read_command
+from .recipes.recipe import Recipe, format_toml
 from .report.progress import Summary
 from .trainer import DistributedTrainer
 from .watch.watchdog import EXIT_STALLED
-
-_USAGE = """\
-usage: [torchrun --nproc-per-node=N] -m penstock.trainer RECIPE [--dry-run] [--KEY=VALUE ...]
-
-Train what a recipe describes, on the ranks that torchrun starts, or on one.
-
-RECIPE is a TOML file or the name of one that ships: {shipped}.
-Its sections [model], [optimizer], [loss], [data], and, if wanted, [evaluation] and [evaluation.data], each have
-
-  use    what to call, as "package.module:name"
-  args   a table of keyword arguments for it
-
-  model(**args) -> torch.nn.Module
-  optimizer(parameters, **args) -> torch.optim.Optimizer
-  loss(model, batch, **args) -> (sum of losses, count of samples or tokens)
-  data(**args) -> iterable of this rank's batches; evaluation.data alike
-  evaluation(model, batch, **args) -> {{name: (sum, count)}}
-
-An argument may itself be named: {{ use = "package.module:name" }} is what is named there, and with args, what it
-returns when called with them. [data.prepare] and [evaluation.data.prepare], also use and args, name what is called on
-one rank of each node before the data is opened, with target_url=..., which is by default the source of the data.
-
-[trainer] has the options below. Any key can be overridden: --trainer.steps=100 --model.args.width=64.
-
-  --dry-run   print the resolved recipe as TOML, with every import checked, and stop
-  --help      print this and stop
-
-options and their defaults:
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,16 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns its exit code: 0 trained or asked to stop, 2 for an error to be cured, and 75 where training can go on when
     started again: a rank stalled or died, or another node alone was asked to stop.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or "--help" in words or "-h" in words:
-        print(format_help())
-        return 0 if words else 2
-    dry = "--dry-run" in words
-    words = [word for word in words if word != "--dry-run"]
     try:
-        recipe = read_recipe(words[0], words[1:])
+        command = read_command(sys.argv[1:] if arguments is None else arguments)
+        recipe = command.recipe
         recipe.check()
-        if dry:
+        if command.dry_run:
             print(format_toml(recipe.describe()).strip())
             return 0
         world = open_world(device=recipe.trainer.device)
@@ -134,15 +99,6 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
                 world=world,
             ) as trainer:
                 return trainer.train()
-
-
-def format_help() -> str:
-    """The text of ``--help``: usage and every option of [trainer] with its type, default and meaning."""
-    lines = [_USAGE.format(shipped=", ".join(shipped_recipes()))]
-    for entry in list_options(TrainerConfig, "trainer."):
-        default = "none" if entry.default is None or entry.default == () else entry.default
-        lines.append(f"  --{entry.key}={entry.kind}  (default: {str(default).lower()})\n        {entry.text}\n")
-    return "".join(lines).rstrip()
 
 
 @contextmanager

@@ -9,31 +9,54 @@ from .checkpoint.checkpointer import CheckpointConfig
 from .compression.compression import CompressionConfig
 from .errors import TrainerConfigError
 from .evaluate import EvaluateConfig, good_end
-from .options import check_choice, check_range, option
+from .options import check_choice, check_range
 from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
 from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.observers import ReportConfig
 from .schedule import ScheduleConfig
+from .shares import check_speed_shares
 from .step import StepConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """How to train; pairs of options that cannot go together are refused here, before anything is built."""
+    """How to train. Options that contradict one another are refused before anything is built."""
 
-    steps: int | None = option(None, "stop after this many steps; none: after the epochs")
-    epochs: int | None = option(None, "stop after this many epochs; none: after the steps")
-    seed: int = option(0, "seed of everything random in a step, with the step and the rank")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: CUDA where there is one")
-    output_dir: str = option("penstock-run", "folder for metrics and everything else that is written")
-    export: str | None = option(None, "safetensors file for the weights at the end, inside output_dir")
-    shares: Literal["equal", "auto"] = option("equal", "auto: slower ranks get smaller shares of each global batch")
-    shares_every: int = option(50, "shares=auto: steps between measurements")
-    average_every: int | None = option(None, "local SGD: average the weights after so many steps, not the gradients")
-    node_average_every: int | None = option(None, "average_every: average within each node this often too")
-    stall_timeout_s: float | None = option(600.0, "stop every rank when one has not moved on for so long; none: never")
+    steps: int | None = None
+    """Stop after this many steps; none: after the epochs."""
+
+    epochs: int | None = None
+    """Stop after this many epochs; none: after the steps."""
+
+    seed: int = 0
+    """Seed of all randomness in a step, together with the step and the rank."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: CUDA where there is a device."""
+
+    output_dir: str = "penstock-run"
+    """Folder for metrics and everything else that is written."""
+
+    export: str | None = None
+    """Write the final weights to this safetensors file inside output_dir."""
+
+    shares: Literal["equal", "auto"] = "equal"
+    """auto: slower ranks get smaller shares of each global batch."""
+
+    shares_every: int = 50
+    """With shares=auto, steps between measurements."""
+
+    average_every: int | None = None
+    """Local SGD: average the weights every so many steps instead of the gradients at each."""
+
+    node_average_every: int | None = None
+    """With average_every, also average within each node every so many steps."""
+
+    stall_timeout_s: float | None = 600.0
+    """Stop every rank when one has made no progress for this many seconds; none: never."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     step: StepConfig = field(default_factory=StepConfig)
@@ -54,7 +77,8 @@ class TrainerConfig:
         check_choice("shares", self.shares, ("equal", "auto"))
         check_range("shares_every", self.shares_every, low=1)
         check_range("stall_timeout_s", self.stall_timeout_s, low=0.0, above=True)
-        self._check_shares()
+        if self.shares == "auto":
+            check_speed_shares(self.parallel)
         self._check_averaging()
         self._check_compression()
         if self.export is not None and not self.keeps_checkpoints:
@@ -91,13 +115,6 @@ class TrainerConfig:
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
-
-    def _check_shares(self) -> None:
-        if self.shares == "auto" and self.parallel.zero:
-            raise TrainerConfigError(
-                f"shares='auto' measures each rank's forward, and with parallel.zero={self.parallel.zero} forward "
-                "waits for the slowest rank; use parallel.zero=0, or shares='equal'"
-            )
 
     def _check_averaging(self) -> None:
         if self.average_every is None:

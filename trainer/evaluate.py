@@ -16,7 +16,7 @@ from torch import nn
 from .batches import move_batch
 from .errors import TrainerConfigError, TrainerError
 from .modes import in_evaluation
-from .options import check_range, option
+from .options import check_range
 from .parallel.model import ParallelModel
 from .parallel.precision import PrecisionConfig, compute_context
 
@@ -27,8 +27,11 @@ MetricFunction = Callable[[nn.Module, Any], Mapping[str, tuple[torch.Tensor | fl
 class EvaluateConfig:
     """When to evaluate, and which result is the best."""
 
-    every: int | None = option(None, "steps between evaluations; none: at the end of each epoch")
-    best: str | None = option(None, "metric that says which checkpoint is the best; checkpoint.best: which end of it")
+    every: int | None = None
+    """Steps between evaluations; none: evaluate at the end of each epoch."""
+
+    best: str | None = None
+    """Metric that decides which checkpoint is the best; checkpoint.best says which end of it."""
 
     def __post_init__(self) -> None:
         check_range("evaluate.every", self.every, low=1)

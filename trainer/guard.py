@@ -47,7 +47,7 @@ class Guard:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            flag = stack.enter_context(StopFlag(self._world))
+            flag = stack.enter_context(StopFlag())
             if self._stall_timeout_s is not None:
                 watchdog = Watchdog(self._world, self._stall_timeout_s, report_folder=self._report_folder)
                 stack.enter_context(watchdog)

@@ -1,11 +1,11 @@
-"""Options: frozen dataclasses whose fields carry their own help, filled from mappings with errors that teach."""
+"""Options: frozen dataclasses filled from TOML tables, with errors that name key, value and cure."""
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import TrainerConfigError
@@ -13,34 +13,11 @@ from .errors import TrainerConfigError
 Config = TypeVar("Config")
 
 
-def option(default: Any, text: str) -> Any:
-    """A field with a default and the sentence that ``--help`` shows for it."""
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One leaf of a config: its dotted key, its type as a person writes it, its default and its help."""
-
-    key: str
-    kind: str
-    default: Any
-    text: str
-
-
-def list_options(config: type[Any], prefix: str = "") -> Iterator[Option]:
-    """Every option of a config and of the configs inside it, in the order they are written."""
-    hints = get_type_hints(config)
-    for entry in fields(config):
-        kind, key = hints[entry.name], f"{prefix}{entry.name}"
-        if is_dataclass(kind):
-            yield from list_options(_as_class(kind), f"{key}.")
-        else:
-            yield Option(key=key, kind=_describe(kind), default=_default_of(entry), text=entry.metadata.get("help", ""))
-
-
-def build_config(config: type[Config], values: Mapping[str, Any], where: str = "") -> Config:
+def build_config(config: type[Config], values: Mapping[str, Any], where: str = "", *, check: bool = True) -> Config:
     """Fill a config from nested mappings, as TOML gives them.
+
+    Without ``check`` the result is a draft that the config itself has not checked: command-line options are laid over
+    it, and may complete what is missing.
 
     Raises:
         TrainerConfigError: an unknown key, a value of another type than the option's, or what the config itself
@@ -56,10 +33,17 @@ def build_config(config: type[Config], values: Mapping[str, Any], where: str = "
         if is_dataclass(kind):
             if not isinstance(value, Mapping):
                 raise TrainerConfigError(f"{dotted}={value!r} is not a table; write its options as {dotted}.NAME = ...")
-            arguments[key] = build_config(_as_class(kind), value, f"{dotted}.")
+            assert isinstance(kind, type)
+            arguments[key] = build_config(kind, value, f"{dotted}.", check=check)
         else:
             arguments[key] = _convert(dotted, value, kind)
-    return config(**arguments)
+    if check:
+        return config(**arguments)
+    draft = object.__new__(config)
+    for entry in fields(config):  # type: ignore[arg-type]
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        object.__setattr__(draft, entry.name, arguments.get(entry.name, default))
+    return draft
 
 
 def suggest(word: str, known: Collection[str]) -> str:
@@ -91,7 +75,7 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         return value
     if origin in (types.UnionType, Union):
         inner = [k for k in get_args(kind) if k is not type(None)]
-        if value is None or (value == "none" and str not in inner):
+        if value is None:
             return None
         for k in inner:
             try:
@@ -99,8 +83,6 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
             except TrainerConfigError:
                 continue
     elif origin is tuple:
-        if isinstance(value, str):
-            value = [part for part in value.split(",") if part]
         if isinstance(value, (list, tuple)):
             return tuple(_convert(key, item, get_args(kind)[0]) for item in value)
     elif kind is float:
@@ -120,14 +102,3 @@ def _describe(kind: Any) -> str:
     if origin is tuple:
         return f"{_describe(get_args(kind)[0])},..."
     return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
-
-
-def _default_of(entry: Field[Any]) -> Any:
-    if entry.default is not MISSING:
-        return entry.default
-    return entry.default_factory() if entry.default_factory is not MISSING else None
-
-
-def _as_class(kind: Any) -> type[Any]:
-    assert isinstance(kind, type)
-    return kind

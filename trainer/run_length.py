@@ -56,9 +56,19 @@ def count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: It
 
 
 def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: World) -> int | None:
-    """Samples of one update over all ranks, where the loader tells."""
+    """Samples of one update over all ranks, or None where the loader does not say.
+
+    Raises:
+        TrainerConfigError: the rate is to follow a batch size that the loader does not say.
+    """
     whole = getattr(loader, "global_batch_size", None)
     share = getattr(loader, "batch_size", None)
     if whole is None and share is not None:
         whole = share * world.world_size
+    if whole is None and config.schedule.scaling != "none":
+        raise TrainerConfigError(
+            f"schedule.scaling={config.schedule.scaling!r} needs the effective batch size, and "
+            f"loader={type(loader).__name__} has neither global_batch_size nor batch_size; give it such an attribute, "
+            "or set the optimizer's rate for this batch size and schedule.scaling='none'"
+        )
     return None if whole is None else int(whole) * config.step.accumulate

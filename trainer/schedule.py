@@ -11,7 +11,7 @@ import torch
 
 from .errors import TrainerConfigError
 from .imports import import_name
-from .options import check_choice, check_range, option
+from .options import check_choice, check_range
 
 Shape = Callable[[int, int], float]
 
@@ -20,11 +20,20 @@ Shape = Callable[[int, int], float]
 class ScheduleConfig:
     """How the rate goes from warm-up to the end, and how it follows the batch size."""
 
-    shape: str = option("constant", "constant|linear|cosine, or package.module:name of f(update, total) -> factor")
-    warmup_steps: int = option(0, "updates in which the factor climbs linearly from 1/warmup to 1")
-    end_factor: float = option(0.0, "factor at the last update, for linear and cosine")
-    scaling: Literal["none", "linear", "sqrt"] = option("none", "how the rate follows effective / base batch size")
-    base_batch_size: int | None = option(None, "samples per update for which the optimizer's rate was chosen")
+    shape: str = "constant"
+    """constant, linear, cosine, or package.module:name of a function f(update, total) that returns a factor."""
+
+    warmup_steps: int = 0
+    """Updates in which the factor climbs linearly from 1/warmup to 1."""
+
+    end_factor: float = 0.0
+    """Factor at the last update, for linear and cosine."""
+
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the rate follows the effective batch size over the base batch size."""
+
+    base_batch_size: int | None = None
+    """Samples per update for which the optimizer's rate was chosen."""
 
     def __post_init__(self) -> None:
         if ":" not in self.shape:
@@ -65,11 +74,8 @@ def batch_factor(config: ScheduleConfig, effective_batch_size: int | None) -> fl
     """
     if config.scaling == "none":
         return 1.0
-    if effective_batch_size is None or config.base_batch_size is None:
-        raise TrainerConfigError(
-            f"schedule.scaling={config.scaling!r} needs the effective batch size, and the loader has neither "
-            "batch_size nor global_batch_size; give the loader one, or schedule.scaling='none'"
-        )
+    assert effective_batch_size is not None, "the run's length is refused without it"
+    assert config.base_batch_size is not None, "the config is refused without it"
     ratio = effective_batch_size / config.base_batch_size
     return ratio if config.scaling == "linear" else math.sqrt(ratio)
 

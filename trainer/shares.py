@@ -17,13 +17,8 @@ _SMOOTHING = 0.5
 _LEAST_SHARE = 0.1
 
 
-def check_shares(loader: Any, parallel: ParallelConfig) -> None:
-    """Refuse shares by speed where they cannot be set, or where speed cannot be seen."""
-    if not hasattr(loader, "set_shares"):
-        raise TrainerConfigError(
-            f"shares='auto' cuts global batches anew and loader={type(loader).__name__} has no set_shares(weights); "
-            "use shares='equal', or penstock's loader"
-        )
+def check_speed_shares(parallel: ParallelConfig) -> None:
+    """Refuse shares by speed where a rank's speed cannot be measured."""
     if parallel.zero:
         raise TrainerConfigError(
             f"shares='auto' measures each rank's forward, and with parallel.zero={parallel.zero} forward waits for the "
@@ -48,18 +43,23 @@ def blend_weights(old: Sequence[float], speeds: Sequence[float]) -> list[float]:
 
 
 class SpeedShares:
-    """Measures this rank and sets the loader's shares from all ranks' speeds; every rank computes the same weights."""
+    """Measures this rank and sets the loader's shares from all ranks' speeds; every rank computes the same weights.
+
+    Raises:
+        TrainerConfigError: a loader whose shares cannot be set.
+    """
 
     def __init__(self, loader: Any, world: World) -> None:
+        if not hasattr(loader, "set_shares"):
+            raise TrainerConfigError(
+                f"shares='auto' cuts global batches anew and loader={type(loader).__name__} has no "
+                "set_shares(weights); use shares='equal', or penstock's loader"
+            )
         self._loader = loader
         self._world = world
         self._weights = [1.0] * world.world_size
         self._rows = 0
         self._seconds_before = 0.0
-
-    @property
-    def weights(self) -> Sequence[float]:
-        return self._weights
 
     def add(self, rows: int) -> None:
         """Count the rows that this rank has computed in a step."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .batches import count_rows, sample_ids
 from .errors import NonFiniteLossError, TrainerConfigError
-from .options import check_choice, check_range, option
+from .options import check_choice, check_range
 from .parallel.model import ParallelModel
 from .parallel.precision import LossScaler, PrecisionConfig, compute_context, local_part
 
@@ -28,10 +28,17 @@ Outcome = Literal["updated", "overflow", "non-finite", "empty"]
 class StepConfig:
     """What one update is made of."""
 
-    accumulate: int = option(1, "microbatches of each rank in one update")
-    clip_norm: float | None = option(None, "largest global norm of the gradients")
-    on_nan: Literal["stop", "skip"] = option("stop", "a loss that is NaN or infinite: stop, or skip the update")
-    max_skipped: int = option(10, "on_nan=skip: stop after this many")
+    accumulate: int = 1
+    """Microbatches of each rank in one update."""
+
+    clip_norm: float | None = None
+    """Largest global norm of the gradients."""
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    """Stop at a loss that is NaN or infinite, or skip the update."""
+
+    max_skipped: int = 10
+    """With on_nan=skip, stop after more skipped updates than this."""
 
     def __post_init__(self) -> None:
         check_range("step.accumulate", self.accumulate, low=1)

@@ -35,7 +35,7 @@ from .report.progress import Progress, Summary
 from .report.recorder import Recorder
 from .run_length import agree_on_length, count_steps, effective_batch_size
 from .schedule import Schedule
-from .shares import SpeedShares, check_shares
+from .shares import SpeedShares
 from .step import LossFunction, StepRunner
 from .stopwatch import Stopwatch
 
@@ -80,8 +80,6 @@ class DistributedTrainer:
 
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
-        if config.shares == "auto":
-            check_shares(loader, config.parallel)
         self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
         length = agree_on_length(loader, self.world)
         self._feed.ends_apart = length is None

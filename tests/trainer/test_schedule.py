@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer.ranks.world import World
+from penstock.trainer.run_length import effective_batch_size
 from penstock.trainer.schedule import Schedule, ScheduleConfig, rate_factor
+from penstock.trainer.step import StepConfig
 
 
 def halve(update: int, total: int) -> float:
@@ -17,6 +23,19 @@ def make_schedule(config: ScheduleConfig, *, total: int = 100, batch: int | None
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.5}])
     return Schedule(config, optimizer, total_updates=total, effective_batch_size=batch)
+
+
+def four_ranks() -> World:
+    return World(
+        rank=0,
+        world_size=4,
+        local_rank=0,
+        local_world_size=4,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
 
 
 def test_warm_up_climbs_linearly_to_the_whole_rate() -> None:
@@ -66,9 +85,36 @@ def test_a_rate_that_is_a_tensor_is_set_in_place() -> None:
     assert float(rate) == 0.25
 
 
-def test_scaling_without_a_known_batch_size_names_the_cure() -> None:
-    with pytest.raises(TrainerConfigError, match=r"schedule\.scaling='linear' needs the effective batch size"):
-        make_schedule(ScheduleConfig(scaling="linear", base_batch_size=64))
+class Sized:
+    """A loader that says how large its batches are."""
+
+    def __init__(self, **sizes: int | None) -> None:
+        vars(self).update(sizes)
+
+    def __iter__(self) -> Iterator[None]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (Sized(global_batch_size=24), 48),
+        (Sized(global_batch_size=24, batch_size=8), 48),
+        (Sized(batch_size=8), 64),  # of each of four ranks
+        (torch.utils.data.DataLoader([0, 1, 2], batch_size=2), 16),
+    ],
+)
+def test_the_effective_batch_size_is_that_of_all_ranks_and_microbatches(loader: Any, samples: int) -> None:
+    config = TrainerConfig(steps=1, step=StepConfig(accumulate=2))
+    assert effective_batch_size(loader, config, four_ranks()) == samples
+
+
+@pytest.mark.parametrize("loader", [Sized(), Sized(batch_size=None)])
+def test_scaling_without_a_known_batch_size_names_the_loader_and_the_cure(loader: Any) -> None:
+    config = TrainerConfig(steps=1, schedule=ScheduleConfig(scaling="linear", base_batch_size=64))
+    with pytest.raises(TrainerConfigError, match=r"scaling='linear' needs .* loader=Sized has neither .*='none'"):
+        effective_batch_size(loader, config, four_ranks())
+    assert effective_batch_size(loader, TrainerConfig(steps=1), four_ranks()) is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, TrainerConfigError
-from ..options import option
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .folder import (
@@ -56,17 +55,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go, how often, and which stay.
+    """Where checkpoints go, how often they are written, and which are kept."""
 
-    ``folder`` must be the same for all ranks: a local disk on one node, a shared file system on more.
-    """
+    folder: str = "checkpoints"
+    """Folder that all ranks share, inside output_dir unless it is absolute."""
 
-    folder: str = option("checkpoints", "folder, inside output_dir where it is not absolute")
-    every_steps: int = option(0, "steps between checkpoints; 0: only when asked to")
-    keep_last: int = option(3, "how many of the newest stay")
-    keep_best: int = option(0, "how many of those with the best metric stay beside them")
-    best: Literal["max", "min"] | None = option(None, "which end of the metric is good; none: known by its name")
-    background: bool = option(True, "write while training goes on")
+    every_steps: int = 0
+    """Steps between checkpoints; 0: only when asked to."""
+
+    keep_last: int = 3
+    """How many of the newest checkpoints to keep."""
+
+    keep_best: int = 0
+    """How many of those with the best metric to keep as well."""
+
+    best: Literal["max", "min"] | None = None
+    """Which end of the metric is good; none: known by the metric's name."""
+
+    background: bool = True
+    """Write while training goes on."""
 
     def __post_init__(self) -> None:
         scheme = urlsplit(str(self.folder)).scheme
@@ -107,7 +114,7 @@ class Checkpointer:
                 "checkpoint.best='max' or 'min'"
             )
         self._world = world
-        self._peers = ControlGroup(world)
+        self._control = ControlGroup(world)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
         self._thread: threading.Thread | None = None
@@ -119,17 +126,13 @@ class Checkpointer:
         except CheckpointError:
             self._closed = True
             self._stager.close()
-            self._peers.close()
+            self._control.close()
             raise
-
-    def is_due(self, step: int) -> bool:
-        """Whether ``every_steps`` asks for a checkpoint after this step."""
-        return self.config.every_steps > 0 and step > 0 and step % self.config.every_steps == 0
 
     def check_room(self, model: nn.Module) -> None:
         """Raise a CheckpointError, on every rank, where the disk cannot hold one checkpoint of the model."""
         needed_bytes = estimate_bytes(model)
-        self._peers.decide("no room", lambda: check_room(self.folder, needed_bytes))
+        self._control.decide("no room", lambda: check_room(self.folder, needed_bytes))
 
     def save(
         self,
@@ -185,7 +188,7 @@ class Checkpointer:
             CheckpointError: there are checkpoints and none verifies.
         """
         self.wait()
-        steps = self._peers.decide("no checkpoints can be listed", lambda: list_steps(self.folder))
+        steps = self._control.decide("no checkpoints can be listed", lambda: list_steps(self.folder))
         for step in steps:
             damage = self._verify(step)
             if damage:
@@ -238,7 +241,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._stager.close()
-            self._peers.close()
+            self._control.close()
 
     def __enter__(self) -> Self:
         return self
@@ -258,9 +261,9 @@ class Checkpointer:
             token.touch()
             return leftovers
 
-        leftovers = self._peers.decide("checkpoints cannot be kept", prepare)
-        seen = self._peers.gather("the folder cannot be looked at", token.exists)
-        self._peers.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
+        leftovers = self._control.decide("checkpoints cannot be kept", prepare)
+        seen = self._control.gather("the folder cannot be looked at", token.exists)
+        self._control.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
         if not all(seen):
             raise CheckpointError(
                 f"rank {seen.index(False)} does not see what rank 0 writes to {self.folder}; "
@@ -317,10 +320,10 @@ class Checkpointer:
 
         what = f"step {step} could not be saved to {self.folder}"
         try:
-            self._peers.decide(what, prepare)
+            self._control.decide(what, prepare)
             self._save_shards(what, staged, partial)
-            seals = self._peers.gather(what, seal_shards)
-            self._peers.decide(what, publish)
+            seals = self._control.gather(what, seal_shards)
+            self._control.decide(what, publish)
         except Exception:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -328,7 +331,7 @@ class Checkpointer:
 
     def _save_shards(self, what: str, staged: dict[str, Any], partial: Path) -> None:
         try:
-            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._peers.group)
+            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._control.group)
         except CheckpointException as exc:  # which descends from BaseException, and holds the errors by rank
             causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
             raise CheckpointError(f"{what}: {causes}") from exc
@@ -344,11 +347,11 @@ class Checkpointer:
                 return [str(exc)]
             return find_damage(folder, manifest, share=self._world.rank, shares=self._world.world_size)
 
-        shares = self._peers.gather(f"{folder} cannot be verified", check)
+        shares = self._control.gather(f"{folder} cannot be verified", check)
         return "; ".join(dict.fromkeys(damage for share in shares for damage in share))
 
     def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         folder = step_folder(self.folder, step)
         what = f"{folder} cannot be loaded"
-        self.changed_settings = self._peers.gather(what, lambda: restore_state(folder, model, optimizer))[0]
-        return self._peers.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
+        self.changed_settings = self._control.gather(what, lambda: restore_state(folder, model, optimizer))[0]
+        return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))

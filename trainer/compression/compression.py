@@ -1,10 +1,10 @@
 """Gradient compression: which scheme, installed on which engine, and the bytes that it puts on the wire.
 
 DDP takes all schemes, as comm hooks. ``fully_shard`` takes those that work on any part of a gradient, as a custom
-reduce-scatter. What a scheme remembers (errors it owes, momenta) is of one rank, kept by parameter name, and can be put
-into a checkpoint as that rank's state; in a world of another size it starts from nothing, which costs a few steps of
-accuracy and no correctness. DDP lays out its buckets anew after its first step, so int8 and topk, which round and
-choose by bucket, owe nothing after a resume that they did not owe before, but are not bit-equal to an unbroken run.
+reduce-scatter. What a scheme remembers (errors it owes, momenta) belongs to one rank, is kept by parameter name, and
+can be saved in a checkpoint as that rank's state. In a world of another size it starts from nothing, which costs a few
+steps of accuracy and no correctness. DDP rebuilds its buckets after its first step, so int8 and topk, which round and
+choose by bucket, resume with the same errors owed, but not bit-equal to an unbroken run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import CompressionError
-from ..options import option
 from ..ranks.world import World
 from .dense import CastHook, Int8Hook
 from .lowrank import PowerSGDHook
@@ -36,21 +35,27 @@ SHARDED_SCHEMES: tuple[Scheme, ...] = ("none", "bf16", "fp16", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """How gradients are made small.
+    """How gradients are compressed.
 
-    bf16, fp16: cast (50% fewer bytes). int8: per-block scales and error feedback (75% fewer). powersgd: factors of rank
-    ``rank`` and error feedback (Vogels et al. 2019). topk: the ``density`` largest of each bucket, error feedback and
-    momentum correction (deep gradient compression, Lin et al. 2018), reached over ``warmup_steps`` from 25%.
-    ``momentum`` is topk's own: it takes the place of the optimizer's, which must have none.
+    bf16, fp16: a cast (50% fewer bytes). int8: per-block scales and error feedback (75% fewer). powersgd: factors of
+    low rank and error feedback (Vogels et al. 2019). topk: the largest gradients of each bucket, with error feedback
+    and momentum correction (deep gradient compression, Lin et al. 2018).
     """
 
-    scheme: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = option(
-        "none", "how gradients are made small for the wire"
-    )
-    rank: int = option(2, "powersgd: rank of the factors")
-    density: float = option(0.01, "topk: share of each bucket's gradients that is sent")
-    momentum: float = option(0.9, "topk: its own momentum; the optimizer must have none")
-    warmup_steps: int = option(0, "topk: steps in which the density falls from 25%")
+    scheme: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = "none"
+    """How gradients are compressed for the wire."""
+
+    rank: int = 2
+    """powersgd: rank of the factors."""
+
+    density: float = 0.01
+    """topk: share of each bucket's gradients that is sent."""
+
+    momentum: float = 0.9
+    """topk: its own momentum, in place of the optimizer's, which must have none."""
+
+    warmup_steps: int = 0
+    """topk: steps in which the density falls from 25%."""
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
@@ -67,25 +72,19 @@ class CompressionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionStats:
-    """Bytes that this rank sent for gradients, and would have sent with none made small, since training began.
+    """Bytes of gradients that this rank sent since training began, and would have sent uncompressed.
 
     Counted as the algorithms send them: a ring all-reduce of n bytes on W ranks 2(W-1)/W n, a reduce-scatter or an
-    all-to-all (W-1)/W n, an all-gather (W-1) times what each rank gives. Where ``fully_shard`` shards within a node and
-    replicates across nodes, the all-reduce across them is neither made small nor counted.
+    all-to-all (W-1)/W n, an all-gather (W-1) times what each rank contributes. Where ``fully_shard`` shards within a
+    node and replicates across nodes, the all-reduce across nodes is neither compressed nor counted.
     """
 
-    steps: int
     wire_bytes: int
     plain_bytes: int
 
-    @property
-    def saved(self) -> float:
-        """Share of the bytes that was spared, 0 to 1."""
-        return 1 - self.wire_bytes / self.plain_bytes if self.plain_bytes else 0.0
-
 
 class Compression:
-    """A scheme at work on one model, installed at its making; it lives as long as the model does.
+    """A scheme on one model, installed when this is made; it lives as long as the model.
 
     Raises:
         CompressionError: the scheme cannot work with this way of sharding, or with this optimizer.
@@ -95,7 +94,6 @@ class Compression:
         self.config = config
         self._wire = WireCounter()
         self._steps = 0
-        self._last = CompressionStats(steps=0, wire_bytes=0, plain_bytes=0)
         self._memory = GradientMemory(_bare(model))
         self._plain_step_bytes = 0
         self._topk: TopKHook | None = None
@@ -111,40 +109,32 @@ class Compression:
 
     @property
     def stats(self) -> CompressionStats:
-        """The bytes since the beginning."""
+        """The bytes since training began."""
         return CompressionStats(
-            steps=self._steps,
             wire_bytes=self._wire.wire_bytes + self._steps * self._plain_step_bytes,
             plain_bytes=self._wire.plain_bytes + self._steps * self._plain_step_bytes,
         )
 
-    def end_step(self) -> CompressionStats:
-        """Tell that an optimizer step is done; returns the bytes of that step alone."""
+    def end_step(self) -> None:
+        """Count an optimizer step that is done."""
         self._steps += 1
         if self._topk is not None:
             self._topk.steps = self._steps
-        before, self._last = self._last, self.stats
-        return CompressionStats(
-            steps=1,
-            wire_bytes=self._last.wire_bytes - before.wire_bytes,
-            plain_bytes=self._last.plain_bytes - before.plain_bytes,
-        )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank remembers, copied, by name; empty for schemes that remember nothing."""
+        """Copies of the tensors that this rank remembers, by name; empty for schemes that remember nothing."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, steps: int = 0) -> None:
-        """Take up what ``state_dict`` gave, or nothing, after so many steps.
+        """Continue from what ``state_dict`` returned, or from nothing, after ``steps`` steps.
 
-        Raises:
-            CompressionError: the state is of another model or scheme.
+        Tensors are matched with parameters when the scheme first uses them. The step that finds one of another shape
+        raises a CompressionError; those of another scheme are not used.
         """
         self._memory.load_state_dict(state)
         self._steps = steps
         if self._topk is not None:
             self._topk.steps = steps
-        self._last = self.stats
 
     def _install_hook(self, model: DistributedDataParallel, optimizer: Optimizer) -> None:
         config, group = self.config, model.process_group

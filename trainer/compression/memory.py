@@ -18,7 +18,6 @@ class GradientMemory:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._tensors: dict[str, Tensor] = {}
 
     def like(self, slot: str, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:

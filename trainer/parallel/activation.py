@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainerConfigError
-from ..options import check_range, option
+from ..options import check_range
 from ..ranks.world import World
 from .model import ParallelConfig, find_blocks
 
@@ -20,8 +20,11 @@ from .model import ParallelConfig, find_blocks
 class ActivationConfig:
     """Which blocks recompute their activations in backward."""
 
-    every: int = option(0, "recompute every k-th block: 0 none, 1 all")
-    blocks: tuple[str, ...] = option((), "module classes that are blocks; default: ModuleList items")
+    every: int = 0
+    """Recompute every k-th block; 0: none, 1: all."""
+
+    blocks: tuple[str, ...] = ()
+    """Class names of the modules that are blocks; none: the items of each ModuleList."""
 
     def __post_init__(self) -> None:
         check_range("activation.every", self.every, low=0)
@@ -36,9 +39,14 @@ class ActivationConfig:
 class CompileConfig:
     """Whether the model is compiled."""
 
-    enabled: bool = option(False, "compile the model, block by block where it has blocks")
-    backend: str = option("inductor", "torch.compile's backend")
-    cuda_graphs: bool = option(False, "replay the compiled blocks as CUDA graphs")
+    enabled: bool = False
+    """Compile the model, block by block where it has blocks."""
+
+    backend: str = "inductor"
+    """Backend of torch.compile."""
+
+    cuda_graphs: bool = False
+    """Replay the compiled blocks as CUDA graphs."""
 
     def __post_init__(self) -> None:
         if self.cuda_graphs and not self.enabled:

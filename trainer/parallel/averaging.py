@@ -65,7 +65,6 @@ class PeriodicAverager:
             width = world.local_world_size
             nodes = [list(range(first, first + width)) for first in range(0, world.world_size, width)]
             self._node_group, _ = dist.new_subgroups_by_enumeration(nodes)  # type: ignore[no-untyped-call]
-        self.sent_bytes = 0
 
     def average_if_due(self, step: int) -> bool:
         """Average what is due after ``step`` (counted from 1); tell whether all ranks now have the same state."""
@@ -95,7 +94,6 @@ class PeriodicAverager:
             flat = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in members])
             floating = flat.is_floating_point()
             dist.all_reduce(flat, op=dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX, group=group)
-            self.sent_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
             if floating:
                 flat /= ranks
             for tensor, mean in zip(members, torch.split(flat, [one.numel() for one in members]), strict=True):

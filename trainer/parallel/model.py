@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainerConfigError
-from ..options import check_choice, check_range, option, suggest
+from ..options import check_choice, check_range, suggest
 from ..ranks.world import World
 from .buckets import settle_buckets
 from .precision import PrecisionConfig, build_sharding_policy, check_master_weights
@@ -28,17 +28,26 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class ParallelConfig:
     """What each rank keeps, and how ranks exchange gradients and weights."""
 
-    zero: Literal[0, 1, 2, 3] = option(
-        0, "0: all replicated; 1: shard optimizer state; 2: and gradients; 3: and weights"
-    )
-    overlap: bool = option(True, "exchange while computing; off: one bucket (zero=0), no prefetch (zero=1..3)")
-    bucket_mb: float = option(25.0, "zero=0: gradients are exchanged in buckets of this many MiB")
-    unused_parameters: bool = option(False, "zero=0: allow steps in which some parameters get no gradient")
-    blocks: tuple[str, ...] = option(
-        (), "zero=1..3: class names of the modules to shard one by one; default: list items"
-    )
-    cpu_offload: bool = option(False, "zero=1..3: keep weights, gradients and optimizer state in host memory")
-    hybrid: bool = option(False, "zero=1..3: shard within a node, replicate across nodes")
+    zero: Literal[0, 1, 2, 3] = 0
+    """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""
+
+    overlap: bool = True
+    """Exchange while computing; false: one bucket (zero=0), no prefetch (zero=1..3)."""
+
+    bucket_mb: float = 25.0
+    """With zero=0, size of the buckets in which gradients are exchanged, in MiB."""
+
+    unused_parameters: bool = False
+    """With zero=0, allow steps in which some parameters get no gradient."""
+
+    blocks: tuple[str, ...] = ()
+    """With zero=1..3, class names of the modules to shard one by one; none: the items of each ModuleList."""
+
+    cpu_offload: bool = False
+    """With zero=1..3, keep weights, gradients and optimizer state in host memory."""
+
+    hybrid: bool = False
+    """With zero=1..3, shard within a node and replicate across nodes."""
 
     def __post_init__(self) -> None:
         check_choice("parallel.zero", self.zero, (0, 1, 2, 3))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ..errors import TrainerConfigError
-from ..options import check_choice, check_range, option
+from ..options import check_choice, check_range
 from ..ranks.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,12 +22,23 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PrecisionConfig:
     """The format of the computation and of the gradients on the wire."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = option("bf16", "format of forward and backward; weights stay fp32")
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "format in which zero=1..3 reduce gradients")
-    init_scale: float = option(65536.0, "fp16: first factor on the loss")
-    growth_factor: float = option(2.0, "fp16: the loss scale grows by this")
-    growth_interval: int = option(2000, "fp16: updates without overflow before it grows")
-    backoff_factor: float = option(0.5, "fp16: the loss scale shrinks by this on an overflow")
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Format of forward and backward; weights stay fp32."""
+
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format in which zero=1..3 reduces gradients."""
+
+    init_scale: float = 65536.0
+    """fp16: initial loss scale."""
+
+    growth_factor: float = 2.0
+    """fp16: factor by which the loss scale grows."""
+
+    growth_interval: int = 2000
+    """fp16: updates without overflow before the loss scale grows."""
+
+    backoff_factor: float = 0.5
+    """fp16: factor by which the loss scale shrinks on an overflow."""
 
     def __post_init__(self) -> None:
         check_choice("precision.dtype", self.dtype, _DTYPES)

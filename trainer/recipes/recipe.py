@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..imports import describe_error, import_name
 from ..options import build_config, suggest
 
 SHIPPED = Path(__file__).parent
-_SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
+SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,17 +151,17 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def read_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a file, or a shipped one by its name, and put overrides over it.
+def read_tables(source: str) -> dict[str, Any]:
+    """Read the tables of a recipe from a file, or of a shipped recipe by its name.
 
     Raises:
-        RecipeError, TrainerConfigError: naming key, value and cure.
+        RecipeError: there is no such recipe, or it is not TOML.
     """
     path = Path(source)
     if not path.exists() and source in shipped_recipes():
         path = SHIPPED / f"{source}.toml"
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecipeError(
             f"recipe {source!r} is neither a file nor a shipped recipe; {suggest(source, shipped_recipes())}"
@@ -170,43 +170,39 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {source!r} cannot be read: {exc}") from exc
     except tomllib.TOMLDecodeError as exc:
         raise RecipeError(f"recipe {source!r} is not TOML: {exc}") from exc
-    for key, value in parse_overrides(overrides):
-        _override(tables, key, value)
-    return build_recipe(tables)
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, Any]]:
-    """``--a.b=value`` or ``--a.b value`` as (key, value); values are TOML, or else plain text."""
-    pairs: list[tuple[str, Any]] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise RecipeError(f"{word!r} is no override; write --key=value, as --trainer.steps=100")
-        key, equals, text = word[2:].partition("=")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise RecipeError(f"--{key} has no value; write --{key}=value, as --trainer.steps=100")
-            text = rest.pop(0)
-        pairs.append((key, _parse_value(text)))
-    return pairs
+def read_recipe(source: str) -> Recipe:
+    """Read a recipe from a file, or a shipped one by its name.
+
+    Raises:
+        RecipeError, TrainerConfigError: naming key, value and cure.
+    """
+    return build_recipe(read_tables(source))
 
 
 def build_recipe(tables: Mapping[str, Any]) -> Recipe:
-    """A recipe from nested mappings."""
+    """Build a recipe from nested mappings; ``trainer`` may be a config already.
+
+    Raises:
+        RecipeError, TrainerConfigError: naming key, value and cure.
+    """
     for key in tables:
-        if key not in _SECTIONS:
-            raise RecipeError(f"{key} is no section of a recipe; {suggest(key, _SECTIONS)}")
+        if key not in SECTIONS:
+            raise RecipeError(f"{key} is no section of a recipe; {suggest(key, SECTIONS)}")
     evaluation = tables.get("evaluation")
     evaluation_data: Component | None = None
     if evaluation is not None:
-        evaluation = dict(_table("evaluation", evaluation))
+        evaluation = dict(as_table("evaluation", evaluation))
         if "data" not in evaluation:
             raise RecipeError("evaluation has no data; add [evaluation.data] with use and args")
         evaluation_data = _data_component("evaluation.data", evaluation.pop("data"))
     for key in ("model", "optimizer", "loss", "data", "trainer"):
         if key not in tables:
             raise RecipeError(f"the recipe has no section [{key}]; add it")
+    trainer = tables["trainer"]
+    if not isinstance(trainer, TrainerConfig):
+        trainer = build_config(TrainerConfig, as_table("trainer", trainer), "trainer.")
     return Recipe(
         model=_component("model", tables["model"]),
         optimizer=_component("optimizer", tables["optimizer"]),
@@ -214,7 +210,7 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
         data=_data_component("data", tables["data"]),
         evaluation=None if evaluation is None else _component("evaluation", evaluation),
         evaluation_data=evaluation_data,
-        trainer=build_config(TrainerConfig, _table("trainer", tables["trainer"]), "trainer."),
+        trainer=trainer,
     )
 
 
@@ -235,7 +231,7 @@ def format_toml(tables: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _component(key: str, table: Any) -> Component:
-    table = _table(key, table)
+    table = as_table(key, table)
     for name, value in table.items():
         if name not in ("use", "args"):
             raise RecipeError(
@@ -243,12 +239,12 @@ def _component(key: str, table: Any) -> Component:
             )
     if not isinstance(table.get("use"), str):
         raise RecipeError(f"{key}.use={table.get('use')!r} is no import path; give {key}.use='package.module:name'")
-    return Component(key=key, use=table["use"], args=dict(_table(f"{key}.args", table.get("args", {}))))
+    return Component(key=key, use=table["use"], args=dict(as_table(f"{key}.args", table.get("args", {}))))
 
 
 def _data_component(key: str, table: Any) -> Component:
     """Data may be prepared; the place, ``target_url``, is by default the ``source`` that is then read."""
-    table = dict(_table(key, table))
+    table = dict(as_table(key, table))
     prepare = table.pop("prepare", None)
     data = _component(key, table)
     if prepare is None:
@@ -296,29 +292,11 @@ def _import(key: str, path: str) -> object:
         raise RecipeError(str(exc)) from exc
 
 
-def _table(key: str, value: Any) -> Mapping[str, Any]:
+def as_table(key: str, value: Any) -> Mapping[str, Any]:
+    """The value of a key that must be a table; a RecipeError where it is none."""
     if not isinstance(value, Mapping):
         raise RecipeError(f"{key}={value!r} is not a table; write [{key}] and its keys below")
     return value
-
-
-def _override(tables: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    if not path or not all((*path, last)):
-        raise RecipeError(f"--{key} names no option; write the whole key, as --trainer.steps or --model.args.width")
-    into = tables
-    for depth, part in enumerate(path):
-        into = into.setdefault(part, {})
-        if not isinstance(into, dict):
-            raise RecipeError(f"--{key}: {'.'.join(path[: depth + 1])} is a value, not a table of options")
-    into[last] = value
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _format_value(value: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ..errors import TrainerConfigError, TrainerError
-from ..options import check_range, option
+from ..options import check_range
 
 Values = Mapping[str, float | int | str | None]
 
@@ -24,11 +24,20 @@ Values = Mapping[str, float | int | str | None]
 class ReportConfig:
     """What is written, how often, and where."""
 
-    every: int = option(10, "steps between records; numbers in between are averaged")
-    progress_s: float = option(0.5, "seconds between updates of the progress line; 20 times that off a terminal")
-    quiet: bool = option(False, "no progress line and no closing table")
-    tensorboard: bool = option(False, "also write TensorBoard events to output_dir/tensorboard")
-    prometheus_port: int | None = option(None, "also serve Prometheus metrics at this port of rank 0's node")
+    every: int = 10
+    """Steps between records; numbers in between are averaged."""
+
+    progress_s: float = 0.5
+    """Seconds between updates of the progress line; 20 times as long where there is no terminal."""
+
+    quiet: bool = False
+    """Show neither the progress line nor the closing table."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events to output_dir/tensorboard."""
+
+    prometheus_port: int | None = None
+    """Also serve Prometheus metrics on this port of rank 0's node."""
 
     def __post_init__(self) -> None:
         check_range("report.every", self.every, low=1)

@@ -11,26 +11,36 @@ from ..step import StepResult
 from ..stopwatch import Stopwatch
 
 
-@dataclass
-class Progress:
-    """Steps are global batches consumed; updates are those of them that changed the weights."""
+@dataclass(kw_only=True)
+class Counts:
+    """What a run has added up: updates are the steps that changed the weights, ``best`` is the best metric so far."""
 
-    step: int = 0
     updates: int = 0
-    epoch: int = 0
     samples: int = 0
     overflows: int = 0
     non_finite: int = 0
     best: float | None = None
     best_step: int | None = None
 
+
+@dataclass(kw_only=True)
+class Progress(Counts):
+    """Where a run is: the global batches and the epochs that it has consumed, and its counts."""
+
+    step: int = 0
+    epoch: int = 0
+
     def count(self, result: StepResult) -> None:
-        """Take a finished step in."""
+        """Count a finished step."""
         self.step += 1
         self.samples += result.rows
         self.updates += result.outcome == "updated"
         self.overflows += result.outcome == "overflow"
         self.non_finite += result.outcome == "non-finite"
+
+    def counts(self) -> dict[str, Any]:
+        """The counts alone, by name."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(Counts)}
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,25 +50,19 @@ class Progress:
             setattr(self, entry.name, state[entry.name])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a call of ``train`` came to; ``metrics`` are those of the last evaluation.
+@dataclass(kw_only=True)
+class Summary(Counts):
+    """The result of a call of ``train``; ``metrics`` are those of the last evaluation.
 
-    ``stopped_by_others`` says that only another node got the signal that asked to stop. That node leaves; for the run
-    to go on without it, the process should end with EXIT_STALLED, so that torchrun starts it again.
-    ``wire_bytes`` are what this rank sent of gradients, ``plain_bytes`` what they would have been uncompressed.
+    ``stopped_by_others`` is True where only another node got the signal that asked to stop. That node leaves; for the
+    run to go on without it, the process should end with EXIT_STALLED, so that torchrun starts it again.
+    ``wire_bytes`` are the bytes of gradients that this rank sent, ``plain_bytes`` what they would be uncompressed.
     """
 
     steps: int
-    updates: int
     epochs: int
-    samples: int
-    overflows: int
-    non_finite: int
     loss: float
     metrics: Mapping[str, float]
-    best: float | None
-    best_step: int | None
     stopped_early: bool
     stopped_by_others: bool
     seconds: float

@@ -73,16 +73,11 @@ class Recorder:
         """Record the end of a run of ``seconds`` and sum it up."""
         progress = self._progress
         summary = Summary(
+            **progress.counts(),
             steps=progress.step,
-            updates=progress.updates,
             epochs=progress.epoch,
-            samples=progress.samples,
-            overflows=progress.overflows,
-            non_finite=progress.non_finite,
             loss=self.loss,
             metrics=dict(metrics),
-            best=progress.best,
-            best_step=progress.best_step,
             stopped_early=stopped,
             stopped_by_others=by_others,
             seconds=seconds,

@@ -271,11 +271,10 @@ def test_kills_of_a_rank_at_odd_moments_never_leave_a_damaged_newest_checkpoint(
 
 def test_the_last_and_the_best_are_kept(alone: World, tmp_path: Path) -> None:
     net, optimizer = build()
-    config = CheckpointConfig(folder=tmp_path, keep_last=2, keep_best=1, best="max", every_steps=2)
+    config = CheckpointConfig(folder=tmp_path, keep_last=2, keep_best=1, best="max")
     with Checkpointer(config, alone) as checkpoints:
         for step, metric in [(1, 0.1), (2, 0.9), (3, 0.3), (4, None), (5, float("nan"))]:
             checkpoints.save(step, net, optimizer, {}, metric=metric)
-        assert [step for step in range(5) if checkpoints.is_due(step)] == [2, 4]
     assert list_steps(tmp_path) == [5, 4, 2]
 
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,12 @@ import pytest
 import torch
 
 from penstock import ImageDecoder
-from penstock.trainer.__main__ import format_help, main, prepare_data
+from penstock.trainer.__main__ import main, prepare_data
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import RecipeError, TrainerConfigError
-from penstock.trainer.options import list_options
 from penstock.trainer.ranks.world import World
-from penstock.trainer.recipes.recipe import build_recipe, format_toml, parse_overrides, read_recipe, shipped_recipes
+from penstock.trainer.recipes.command_line import read_command, split_overrides
+from penstock.trainer.recipes.recipe import build_recipe, format_toml, read_recipe, shipped_recipes
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -114,18 +115,77 @@ def test_a_missing_section_is_named(section: str) -> None:
 
 
 def test_overrides_are_toml_values_or_plain_text() -> None:
-    given = ["--a.b=3", "--a.c", "text", "--a.d=[1, 2]", "--a.e=true", "--a.f=x:y"]
-    assert parse_overrides(given) == [("a.b", 3), ("a.c", "text"), ("a.d", [1, 2]), ("a.e", True), ("a.f", "x:y")]
+    given = ["--data.b=3", "--model.c", "text", "--data.d=[1, 2]", "--trainer.steps=3", "--loss.e=true", "--data.f=x:y"]
+    expected = [("data.b", 3), ("model.c", "text"), ("data.d", [1, 2]), ("loss.e", True), ("data.f", "x:y")]
+    assert split_overrides(given) == (expected, ["--trainer.steps=3"])
 
 
-@pytest.mark.parametrize("words", [["steps=3"], ["--trainer.steps"], ["--steps=3"], ["--trainer.steps.more=3"]])
-def test_a_wrong_override_is_refused(words: list[str]) -> None:
-    with pytest.raises((RecipeError, TrainerConfigError)):
-        read_recipe("digits", words)
+def test_flags_of_the_trainer_are_written_as_in_toml() -> None:
+    words = ["--trainer.parallel.zero", "3", "--trainer.report.quiet=true", "--trainer.step.clip_norm=none"]
+    trainer = read_command(
+        ["gpt", *words, "--trainer.evaluate.best=none", "--trainer.checkpoint.keep-best=0"]
+    ).recipe.trainer
+    assert (trainer.parallel.zero, trainer.report.quiet, trainer.step.clip_norm) == (3, True, None)
+    assert (trainer.evaluate.best, trainer.steps, trainer.parallel.blocks) == (None, 300, ("Block",))
+
+
+@pytest.mark.parametrize("names", ["Block,Linear", '["Block", "Linear"]'])
+def test_a_list_of_names_is_written_with_commas_or_as_in_toml(names: str) -> None:
+    recipe = read_command(["gpt", f"--trainer.parallel.blocks={names}"]).recipe
+    assert recipe.trainer.parallel.blocks == ("Block", "Linear")
+
+
+def test_flags_complete_what_the_recipe_leaves_out(tmp_path: Path) -> None:
+    given = tables()
+    del given["trainer"]["steps"]
+    (tmp_path / "open.toml").write_text(format_toml(given))
+    assert read_command([str(tmp_path / "open.toml"), "--trainer.steps=7"]).recipe.trainer.steps == 7
+    with pytest.raises(TrainerConfigError, match="neither steps nor epochs"):
+        read_command([str(tmp_path / "open.toml")])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["steps=3"], "steps=3"),
+        (["--trainer.steps"], "--trainer.steps"),
+        (["--steps=3"], "--steps=3"),
+        (["--trainer.steps.more=3"], "--trainer.steps.more=3"),
+        (["--trainer.step.clip_nrm=3"], "--trainer.step.clip_norm"),
+        (["--trainer.steps=many"], "'many'"),
+        (["--trainer.parallel.zero=4"], "'0', '1', '2', '3'"),
+        (["--trainer.report.quiet=yes"], "'true', 'false'"),
+        (["--trainer.parallel.cpu_offload=true"], "parallel.cpu_offload=True needs sharding"),
+        ([], "RECIPE"),
+    ],
+)
+def test_a_wrong_flag_ends_the_process_with_2_and_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main(["digits", *words] if words else [])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_only_the_first_rank_says_what_is_wrong_with_a_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["digits", "--trainer.steps=many"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("word", ["--model.args", "--model..width=3", "--model.args.width.more=3"])
+def test_a_wrong_override_of_another_section_is_refused(word: str) -> None:
+    with pytest.raises(RecipeError, match=word.partition("=")[0]):
+        read_command(["digits", word])
 
 
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
-    recipe = read_recipe("gpt", ["--trainer.step.accumulate=4", "--model.args.width=64"])
+    recipe = read_command(["gpt", "--trainer.step.accumulate=4", "--model.args.width=64"]).recipe
     text = format_toml(recipe.describe())
     assert tomllib.loads(text)["trainer"]["step"]["accumulate"] == 4
     path = tmp_path / "again.toml"
@@ -184,14 +244,35 @@ def test_a_shipped_recipe_names_only_what_there_is(name: str) -> None:
     read_recipe(name).check()
 
 
-def test_help_lists_every_option_with_its_default_and_its_meaning() -> None:
-    text = format_help()
-    options = list(list_options(TrainerConfig, "trainer."))
+def options_of(config: Any, prefix: str) -> list[tuple[str, Any]]:
+    """(dotted key, value) of every option of a config."""
+    found: list[tuple[str, Any]] = []
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        key = f"{prefix}{entry.name}"
+        found += options_of(value, f"{key}.") if is_dataclass(value) else [(key, value)]
+    return found
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_lists_every_option_with_the_recipes_value_and_its_meaning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as caught:
+        main(["gpt", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    options = options_of(read_recipe("gpt").trainer, "trainer.")
     assert len(options) > len(fields(TrainerConfig))
-    for entry in options:
-        assert f"--{entry.key}=" in text
-        assert entry.text, entry.key
-        assert entry.text in text
+    plain = " ".join(text.replace("│", " ").split())
+    for key, value in options:
+        shown = (",".join(value) if isinstance(value, tuple) else str(value)) or "none"
+        shown = shown.lower() if value is None or isinstance(value, bool) else shown
+        said = re.search(rf"--{key} \S+ ([^(].+?) \(default: {re.escape(shown)}\)", plain)
+        assert said, key
+        assert "--trainer" not in said[1], key
 
 
 def test_a_recipe_that_is_not_there_names_those_that_ship(capsys: pytest.CaptureFixture[str]) -> None:

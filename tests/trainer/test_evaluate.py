@@ -1,0 +1,127 @@
+"""Evaluation: exact averages, and a model that is as it was before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from small_world import FP32, Slope, batch_of, make_steps, sum_of_outputs
+from torch import nn
+
+from penstock.trainer.arrays import ArrayLoader
+from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer.evaluate import Evaluation, MetricFunction, evaluate
+from penstock.trainer.parallel.model import ParallelConfig, ParallelModel
+from penstock.trainer.ranks.world import World
+
+
+def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {"y": sum_of_outputs(model, batch)}
+
+
+def run(
+    world: World, model: nn.Module, batches: Iterable[Any], metrics: MetricFunction = outputs, **options: Any
+) -> dict[str, float] | None:
+    parallel = ParallelModel(model, ParallelConfig(), FP32, world)
+    evaluation = Evaluation(batches=batches, metrics=metrics)
+    return evaluate(parallel, evaluation, precision=FP32, phase=lambda name: nullcontext(), **options)
+
+
+@pytest.mark.parametrize("last_batch", ["partial", "pad"])
+def test_an_uneven_last_batch_counts_by_its_rows(world: World, last_batch: str) -> None:
+    x = torch.arange(1.0, 24.0).reshape(-1, 1)  # 23 rows in batches of 6: the last has 5
+    loader = ArrayLoader({"x": x}, batch_size=6, last_batch=last_batch, rank=0, world_size=1)
+    assert run(world, Slope(2.0), loader) == {"y": pytest.approx(24.0, rel=1e-12)}
+
+
+def test_sums_are_added_in_float64(world: World) -> None:
+    def large(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"large": (torch.tensor(2.0**24) if batch["x"][0] > 0 else torch.tensor(1.0), 1)}
+
+    found = run(world, Slope(), [batch_of(1.0), batch_of(0.0), batch_of(0.0)], large)
+    assert found is not None
+    assert found["large"] * 3 == 2**24 + 2, "float32 has no 2**24 + 1"
+
+
+def test_a_metric_without_counts_is_nan_and_no_batches_give_no_metrics(world: World) -> None:
+    found = run(world, Slope(), [batch_of()])
+    assert found is not None
+    assert math.isnan(found["y"])
+    assert run(world, Slope(), []) == {}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_evaluated_without_dropout_and_put_back_into_its_mode(world: World, training: bool) -> None:
+    model = Slope(1.0, dropout=0.5).train(training)
+    assert run(world, model, [batch_of(*[1.0] * 50)]) == {"y": 1.0}
+    assert model.training is training
+    assert model.dropout.training is training
+
+
+def test_an_error_in_the_metrics_puts_the_model_back_into_its_mode(world: World) -> None:
+    def fail(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        raise ValueError("no such label")
+
+    model = Slope().train()
+    with pytest.raises(ValueError, match="no such label"):
+        run(world, model, [batch_of(1.0)], fail)
+    assert model.training
+
+
+def test_gradients_are_neither_made_nor_touched(world: World) -> None:
+    def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        total, count = sum_of_outputs(model, batch)
+        assert not total.requires_grad
+        return {"y": (total, count)}
+
+    model = Slope()
+    model.w.grad = torch.tensor([[5.0]])
+    run(world, model, [batch_of(1.0, 2.0)], measure)
+    assert float(model.w.grad) == 5.0
+
+
+def test_an_evaluation_between_steps_leaves_training_as_it_was(world: World) -> None:
+    found = []
+    for evaluates in (False, True):
+        model = Slope(1.0)
+        steps = make_steps(world, model, accumulate=2)
+        for step in range(3):
+            steps.run(step, [batch_of(0.5), batch_of(0.25, 1.0)])
+            if evaluates:
+                run(world, model, [batch_of(9.0)])
+        found.append(float(model.w.detach()))
+    assert found[0] == found[1]
+
+
+def test_a_request_to_stop_ends_it_without_metrics_and_the_next_one_sees_all_batches(world: World) -> None:
+    x = torch.arange(6.0).reshape(-1, 1)
+    loader = ArrayLoader({"x": x}, batch_size=2, shuffle=False, rank=0, world_size=1)
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return len(asked) == 2
+
+    model = Slope().train()
+    assert run(world, model, loader, stop_requested=stop) is None
+    assert model.training
+    assert run(world, model, loader) == {"y": pytest.approx(2.5)}
+
+
+def test_what_is_no_mapping_of_sums_and_counts_is_refused(world: World) -> None:
+    for wrong in (0.5, {"y": 0.5}, {"y": (1.0, 2.0, 3.0)}):
+        with pytest.raises(TrainerConfigError, match=r"metric to \(sum, count\)"):
+            run(world, Slope(), [batch_of(1.0)], lambda model, batch, wrong=wrong: wrong)
+
+
+def test_the_error_of_the_batches_comes_through(world: World) -> None:
+    def broken() -> Iterator[dict[str, torch.Tensor]]:
+        yield batch_of(1.0)
+        raise OSError("shard test-3.tar cannot be read")
+
+    with pytest.raises(OSError, match=r"test-3\.tar"):
+        run(world, Slope(), broken())
