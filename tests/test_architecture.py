@@ -38,7 +38,7 @@ FLOORS = {
         {"data_loader", "tools"},
     ),
     "trainer": (
-        {"batches", "errors", "modes", "randomness", "stopwatch"},
+        {"batches", "errors", "finite", "modes", "randomness", "stopwatch"},
         {"options", "ranks"},
         {"arrays", "compression", "feed", "imports", "parallel", "watch"},
         {"checkpoint"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,9 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from .batches import count_rows, sample_ids
 from .errors import NonFiniteLossError, TrainerConfigError
+from .finite import any_not_finite, list_names, name_not_finite
 from .options import check_choice, check_range
 from .parallel.model import ParallelModel
 from .parallel.precision import LossScaler, PrecisionConfig, compute_context, local_part
+
+# fp16's loss scale starts at 2**16 and halves at each overflow; gradients that overflow even here are not finite.
+_LEAST_LOSS_SCALE = 2.0**-24
 
 LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -111,9 +115,12 @@ class StepRunner:
     def run(self, step: int, microbatches: Sequence[Any], *, stop_requested: bool = False) -> StepResult:
         """Forward and backward of this rank's microbatches, then the update; a collective over all ranks.
 
+        A step that is skipped leaves no trace: weights, optimizer, buffers and the expected count are as before it.
+
         Raises:
             NonFiniteLossError: on every rank alike, before the weights are touched.
         """
+        buffers, expected_before = self._copy_buffers(), self._expected_count
         # float64, one element each: sum of losses, count, rows, non-finite losses, requests to stop.
         totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
         totals[4] = stop_requested
@@ -142,11 +149,15 @@ class StepRunner:
         if exchange is not None:
             with self._phase("reduce"):
                 exchange.wait()
-        loss_total, count_total, rows, bad, stop = totals.tolist()
+        # One wait for the device, for all that must be known before the update.
+        loss_total, count_total, rows, bad, stop, bad_gradients = torch.cat((totals, self._check_gradients())).tolist()
         norm: float | None = None
         outcome: Outcome
         if bad:
             self._refuse_or_skip(step, microbatches, suspects)
+            outcome = "non-finite"
+        elif bad_gradients:
+            self._refuse_gradients(step)
             outcome = "non-finite"
         elif not count_total:
             outcome = "empty"
@@ -156,6 +167,10 @@ class StepRunner:
                 right = count_total if self._parallel.exchanges else float(own_count) * self._world.world_size
                 outcome, norm = self._update(step, self._expected_count / right if right else 1.0)
             self._expected_count = count_total
+        if outcome == "non-finite":
+            self._expected_count = expected_before
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(
             loss=loss_total / count_total if count_total else math.nan,
@@ -165,6 +180,25 @@ class StepRunner:
             outcome=outcome,
             stop_requested=stop > 0,
         )
+
+    def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers with copies, where a step may be skipped: a batch norm has then seen what is not finite."""
+        if self._config.on_nan == "stop":
+            return []
+        return [(buffer, buffer.detach().clone()) for buffer in self._parallel.inner.buffers()]
+
+    def _check_gradients(self) -> torch.Tensor:
+        """(1,) float64: 1 where a gradient is not finite, the same on every rank; fp16's scaler looks for itself."""
+        device = self._world.device
+        if self._scaler.is_enabled():
+            return torch.zeros(1, dtype=torch.float64, device=device)
+        bad = any_not_finite((p.grad for _, p in self._trained() if p.grad is not None), device)
+        if self._world.world_size > 1 and (self._parallel.is_sharded or not self._parallel.exchanges):
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return bad
+
+    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, one) for name, one in self._parallel.inner.named_parameters() if one.requires_grad)
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
@@ -190,7 +224,23 @@ class StepRunner:
             factor *= min(1.0, self._config.clip_norm / (norm + 1e-6))
         if factor != 1.0:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
-        return ("updated" if self._scaler.step_and_update(self._optimizer) else "overflow"), norm
+        if self._scaler.step_and_update(self._optimizer):
+            return "updated", norm
+        if self._scaler.get_scale() < _LEAST_LOSS_SCALE:
+            raise NonFiniteLossError(
+                f"step {step}: gradients overflow even at a loss scale of {self._scaler.get_scale():.1e}, so they are "
+                "not finite at any scale; look for a division by zero or a root of zero in the model, or use "
+                "precision.dtype='bf16'"
+            )
+        return "overflow", norm
+
+    def _refuse_gradients(self, step: int) -> None:
+        found = name_not_finite((name, one.grad) for name, one in self._trained() if one.grad is not None)
+        everywhere = [found]
+        if self._world.world_size > 1:
+            everywhere = [[] for _ in range(self._world.world_size)]
+            dist.all_gather_object(everywhere, found)
+        self._count_skip(f"step {step}: the loss is finite and the gradient of {list_names(everywhere)} is not")
 
     def _refuse_or_skip(self, step: int, microbatches: Sequence[Any], suspects: Sequence[torch.Tensor]) -> None:
         found = [

@@ -20,9 +20,10 @@ from .checkpoint.checkpointer import Checkpointer, export_safetensors
 from .checkpoint.folder import step_folder
 from .compression.compression import Compression
 from .config import TrainerConfig
-from .errors import TrainerConfigError, TrainerError
+from .errors import NonFiniteLossError, TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .feed import Feed
+from .finite import any_not_finite, list_names, name_not_finite
 from .guard import Guard, list_activities
 from .modes import begin_training
 from .parallel.activation import compile_model, recompute_activations
@@ -336,6 +337,7 @@ class DistributedTrainer:
         if self._checkpointer is None:
             return
         self._agree_on_weights()
+        self._refuse_weights_that_are_not_finite()
         with self.stopwatch.phase("checkpoint"):
             is_new = self._checkpointer.save(
                 self.progress.step,
@@ -349,6 +351,22 @@ class DistributedTrainer:
         if is_new:
             is_written = blocking or not self.config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
+
+    def _refuse_weights_that_are_not_finite(self) -> None:
+        named = list(self.parallel.inner.named_parameters())
+        bad = any_not_finite((parameter for _, parameter in named), self.world.device)
+        if self.world.world_size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if not bad.item():
+            return
+        everywhere = [name_not_finite(named)]
+        if self.world.world_size > 1:
+            everywhere = [[] for _ in range(self.world.world_size)]
+            dist.all_gather_object(everywhere, name_not_finite(named))
+        raise NonFiniteLossError(
+            f"step {self.progress.step}: the weights {list_names(everywhere)} are not finite and are not saved; the "
+            "checkpoints before this one stay. Lower the rate, or set step.clip_norm, and resume"
+        )
 
     def _finish(self, stopped: bool) -> None:
         self._record_steps()

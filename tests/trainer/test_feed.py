@@ -11,8 +11,13 @@ import torch
 from penstock.trainer.arrays import ArrayLoader
 from penstock.trainer.errors import TrainerError
 from penstock.trainer.feed import Feed
+from penstock.trainer.ranks.world import World
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def alone(device: torch.device) -> World:
+    return World(0, 1, 0, 1, 0, 1, device, "gloo")
 
 
 def rows(count: int = 10, **options: Any) -> ArrayLoader:
@@ -44,24 +49,24 @@ class Loader:
 
 
 def test_microbatches_come_in_groups_fewer_at_the_epochs_end_and_none_after_it() -> None:
-    feed = Feed(rows(), accumulate=2, device=CPU)
+    feed = Feed(rows(), accumulate=2, world=alone(CPU))
     assert [take(feed) for _ in range(4)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]], []]
     assert take(feed, 1) == [[0, 1], [2, 3]]
 
 
 def test_batches_are_moved_to_the_device_whatever_they_are_made_of() -> None:
     batch = {"x": torch.ones(2), "names": ["a", "b"], "pair": (torch.zeros(1), [torch.ones(3)])}
-    (moved,) = Feed([batch], accumulate=1, device=META).take(0)
+    (moved,) = Feed([batch], accumulate=1, world=alone(META)).take(0)
     assert moved["x"].device == moved["pair"][0].device == moved["pair"][1][0].device == META
     assert moved["names"] == ["a", "b"]
     assert isinstance(moved["pair"], tuple)
-    (kept,) = Feed([batch], accumulate=1, device=CPU).take(0)
+    (kept,) = Feed([batch], accumulate=1, world=alone(CPU)).take(0)
     assert kept["x"] is batch["x"], "copied without need"
 
 
 def test_the_loaders_position_after_a_step_is_that_of_the_steps_last_batch() -> None:
     loader = rows()
-    feed = Feed(loader, accumulate=2, device=CPU)
+    feed = Feed(loader, accumulate=2, world=alone(CPU))
     take(feed)
     assert loader.state_dict()["consumed"] == 4
 
@@ -73,17 +78,17 @@ def test_a_resumed_feed_continues_with_the_next_batch_and_ends_each_epoch_once(s
     def run(feed: Feed, count: int) -> list[list[list[int]]]:
         return [take(feed) for _ in range(count)]
 
-    whole = run(Feed(rows(last_batch="partial", shuffle=True), accumulate=2, device=CPU), 12)
-    first = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, device=CPU)
+    whole = run(Feed(rows(last_batch="partial", shuffle=True), accumulate=2, world=alone(CPU)), 12)
+    first = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, world=alone(CPU))
     done = run(first, steps)
-    second = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, device=CPU)
+    second = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, world=alone(CPU))
     second.load_state_dict(first.state_dict())
     assert done + run(second, 12 - steps) == whole
 
 
 def test_a_loader_without_state_is_told_each_epoch_and_starts_anew() -> None:
     loader = Loader(3)
-    feed = Feed(loader, accumulate=2, device=CPU)
+    feed = Feed(loader, accumulate=2, world=alone(CPU))
     assert not feed.is_exact
     assert [take(feed, epoch) for epoch in (0, 0, 0, 1, 1, 1)] == [[[0], [1]], [[2]], []] * 2
     assert loader.epochs == [0, 1]
@@ -93,15 +98,15 @@ def test_a_loader_without_state_is_told_each_epoch_and_starts_anew() -> None:
 
 
 def test_a_state_of_a_loader_with_state_is_no_harm_to_one_without() -> None:
-    exact = Feed(rows(), accumulate=1, device=CPU)
+    exact = Feed(rows(), accumulate=1, world=alone(CPU))
     take(exact)
-    feed = Feed(Loader(2), accumulate=1, device=CPU)
+    feed = Feed(Loader(2), accumulate=1, world=alone(CPU))
     feed.load_state_dict(exact.state_dict())
     assert take(feed) == [[0]]
 
 
 def test_a_loader_that_never_has_a_batch_is_an_error_that_names_it() -> None:
-    feed = Feed(Loader(0), accumulate=1, device=CPU)
+    feed = Feed(Loader(0), accumulate=1, world=alone(CPU))
     assert feed.take(0) == [], "the rest of an epoch may be empty"
     with pytest.raises(TrainerError, match=r"epoch 1: loader=Loader gave no batch"):
         feed.take(1)
@@ -113,7 +118,7 @@ def test_the_loaders_own_error_comes_through_with_its_name() -> None:
             yield {"n": torch.tensor([0])}
             raise OSError("shard train-7.tar cannot be read")
 
-    feed = Feed(Broken(2), accumulate=1, device=CPU)
+    feed = Feed(Broken(2), accumulate=1, world=alone(CPU))
     assert take(feed) == [[0]]
     with pytest.raises(OSError, match=r"train-7\.tar"):
         feed.take(0)
@@ -121,7 +126,7 @@ def test_the_loaders_own_error_comes_through_with_its_name() -> None:
 
 def test_a_feed_dropped_midway_closes_the_loaders_iteration() -> None:
     loader = Loader(3)
-    feed = Feed(loader, accumulate=1, device=CPU)
+    feed = Feed(loader, accumulate=1, world=alone(CPU))
     take(feed)
     assert loader.closed == 0
     del feed
