@@ -120,6 +120,7 @@ class StepRunner:
         Raises:
             NonFiniteLossError: on every rank alike, before the weights are touched.
         """
+        self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
         # float64, one element each: sum of losses, count, rows, non-finite losses, requests to stop.
         totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)

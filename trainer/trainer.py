@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -186,15 +186,15 @@ class DistributedTrainer:
         """The metrics over all evaluation data; None without any, or where a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
-        self._agree_on_weights()
-        seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
-        found = evaluate(
-            self.parallel,
-            self._evaluation,
-            precision=self.config.precision,
-            phase=self.stopwatch.phase,
-            stop_requested=self._guard.is_stop_requested,
-        )
+        with self._agreed():
+            seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
+            found = evaluate(
+                self.parallel,
+                self._evaluation,
+                precision=self.config.precision,
+                phase=self.stopwatch.phase,
+                stop_requested=self._guard.is_stop_requested,
+            )
         if found is not None:
             self._metrics = found
             self._recorder.record("evaluate", found)
@@ -307,10 +307,15 @@ class DistributedTrainer:
         with self.stopwatch.phase("average"):
             averager.average_if_due(self.progress.step)
 
-    def _agree_on_weights(self) -> None:
-        if self._averager is not None:
-            with self.stopwatch.phase("average"):
-                self._averager.average_all()
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without."""
+        with ExitStack() as stack:
+            if self._averager is not None:
+                with self.stopwatch.phase("average"):
+                    stack.enter_context(self._averager.averaged())
+            self.parallel.agree_on_buffers()
+            yield
 
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
         shares.add(sum(count_rows(batch) for batch in microbatches))
@@ -336,18 +341,18 @@ class DistributedTrainer:
     def _save(self, *, blocking: bool, metric: float | None = None) -> None:
         if self._checkpointer is None:
             return
-        self._agree_on_weights()
-        self._refuse_weights_that_are_not_finite()
-        with self.stopwatch.phase("checkpoint"):
-            is_new = self._checkpointer.save(
-                self.progress.step,
-                self.parallel.inner,
-                self.optimizer,
-                self.state_dict() | {"feed": self._feed.gather_state()},
-                blocking=blocking,
-                metric=metric,
-                rank_state=self.compression.state_dict(),
-            )
+        with self._agreed():
+            self._refuse_weights_that_are_not_finite()
+            with self.stopwatch.phase("checkpoint"):
+                is_new = self._checkpointer.save(
+                    self.progress.step,
+                    self.parallel.inner,
+                    self.optimizer,
+                    self.state_dict() | {"feed": self._feed.gather_state()},
+                    blocking=blocking,
+                    metric=metric,
+                    rank_state=self.compression.state_dict(),
+                )
         if is_new:
             is_written = blocking or not self.config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
@@ -372,7 +377,8 @@ class DistributedTrainer:
         self._record_steps()
         if stopped and self._checkpointer is None:
             self._recorder.note("asked to stop: nothing is saved, as checkpoint.every_steps=0")
-        self._agree_on_weights()
+        if self._averager is not None and not self._averager.are_alike:
+            self._averager.average_all()  # the model that stays behind is that of all ranks
         self._save(blocking=True)
         if self.config.export is not None and self._checkpointer is not None and self.world.is_first:
             newest = step_folder(self._checkpointer.folder, self.progress.step)

@@ -5,7 +5,8 @@ Hierarchical averaging does it often within a node, where links are fast, and se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +42,8 @@ class PeriodicAverager:
     The model must be bare: under DDP or ``fully_shard`` the gradients are exchanged already. Parameters, floating
     buffers (a batch norm's statistics) and the optimizer's floating state become the exact mean over the ranks, summed
     in fp32 or better, and are then bit-equal on all of them, so a checkpoint taken there is complete; whole-number
-    buffers and counters become the largest. A checkpoint between two averages holds one rank's state: call
-    ``average_all`` before it.
+    buffers and counters become the largest. Between two averages each rank has a state of its own: save and evaluate
+    within ``averaged``. All mutable state beside theirs: whether the ranks' states are alike now.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: AveragingConfig, world: World) -> None:
@@ -65,12 +66,18 @@ class PeriodicAverager:
             width = world.local_world_size
             nodes = [list(range(first, first + width)) for first in range(0, world.world_size, width)]
             self._node_group, _ = dist.new_subgroups_by_enumeration(nodes)  # type: ignore[no-untyped-call]
+        self.are_alike = True
 
     def average_if_due(self, step: int) -> bool:
-        """Average what is due after ``step`` (counted from 1); tell whether all ranks now have the same state."""
+        """Average what is due after ``step`` (counted from 1); tell whether all ranks now have the same state.
+
+        To be called after every step: ``are_alike`` is then true where nothing was trained since the last average.
+        """
         if step % self._config.average_every == 0:
-            self.average_all()
+            self._average(None, self._world.world_size)
+            self.are_alike = True
             return True
+        self.are_alike = False
         if self._config.node_every is not None and step % self._config.node_every == 0:
             self._average(self._node_group, self._world.local_world_size)
         return False
@@ -78,6 +85,28 @@ class PeriodicAverager:
     def average_all(self) -> None:
         """Make the state of all ranks their mean, now."""
         self._average(None, self._world.world_size)
+        self.are_alike = True
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this, all ranks have the mean of their states; after it each has its own again, bit by bit.
+
+        So evaluating or saving between two averages changes no training. Takes the memory of one more copy.
+        """
+        if self.are_alike or self._world.world_size == 1:
+            yield
+            return
+        kept = [(tensor, tensor.detach().clone()) for tensor in self._tensors()]
+        self._average(None, self._world.world_size)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, own in kept:
+                    tensor.copy_(own)
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._model.parameters(), *self._model.buffers(), *_optimizer_tensors(self._optimizer)]
 
     def close(self) -> None:
         """Leave the node's group; closing twice is allowed."""
@@ -89,8 +118,7 @@ class PeriodicAverager:
     def _average(self, group: dist.ProcessGroup | None, ranks: int) -> None:
         if ranks == 1:
             return
-        tensors = [*self._model.parameters(), *self._model.buffers(), *_optimizer_tensors(self._optimizer)]
-        for (wide, device), members in _group_by_kind(tensors).items():
+        for (wide, device), members in _group_by_kind(self._tensors()).items():
             flat = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in members])
             floating = flat.is_floating_point()
             dist.all_reduce(flat, op=dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX, group=group)

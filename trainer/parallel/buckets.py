@@ -35,11 +35,13 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     """
     bare = cast(nn.Module, model.module)
     trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
+    shares_buffers, model.broadcast_buffers = model.broadcast_buffers, False  # the stand-in has none
     model.module = _SumOfParameters(trained)
     try:
         model().backward()
         model()  # DDP regroups at the beginning of the next forward pass
     finally:
         model.module = bare
+        model.broadcast_buffers = shares_buffers
     for parameter in trained:
         parameter.grad = None

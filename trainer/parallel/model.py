@@ -19,6 +19,7 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range, suggest
 from ..ranks.world import World
 from .buckets import settle_buckets
+from .buffers import share_buffers, synchronise_batch_norms
 from .precision import PrecisionConfig, build_sharding_policy, check_master_weights
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -48,6 +49,9 @@ class ParallelConfig:
 
     hybrid: bool = False
     """With zero=1..3, shard within a node and replicate across nodes."""
+
+    sync_batchnorm: bool = False
+    """Take the statistics of batch norms over all ranks; CUDA only."""
 
     def __post_init__(self) -> None:
         check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
@@ -89,6 +93,8 @@ class ParallelModel:
         self.inner = model
         self.exchanges = exchange and world.world_size > 1
         model.to(world.device)
+        if config.sync_batchnorm:
+            synchronise_batch_norms(model, world)
         before = list(model.parameters())
         self.module: nn.Module
         if config.zero:
@@ -146,6 +152,20 @@ class ParallelModel:
             self.module.set_reshard_after_backward(last)
             self.module.set_is_last_backward(last)
         return nullcontext()
+
+    def begin_step(self) -> None:
+        """Give all ranks rank 0's buffers before forward, as DDP does; a collective where the model is sharded."""
+        if self.is_sharded:
+            share_buffers(self.inner.buffers(), self.world)
+
+    def agree_on_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, so that all evaluate, and save, one model; a collective.
+
+        The next step begins with that anyway, so training is the same with and without. Ranks that exchange no
+        gradients average their buffers with their weights instead.
+        """
+        if self.exchanges:
+            share_buffers(self.inner.buffers(), self.world)
 
     def gather_no_more(self) -> None:
         """Let go of gathered weights, which a forward without a backward leaves whole for zero=1 and 2."""

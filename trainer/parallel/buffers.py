@@ -1,0 +1,46 @@
+"""One set of buffers for all ranks: those of rank 0, as DDP has it, whatever the way of sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import TrainerConfigError
+from ..ranks.world import World
+
+
+@torch.no_grad()
+def share_buffers(buffers: Iterable[Tensor], world: World) -> None:
+    """Make every rank's buffers those of rank 0; a collective, of one message for each dtype and device."""
+    if world.world_size == 1:
+        return
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.numel():
+            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+    for members in groups.values():
+        flat = torch.cat([member.reshape(-1) for member in members]).to(world.device)
+        dist.broadcast(flat, src=0)
+        if not world.is_first:
+            parts = torch.split(flat, [member.numel() for member in members])
+            for member, part in zip(members, parts, strict=True):
+                member.copy_(part.view_as(member))
+
+
+def synchronise_batch_norms(model: nn.Module, world: World) -> None:
+    """Replace the model's batch norms by ones that take their statistics over all ranks.
+
+    Raises:
+        TrainerConfigError: torch computes them on CUDA devices only; or the model has no batch norm.
+    """
+    key = "parallel.sync_batchnorm=True"
+    if world.device.type != "cuda":
+        raise TrainerConfigError(f"{key}: torch has SyncBatchNorm for CUDA devices only and this is {world.device}")
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        raise TrainerConfigError(f"{key}: model={type(model).__name__} has no batch norm; leave it out")
+    if isinstance(model, nn.modules.batchnorm._BatchNorm):
+        raise TrainerConfigError(f"{key}: model={type(model).__name__} is a batch norm itself; wrap it in a module")
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
