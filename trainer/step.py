@@ -122,8 +122,8 @@ class StepRunner:
         """
         self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
-        # float64, one element each: sum of losses, count, rows, non-finite losses, requests to stop.
-        totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
+        # float64: sum of losses, count, rows, non-finite losses, requests to stop, and two for the order of modules.
+        totals = torch.zeros(7, dtype=torch.float64, device=self._world.device)
         totals[4] = stop_requested
         own_count = totals[1]
         exchange: dist.Work | None = None
@@ -131,7 +131,7 @@ class StepRunner:
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             with self._parallel.exchange_when(last=last):
-                with self._phase("forward"):
+                with self._phase("forward"), self._parallel.watched_forward():
                     loss_sum, count = self._forward(batch)
                 finite = torch.isfinite(loss_sum.detach())
                 totals[0] += loss_sum.detach()
@@ -143,6 +143,7 @@ class StepRunner:
                     self._expected_count = self._expect(totals[1]) * len(microbatches)
                 if last and self._world.world_size > 1:
                     own_count = totals[1].clone()
+                    totals[5], totals[6] = self._parallel.order_marks()
                     exchange = dist.all_reduce(totals, async_op=True)
                 with self._phase("backward"):
                     scale = self._world.world_size / self._expected_count
@@ -151,7 +152,10 @@ class StepRunner:
             with self._phase("reduce"):
                 exchange.wait()
         # One wait for the device, for all that must be known before the update.
-        loss_total, count_total, rows, bad, stop, bad_gradients = torch.cat((totals, self._check_gradients())).tolist()
+        values = torch.cat((totals, self._check_gradients())).tolist()
+        loss_total, count_total, rows, bad, stop, order, squares, bad_gradients, *used = values
+        self._parallel.check_order(order, squares)
+        self._parallel.drop_unused(used)
         norm: float | None = None
         outcome: Outcome
         if bad:
@@ -189,14 +193,19 @@ class StepRunner:
         return [(buffer, buffer.detach().clone()) for buffer in self._parallel.inner.buffers()]
 
     def _check_gradients(self) -> torch.Tensor:
-        """(1,) float64: 1 where a gradient is not finite, the same on every rank; fp16's scaler looks for itself."""
+        """(1 + n,) float64, the same on every rank: 1 where a gradient is not finite; n sharded parameters' use.
+
+        fp16's scaler looks for itself.
+        """
         device = self._world.device
         if self._scaler.is_enabled():
-            return torch.zeros(1, dtype=torch.float64, device=device)
-        bad = any_not_finite((p.grad for _, p in self._trained() if p.grad is not None), device)
+            bad = torch.zeros(1, dtype=torch.float64, device=device)
+        else:
+            bad = any_not_finite((p.grad for _, p in self._trained() if p.grad is not None), device)
+        found = torch.cat((bad, self._parallel.used_flags()))
         if self._world.world_size > 1 and (self._parallel.is_sharded or not self._parallel.exchanges):
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        return bad
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found
 
     def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return ((name, one) for name, one in self._parallel.inner.named_parameters() if one.requires_grad)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from ..ranks.world import World
 from .buckets import settle_buckets
 from .buffers import share_buffers, synchronise_batch_norms
 from .precision import PrecisionConfig, build_sharding_policy, check_master_weights
+from .usage import ModuleOrder, ParameterUsage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -105,6 +106,12 @@ class ParallelModel:
         else:
             _copy_from_first_rank(model, world)
             self.module = model
+        self.usage: ParameterUsage | None = None
+        self.order: ModuleOrder | None = None
+        if config.zero and isinstance(model, FSDPModule):
+            sharded = list(_sharded_modules(model))
+            self.usage = ParameterUsage(model, sharded)
+            self.order = ModuleOrder(model, sharded, world)
         self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
 
     @property
@@ -155,8 +162,38 @@ class ParallelModel:
 
     def begin_step(self) -> None:
         """Give all ranks rank 0's buffers before forward, as DDP does; a collective where the model is sharded."""
-        if self.is_sharded:
+        if self.usage is not None and self.order is not None:
             share_buffers(self.inner.buffers(), self.world)
+            self.usage.begin_step()
+            self.order.begin_step()
+
+    @contextmanager
+    def watched_forward(self) -> Iterator[None]:
+        """What a forward runs in, so that ranks which run different sharded modules are found."""
+        if self.order is not None:
+            self.order.begin_forward()
+        yield
+        if self.order is not None:
+            self.order.end_forward()
+
+    def order_marks(self) -> tuple[float, float]:
+        """Two numbers of this step's order of modules, to be added over all ranks and given to ``check_order``."""
+        return (0.0, 0.0) if self.order is None else self.order.marks()
+
+    def check_order(self, total: float, total_of_squares: float) -> None:
+        """Raise a TrainerError, on every rank, where ranks ran different sharded modules."""
+        if self.order is not None:
+            self.order.check(total, total_of_squares)
+
+    def used_flags(self) -> torch.Tensor:
+        """(n,) float64: which parameters this rank used, where the model is sharded; empty elsewhere."""
+        empty = torch.zeros(0, dtype=torch.float64, device=self.world.device)
+        return empty if self.usage is None else self.usage.flags(self.world.device)
+
+    def drop_unused(self, used_anywhere: Sequence[float]) -> None:
+        """Take the zeros away that stand for the gradients of parameters that no rank used."""
+        if self.usage is not None:
+            self.usage.drop_unused(used_anywhere)
 
     def agree_on_buffers(self) -> None:
         """Give all ranks rank 0's buffers, so that all evaluate, and save, one model; a collective.
@@ -189,18 +226,28 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.Module]:
-    """The modules whose class is named, outer before inner; with no names, the items of each ``ModuleList``.
+    """The modules whose class is named, outer before inner; with no names, the items of the outermost ``ModuleList``s.
+
+    Lists inside blocks (of experts, of heads) are left whole: their items may run on some ranks and not on others.
 
     Raises:
         TrainerConfigError: a name that no module of the model has, naming ``key``.
     """
     if not names:
-        return [item for module in model.modules() if isinstance(module, nn.ModuleList) for item in module]
+        return list(_outermost_items(model))
     known = {type(module).__name__ for module in model.modules()}
     for name in names:
         if name not in known:
             raise TrainerConfigError(f"{key}={name!r} is no module class of the model; {suggest(name, known)}")
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _outermost_items(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _outermost_items(child)
 
 
 def _copy_from_first_rank(model: nn.Module, world: World) -> None:

@@ -1,0 +1,117 @@
+"""Parameters that only some ranks use in a step: right at every zero stage, or refused by name."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from together_cases import make_trainer, rows
+from torch import nn
+
+from penstock.trainer.errors import TrainerError
+from penstock.trainer.ranks.world import World
+
+
+class Expert(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        nn.init.constant_(self.line.weight, 0.1 * (number + 1))
+        nn.init.zeros_(self.line.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.line(x))
+
+
+class Layer(nn.Module):
+    """Each row goes to one of three experts by its number; an expert without rows does not run."""
+
+    def __init__(self, experts: list[nn.Module] | nn.ModuleList) -> None:
+        super().__init__()
+        self.experts = experts if isinstance(experts, nn.ModuleList) else nn.ModuleList(experts)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        out = x.clone()
+        for number, expert in enumerate(self.experts):
+            chosen = choice == number
+            if chosen.any():
+                out[chosen] = expert(x[chosen]).to(out.dtype)
+        return out
+
+
+class Routed(nn.Module):
+    """Experts inside layers, which a ModuleList holds; ``flat``: experts that the list itself holds."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.flat = flat
+        experts = nn.ModuleList(Expert(number) for number in range(3))
+        self.layers = experts if flat else nn.ModuleList([Layer(experts), Layer([Expert(n) for n in range(3)])])
+        self.head = nn.Linear(2, 2)
+        nn.init.constant_(self.head.weight, 0.3)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        if self.flat:
+            return self.head(Layer.forward(Wrapped(self.layers), x, choice))  # type: ignore[arg-type]
+        for layer in self.layers:
+            x = layer(x, choice)
+        return self.head(x)
+
+
+class Wrapped:
+    def __init__(self, experts: nn.ModuleList) -> None:
+        self.experts = experts
+
+
+def route(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Experts 0 and 1 by single rows, so that ranks differ; expert 2 from row 13 on: in some steps nobody runs it."""
+    number = batch["number"].long()
+    choice = torch.where(number > 12, 2, number % 2)
+    return model(batch["x"], choice).float().square().sum(), len(number)
+
+
+def train(world: World, zero: int, accumulate: int, flat: bool = False) -> Any:
+    torch.manual_seed(0)
+    options = {
+        "parallel": {"zero": zero, "unused_parameters": zero == 0},
+        "step": {"accumulate": accumulate},
+        "steps": 6,
+        "schedule": {"shape": "constant"},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        loader = rows(world, "drop", 4, shuffle=False)
+        trainer = make_trainer(world, folder, loader, Routed(flat), loss=route, **options)
+        trainer.optimizer.param_groups[0]["weight_decay"] = 0.5
+        with trainer:
+            try:
+                trainer.train()
+            except TrainerError as exc:
+                return str(exc)
+            found = {}
+            for name, parameter in trainer.parallel.inner.named_parameters():
+                whole = parameter.full_tensor() if zero else parameter
+                found[name] = whole.detach().flatten().tolist()
+            return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_experts_that_only_some_ranks_use_train_as_on_one(zero: int, accumulate: int) -> None:
+    expected = run_ranks(train, 4, 0, accumulate)[0]
+    for found in run_ranks(train, 4, zero, accumulate):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert found[name] == pytest.approx(expected[name], abs=1e-6), name
+
+
+def test_sharded_modules_that_only_some_ranks_run_are_refused_by_name() -> None:
+    for told in run_ranks(train, 4, 3, 1, True):
+        assert "layers." in told
+        assert "(Expert)" in told
+        assert "parallel.blocks" in told
+        assert "parallel.unused_parameters=True" in told
