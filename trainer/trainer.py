@@ -92,7 +92,7 @@ class DistributedTrainer:
             self.stopwatch,
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
-            activities=list_activities(loader, evaluation),
+            activities={**list_activities(loader, evaluation), "forward": self._tell_forward},
         )
 
         recompute_activations(model, config.activation)
@@ -275,6 +275,11 @@ class DistributedTrainer:
         self._recorder.note(
             f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
         )
+
+    def _tell_forward(self) -> dict[str, str]:
+        """Which sharded module this rank is in: where ranks run different ones, each waits for the others' weights."""
+        order = self.parallel.order
+        return {"module": order.running} if order is not None and order.running else {}
 
     def _is_done(self) -> bool:
         steps, epochs = self.config.steps, self.config.epochs
