@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -42,17 +41,17 @@ from .stopwatch import Stopwatch
 class DistributedTrainer:
     """Trains a model on an iterable of batches, on as many ranks as there are.
 
-    ``optimizer`` is one over the model's parameters, without state so far, or a function from parameters to one.
-    ``loader`` gives this rank's share of each global batch and as many batches on every rank; with ``state_dict`` and
+    ``optimizer`` is a fresh one over the model's parameters, or a function from parameters to one. ``loader`` yields
+    this rank's share of each global batch, and as many batches on every rank; with ``state_dict`` and
     ``load_state_dict`` training resumes at the exact sample. ``loss`` takes (model, batch) and returns the sum of the
     losses and their count (of samples or tokens); the gradient is that of the mean over all ranks and microbatches.
 
-    Where checkpoints are asked for, making the trainer continues from the newest one in the folder that verifies.
-    Every rank makes it and calls it alike, in its main thread; making it, ``train`` and ``evaluate`` are collectives.
+    With checkpoints, a new trainer continues from the newest one in the folder that verifies. Every rank makes the
+    trainer and makes the same calls, in its main thread; making it, ``train`` and ``evaluate`` are collectives.
 
     Raises:
-        TrainerConfigError: at once, for anything that cannot work and can be known before the first step.
-        CheckpointError: at once, for a folder that cannot be written or holds no checkpoint that can be trusted.
+        TrainerConfigError: something cannot work, as far as that can be known before the first step.
+        CheckpointError: the folder cannot be written, or has checkpoints of which none verifies.
     """
 
     def __init__(
@@ -126,11 +125,11 @@ class DistributedTrainer:
             raise
 
     def train(self) -> Summary:
-        """Train until the steps or epochs are done, or a signal asks to stop; the same on every rank but for times.
+        """Train until the steps or epochs are done, or a signal asks to stop; ranks' summaries differ in times only.
 
         Raises:
-            NonFiniteLossError: on every rank, where the policy is to stop or too many were skipped.
-            StallError: on every rank, where one of them stalled, failed or died.
+            NonFiniteLossError: on every rank, if the policy is to stop or too many steps were skipped.
+            StallError: on every rank, if one of them stalled, failed or died.
         """
         started, stopped = time.perf_counter(), False
         self.parallel.module.train()
@@ -151,7 +150,8 @@ class DistributedTrainer:
                 self.progress.count(result)
                 self._recorder.add(result)
                 if self._averager is not None:
-                    self._average(self._averager)
+                    with self.stopwatch.phase("average"):
+                        self._averager.average_if_due(self.progress.step)
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
                 if self.progress.step % self.config.report.every == 0:
@@ -177,7 +177,7 @@ class DistributedTrainer:
         return summary
 
     def evaluate(self) -> dict[str, float] | None:
-        """The metrics over all evaluation data; None without any, or where a signal asks to stop; a collective."""
+        """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
         self._agree_on_weights()
@@ -195,7 +195,7 @@ class DistributedTrainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but weights and optimizer state: JSON-able, small, the same for any number of ranks."""
+        """Everything but weights and optimizer state: small, JSON, and the same for any number of ranks."""
         return {
             "version": 1,
             "progress": self.progress.state_dict(),
@@ -213,7 +213,7 @@ class DistributedTrainer:
         self._feed.load_state_dict(state["feed"])
 
     def close(self) -> None:
-        """Close what the trainer opened, the save under way first; loader and process group are the caller's."""
+        """Finish the save under way and close what the trainer opened; loader and process group are the caller's."""
         with ExitStack() as stack:
             stack.callback(self._recorder.close)
             if self._averager is not None:
@@ -250,8 +250,8 @@ class DistributedTrainer:
     def _resume(self) -> None:
         if not self._feed.is_exact:
             self._recorder.note(
-                f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run begins its epoch "
-                "anew, so that samples of that epoch may come twice"
+                f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run starts its epoch over, so "
+                "that samples of that epoch may come twice"
             )
         if self._checkpointer is None:
             return
@@ -268,10 +268,8 @@ class DistributedTrainer:
         )
 
     def _is_done(self) -> bool:
-        steps, epochs = self.config.steps, self.config.epochs
-        return (steps is not None and self.progress.step >= steps) or (
-            epochs is not None and self.progress.epoch >= epochs
-        )
+        limits = ((self.progress.step, self.config.steps), (self.progress.epoch, self.config.epochs))
+        return any(limit is not None and done >= limit for done, limit in limits)
 
     def _is_multiple(self, every: int | None) -> bool:
         return bool(every) and self.progress.step % (every or 1) == 0
@@ -281,16 +279,12 @@ class DistributedTrainer:
             return self._feed.take(self.progress.epoch)
 
     def _end_epoch(self) -> bool:
-        """Count the epoch, evaluate if that is due, and say whether a signal asked to stop meanwhile."""
+        """Count the epoch, evaluate if that is due, and return whether a signal asked to stop meanwhile."""
         self.progress.epoch += 1
         return self.config.evaluate.every is None and self._is_asked_to_stop_in_evaluation()
 
     def _is_asked_to_stop_in_evaluation(self) -> bool:
         return self._evaluation is not None and self.evaluate() is None
-
-    def _average(self, averager: PeriodicAverager) -> None:
-        with self.stopwatch.phase("average"):
-            averager.average_if_due(self.progress.step)
 
     def _agree_on_weights(self) -> None:
         if self._averager is not None:
@@ -304,18 +298,15 @@ class DistributedTrainer:
                 shares.rebalance(self.stopwatch.seconds["forward"])
 
     def _keep_best(self, found: dict[str, float]) -> None:
-        name, best = self.config.evaluate.best, self.progress.best
+        name = self.config.evaluate.best
         if name is None:
             return
         if name not in found:
             raise TrainerConfigError(
-                f"evaluate.best={name!r} is no metric of the evaluation; it gives {', '.join(sorted(found))}"
+                f"evaluate.best={name!r} is no metric of the evaluation; it returns {', '.join(sorted(found))}"
             )
-        sign = 1 if self.config.checkpoint.best == "max" else -1
-        if math.isnan(found[name]) or (best is not None and sign * found[name] <= sign * best):
-            return
-        self.progress.best, self.progress.best_step = found[name], self.progress.step
-        if self.config.checkpoint.keep_best:
+        is_best = self.progress.improve(found[name], best_is=self.config.checkpoint.best)
+        if is_best and self.config.checkpoint.keep_best:
             self._save(blocking=False, metric=found[name])
 
     def _save(self, *, blocking: bool, metric: float | None = None) -> None:
@@ -339,7 +330,7 @@ class DistributedTrainer:
     def _finish(self, stopped: bool) -> None:
         self._record_steps()
         if stopped and self._checkpointer is None:
-            self._recorder.note("asked to stop: nothing is saved, as checkpoint.every_steps=0")
+            self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
         self._agree_on_weights()
         self._save(blocking=True)
         if self.config.export is not None and self._checkpointer is not None and self.world.is_first:

@@ -1,7 +1,7 @@
-"""What is in a checkpoint: model, optimizer and each rank's own tensors as one state dict, and back into place.
+"""What a checkpoint holds: model, optimizer and each rank's own tensors as one state dict, and how it is restored.
 
 Keys are those of the bare model, whatever wraps it (DDP, ``fully_shard``, ``torch.compile``), so a checkpoint taken at
-one zero stage and world size loads at any other. Reading needs no collective: every rank reads what it holds.
+one zero stage and world size loads at any other. Reading is not a collective: every rank reads what it holds.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def gather_state(
 ) -> dict[str, Any]:
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
-    An optimizer that has not stepped yet is described by zeros, and left as if it had not been asked.
+    An optimizer that has not stepped yet is described by zeros, and left unchanged.
     """
     untouched = not optimizer.state
     described = get_optimizer_state_dict(model, optimizer)
     if untouched:
-        # Torch fills an empty state by a step with zero gradients; that step must not count, here or in training.
+        # Torch fills an empty state by a step with zero gradients; that step must leave no trace.
         _zero_state(described)
         optimizer.state.clear()
     return {
@@ -51,10 +51,10 @@ def gather_state(
 
 
 def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read a checkpoint into model and optimizer, whatever sharding it was taken with.
+    """Read a checkpoint into model and optimizer, whatever its sharding.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed then.
+        CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
     metadata = FileSystemReader(folder).read_metadata()
     saved = metadata.state_dict_metadata
@@ -95,8 +95,7 @@ def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
 def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
     """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
 
-    Needs the memory of the whole model once, no process group and no model. Tensors that the model ties are written
-    once for each name.
+    Needs memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or safetensors is not installed.
@@ -122,9 +121,9 @@ def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
 
 
 def estimate_bytes(model: nn.Module) -> int:
-    """Return about how many bytes a checkpoint of the model takes with an optimizer that keeps two moments.
+    """Estimate the bytes of a checkpoint of the whole model with an optimizer that keeps two moments.
 
-    The count is of the whole model, on however many ranks it lies.
+    The number of ranks does not matter.
     """
     trained = sum(2 * one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
     return trained + sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
@@ -137,7 +136,7 @@ def _is_tensor(key: str, prefix: str, kind: object) -> bool:
 def _allocate(metadata: Metadata, key: str) -> Tensor:
     kind = metadata.state_dict_metadata[key]
     if not isinstance(kind, TensorStorageMetadata):
-        raise CheckpointError(f"{key} is no tensor in this checkpoint, which penstock did not write so")
+        raise CheckpointError(f"{key} is not a tensor in this checkpoint; penstock did not write it")
     return torch.empty(kind.size, dtype=kind.properties.dtype)
 
 
@@ -149,7 +148,7 @@ def _zero_state(optimizer_state: Mapping[str, Any]) -> None:
 
 
 def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:
-    """Take out, zero and return the state of parameters that the checkpoint has none for: they had no gradient yet."""
+    """Remove, zero and return the state of parameters that the checkpoint lacks because they had no gradient yet."""
     state = optimizer_state["state"]
     known = {key.removeprefix(f"{OPTIMIZER}.state.").rpartition(".")[0] for key in saved if key.startswith(OPTIMIZER)}
     if not known & set(state):
