@@ -307,7 +307,7 @@ def test_prometheus_serves_the_newest_numbers_and_frees_its_port(unused_tcp_port
     for value in (1.5, 2.5):
         served = Prometheus(unused_tcp_port)
         served.record("train", 7, {"loss": value, "eta_s": None})
-        with urllib.request.urlopen(f"http://127.0.0.1:{unused_tcp_port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{unused_tcp_port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         served.close()
         assert f"penstock_train_loss {value}" in text

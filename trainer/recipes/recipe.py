@@ -172,15 +172,6 @@ def read_tables(source: str) -> dict[str, Any]:
         raise RecipeError(f"recipe {source!r} is not TOML: {exc}") from exc
 
 
-def read_recipe(source: str) -> Recipe:
-    """Read a recipe from a file, or a shipped one by its name.
-
-    Raises:
-        RecipeError, TrainerConfigError: naming key, value and cure.
-    """
-    return build_recipe(read_tables(source))
-
-
 def build_recipe(tables: Mapping[str, Any]) -> Recipe:
     """Build a recipe from nested mappings; ``trainer`` may be a config already.
 
