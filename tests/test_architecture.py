@@ -38,9 +38,9 @@ FLOORS = {
         {"data_loader", "tools"},
     ),
     "trainer": (
-        {"batches", "errors", "finite", "modes", "randomness", "stopwatch"},
+        {"batches", "errors", "modes", "randomness", "stopwatch"},
         {"options", "ranks"},
-        {"arrays", "compression", "feed", "imports", "parallel", "watch"},
+        {"arrays", "compression", "feed", "finite", "imports", "parallel", "watch"},
         {"checkpoint"},
         {"evaluate", "schedule", "shares", "step"},
         {"report"},

@@ -25,8 +25,8 @@ from .watch.watchdog import EXIT_STALLED
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Returns its exit code: 0 trained or asked to stop, 2 for an error to be cured, and 75 where training can go on when
-    started again: a rank stalled or died, or another node alone was asked to stop.
+    Returns the exit code: 0 if trained or asked to stop, 2 for an error to fix, and 75 if training can continue when
+    started again: a rank stalled or died, or only another node was asked to stop.
     """
     try:
         command = read_command(sys.argv[1:] if arguments is None else arguments)
@@ -44,17 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}", file=sys.stderr)
         return EXIT_STALLED if isinstance(exc, StallError) else 2
     finally:
-        close_world()  # after the handler, when the error no longer holds the frames of what uses the group
+        close_world()  # after the handler, when the error no longer references frames that use the group
 
 
 def prepare_data(recipe: Recipe, world: World) -> None:
-    """Have the first rank of each node prepare the recipe's data while the others wait; a collective.
+    """Prepare the recipe's data on the first rank of each node while the others wait; a collective.
 
-    Node 0 goes first: where nodes share the place, the others find its data there; where each has a disk of its own,
-    each makes its own.
+    Node 0 goes first: if the nodes share the target, the others find its data there; if each has its own disk, each
+    makes its own.
 
     Raises:
-        RecipeError: on every rank, where it failed on one.
+        RecipeError: on every rank, if it failed on one.
     """
     for data in (recipe.data, recipe.evaluation_data):
         if data is None or data.prepare is None:

@@ -1,4 +1,4 @@
-"""Batches of arrays that are in memory already, with the face of the data loader: for small data, tests, benchmarks."""
+"""Batches of arrays in memory, with the data loader's interface: for small data, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _VERSION = 1
 
 
 class ArrayLoader:
-    """Hands out rows of equally long arrays in a seeded order; which rows make a global batch knows no ranks.
+    """Yields rows of equally long arrays in a seeded order; which rows make a global batch does not depend on ranks.
 
     Position p of epoch e is row ``permutation(seed, e)[p]``; global batch s is positions [sG, (s+1)G), cut into
-    contiguous shares, one a rank. The only mutable state is (epoch, consumed positions) and the shares' weights.
-    ``last_batch`` as everywhere: "drop", "pad" (marks real rows in ``__valid__``) or "partial" (a share may be empty).
+    contiguous shares, one per rank. The only mutable state is (epoch, consumed positions) and the shares' weights.
+    ``last_batch`` is "drop", "pad" (real rows are marked in ``__valid__``) or "partial" (a share may be empty).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ArrayLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch handed out; before the first one, and after loading a state, of the next."""
+        """The epoch of the last batch yielded; before the first one, and after loading a state, of the next batch."""
         return self._epoch
 
     def __len__(self) -> int:
@@ -86,9 +86,9 @@ class ArrayLoader:
         self._epoch, self._consumed = epoch, 0
 
     def set_shares(self, weights: Sequence[float]) -> None:
-        """Cut the global batches that follow in proportion to ``weights``, one a rank, the same on every rank."""
+        """Cut the following global batches in proportion to ``weights``, one per rank, the same on every rank."""
         if len(weights) != self.world_size or min(weights) <= 0:
-            raise TrainerConfigError(f"shares={list(weights)}; give {self.world_size} positive weights, one a rank")
+            raise TrainerConfigError(f"shares={list(weights)}; give {self.world_size} positive weights, one per rank")
         self._weights = np.asarray(weights, dtype=np.float64)
 
     def state_dict(self) -> dict[str, Any]:

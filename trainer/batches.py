@@ -1,4 +1,4 @@
-"""What the trainer knows of a batch: nested mappings and sequences of tensors, and penstock's two marks in it."""
+"""What the trainer knows of a batch: nested mappings and sequences of tensors, and penstock's two marks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-VALID = "__valid__"  # (rows,) bool: False where a row only fills the batch up
+VALID = "__valid__"  # (rows,) bool: False for a row of padding
 IDS = "__id__"  # (rows,) int64: sample ids
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; what is there already, and what is no tensor, is not copied."""
+    """The batch with its tensors on ``device``; tensors that are there already, and other values, are not copied."""
     if isinstance(batch, torch.Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -24,7 +24,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def count_rows(batch: Any) -> int:
-    """The rows of a batch that are samples: those marked valid, or as many as its first tensor or list has."""
+    """How many rows of a batch are samples: those marked valid, or as many as its first tensor or list has."""
     if isinstance(batch, Mapping) and VALID in batch:
         return int(batch[VALID].sum())
     # Fields are a mapping's values or a sequence's items; each is a tensor, or a list where shapes differ.
@@ -38,7 +38,7 @@ def count_rows(batch: Any) -> int:
 
 
 def sample_ids(batch: Any) -> list[int] | None:
-    """The ids of the batch's samples, where the loader gave them (``with_ids=True``)."""
+    """The ids of the batch's samples, if the loader added them (``with_ids=True``)."""
     if not (isinstance(batch, Mapping) and IDS in batch):
         return None
     ids = torch.as_tensor(batch[IDS])

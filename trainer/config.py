@@ -1,4 +1,4 @@
-"""The whole configuration of a training run: each part's own config, put together."""
+"""The configuration of a training run: the configs of its parts, and which options exclude each other."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class TrainerConfig:
         self._check_compression()
         if self.export is not None and not self.keeps_checkpoints:
             raise TrainerConfigError(
-                f"export={self.export!r} is made from the last checkpoint and checkpoint.every_steps=0 keeps none; set "
-                "checkpoint.every_steps, or leave export out"
+                f"export={self.export!r} is made from the last checkpoint, and checkpoint.every_steps=0 keeps none; "
+                "set checkpoint.every_steps, or leave export out"
             )
         if self.checkpoint.keep_best and self.evaluate.best is None:
             raise TrainerConfigError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} does not know what is best; name the metric with "
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs to know what is best; name the metric with "
                 "evaluate.best, or set checkpoint.keep_best=0"
             )
 
@@ -111,7 +111,7 @@ class TrainerConfig:
 
     @property
     def averaging(self) -> AveragingConfig | None:
-        """How weights are averaged, or None where gradients are exchanged at each step."""
+        """How weights are averaged, or None if gradients are exchanged at each step."""
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
@@ -120,7 +120,7 @@ class TrainerConfig:
         if self.average_every is None:
             if self.node_average_every is not None:
                 raise TrainerConfigError(
-                    f"node_average_every={self.node_average_every} goes with average_every; give that too"
+                    f"node_average_every={self.node_average_every} needs average_every; set that too"
                 )
             return
         if self.parallel.zero:
@@ -131,17 +131,17 @@ class TrainerConfig:
         if self.compression.scheme != "none":
             raise TrainerConfigError(
                 f"average_every={self.average_every} exchanges no gradients that compression.scheme="
-                f"{self.compression.scheme!r} could make small; leave one of them out"
+                f"{self.compression.scheme!r} could compress; leave one of them out"
             )
         if self.step.on_nan == "skip" and self.step.clip_norm is not None:
             raise TrainerConfigError(
                 f"step.on_nan='skip' with average_every={self.average_every} and step.clip_norm={self.step.clip_norm} "
-                "would skip updates on single ranks; use step.on_nan='stop'"
+                "would skip updates on some ranks only; use step.on_nan='stop'"
             )
         _ = self.averaging
 
     def _check_compression(self) -> None:
-        """Schemes that remember what they left out would remember a NaN for ever."""
+        """Schemes with error feedback would keep a NaN for ever."""
         if self.compression.scheme not in ("int8", "powersgd", "topk"):
             return
         for key, value, cure in (
@@ -150,6 +150,6 @@ class TrainerConfig:
         ):
             if value:
                 raise TrainerConfigError(
-                    f"compression.scheme={self.compression.scheme!r} keeps what it does not send, so that gradients of "
-                    f"a skipped update would come back; use {key}={cure!r}, or compression.scheme='bf16'"
+                    f"compression.scheme={self.compression.scheme!r} keeps what it does not send, so gradients of a "
+                    f"skipped update would come back; use {key}={cure!r}, or compression.scheme='bf16'"
                 )

@@ -1,4 +1,4 @@
-"""What can go wrong with training. Every error of the trainer descends from TrainerError."""
+"""The trainer's errors. All descend from TrainerError."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class TrainerError(PenstockError):
 
 
 class TrainerConfigError(TrainerError, ValueError):
-    """An option, or a pair of options, cannot be; the message names the key, its value and what would do."""
+    """An option, or a pair of options, cannot work; the message names the key, its value and what would work."""
 
 
 class RecipeError(TrainerConfigError):
-    """A recipe cannot be resolved: an unknown key, an import path that leads nowhere, an argument that is refused."""
+    """A recipe cannot be resolved: an unknown key, an import path that does not exist, an argument that is refused."""
 
 
 class CheckpointError(TrainerError):
@@ -26,7 +26,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CompressionError(TrainerConfigError):
-    """A scheme of gradient compression cannot work as asked, or not with this way of sharding."""
+    """A scheme of gradient compression cannot work as configured, or not with this kind of sharding."""
 
 
 class StallError(TrainerError):
@@ -34,7 +34,7 @@ class StallError(TrainerError):
 
 
 class NonFiniteLossError(TrainerError):
-    """The loss became NaN or infinite; the message names the step, the rank and the samples where they are known."""
+    """The loss became NaN or infinite; the message names the step, the rank and the samples if they are known."""
 
 
 class WorldError(TrainerError):

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: each sample is counted once, whatever the number of ranks."""
+"""Evaluation over all ranks: each sample counts once, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def good_end(metric: str) -> Literal["max", "min"] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated: batches, this rank's share of them, and a function from a batch to sums and counts."""
+    """What to evaluate: this rank's share of the batches, and a function from a batch to sums and counts."""
 
     batches: Iterable[Any]
     metrics: MetricFunction
@@ -68,13 +68,13 @@ def evaluate(
     phase: Callable[[str], AbstractContextManager[Any]],
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """The metrics over all ranks' batches, or None where a rank was asked to stop; a collective.
+    """The metrics over all ranks' batches, or None if a rank was asked to stop; a collective.
 
-    Sums and counts are added in float64. Ranks may have different numbers of batches: in each round all learn who has
-    one, and, where forward is a collective, those who have none left repeat their last one without counting it.
+    Sums and counts are added in float64. Ranks may have different numbers of batches: in each round all ranks learn
+    which have one, and, if forward is a collective, those without repeat their last batch and do not count it.
 
     Raises:
-        TrainerError: on every rank, where a rank has no batch at all and forward needs all ranks.
+        TrainerError: on every rank, if a rank has no batch at all and forward needs all ranks.
     """
     world = parallel.world
     model = parallel.module if parallel.is_sharded else parallel.inner
@@ -82,7 +82,7 @@ def evaluate(
     with in_evaluation(model), ExitStack() as stack:
         stack.callback(parallel.gather_no_more)
         if hasattr(evaluation.batches, "set_epoch"):
-            evaluation.batches.set_epoch(0)  # each evaluation sees all samples, also after one that was broken off
+            evaluation.batches.set_epoch(0)  # each evaluation sees all samples, even after an interrupted one
         source = iter(evaluation.batches)
         batch: Any = None
         with torch.no_grad():
@@ -118,7 +118,7 @@ def _accumulate(
 ) -> None:
     if not isinstance(found, Mapping) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in found.values()):
         raise TrainerConfigError(
-            f"the evaluation's function gave {found!r:.200}; it must give a mapping of metric to (sum, count)"
+            f"the evaluation's function returned {found!r:.200}; it must return a mapping of metric to (sum, count)"
         )
     for name, (amount, count) in found.items():
         into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))

@@ -1,4 +1,4 @@
-"""Where microbatches come from: the loader's epochs, one after the other, and its position in them."""
+"""Where microbatches come from: the loader's epochs, one after another, and its position in them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .ranks.world import World
 
 
 class Feed:
-    """Takes a loader's batches in groups; any iterable will do, one with ``state_dict`` can be continued exactly.
+    """Takes a loader's batches in groups. Any iterable works; one with ``state_dict`` resumes at the exact sample.
 
     The microbatches of a step are taken before it begins, so that the loader's position after the step is exact.
     With ``ends_apart`` the ranks agree on each step's number of microbatches, and ``left_out`` counts the batches of
-    the epoch that only some ranks had. All mutable state beside the loader's: the epoch's iterator, that count, and
-    what is known of epochs without batches.
+    the epoch that only some ranks had. All mutable state besides the loader's: the epoch's iterator, that count, the
+    last batch's epoch, and whether an epoch just ended.
     """
 
     def __init__(self, loader: Iterable[Any], *, accumulate: int, world: World) -> None:
@@ -31,21 +31,21 @@ class Feed:
         self._world = world
         self._batches: Iterator[Any] | None = None
         self._epoch: int | None = None  # of the last batch
-        self._empty_epochs = 0
+        self._found_none = False  # the last take found no batch
         self._epoch_is_over = False  # known only to a run that resumes between an epoch's last step and its end
 
     @property
     def is_exact(self) -> bool:
-        """Whether the loader can continue at the exact sample."""
+        """Whether the loader can resume at the exact sample."""
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
 
     def take(self, epoch: int) -> list[Any]:
-        """The microbatches of the next step on the device, fewer at the epoch's end, none after it.
+        """The microbatches of the next step, on the device: fewer at the epoch's end, and none once after it.
 
         Where the ranks' iterables may end apart, this is a collective, and the epoch ends with the first of them.
 
         Raises:
-            TrainerError: there are no batches at all.
+            TrainerError: an epoch has no batch.
         """
         if self._epoch_is_over:
             self._epoch_is_over = False
@@ -55,26 +55,27 @@ class Feed:
             self._batches = iter(self.loader)
         taken = []
         for batch in islice(self._batches, self._accumulate):
-            # Asked now: a loader that is found empty in the same step is at the next epoch.
+            # Read here: when the loop finds the loader empty, the loader is at the next epoch.
             self._epoch = getattr(self.loader, "epoch", None)
             taken.append(move_batch(batch, self._world.device))
         if self.ends_apart and self._world.world_size > 1:
             taken = self._as_many_as_others(taken)
         if taken:
-            self._empty_epochs = 0
+            self._found_none = False
             return taken
         self._batches = None
-        self._empty_epochs += 1
-        # A loader that resumes at an epoch's end may have none left in it; one without any in two epochs has none.
-        if self._empty_epochs > 1:
+        # The first empty take is an epoch's end, also of one that a resumed loader had finished before. A second one
+        # in a row is an epoch without a batch.
+        if self._found_none:
             raise TrainerError(
-                f"epoch {epoch}: loader={type(self.loader).__name__} gave no batch; is it an iterator that is spent, "
-                "or a batch size above the number of samples?"
+                f"epoch {epoch}: loader={type(self.loader).__name__} gave no batch; is it an exhausted iterator, or "
+                "is the batch size above the number of samples?"
             )
+        self._found_none = True
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, where it has one, the epoch of its last batch, and whether that epoch's end was told."""
+        """The loader's state if it has one, the epoch of its last batch, and whether the caller saw its end."""
         if not self.is_exact:
             return {"loader": None}
         return {

@@ -1,12 +1,16 @@
-"""Whether tensors are finite: one flag for many of them, without waiting for the device."""
+"""What is not finite: one flag for many tensors without waiting for the device, and names once something is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from .errors import NonFiniteLossError
+from .ranks.world import World
 
 
 def any_not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -39,9 +43,27 @@ def name_not_finite(named: Iterable[tuple[str, Tensor]], *, at_most: int = 5) ->
     return names
 
 
-def list_names(ranks: Sequence[Sequence[str]]) -> str:
-    """Join what several ranks found, each name once."""
-    return ", ".join(dict.fromkeys(name for names in ranks for name in names))
+def name_on_all_ranks(named: Iterable[tuple[str, Tensor]], world: World) -> str:
+    """Return the first few names of what is not finite on any rank, joined by commas; a collective."""
+    found = name_not_finite(named)
+    everywhere = [found]
+    if world.world_size > 1:
+        everywhere = [[] for _ in range(world.world_size)]
+        dist.all_gather_object(everywhere, found)
+    return ", ".join(dict.fromkeys(name for names in everywhere for name in names))
+
+
+def refuse_weights(model: nn.Module, step: int, world: World) -> None:
+    """Raise a NonFiniteLossError, on every rank, where a weight is not finite on any; a collective."""
+    named = list(model.named_parameters())
+    bad = any_not_finite((parameter for _, parameter in named), world.device)
+    if world.world_size > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    if bad.item():
+        raise NonFiniteLossError(
+            f"step {step}: the weights {name_on_all_ranks(named, world)} are not finite and are not saved; the "
+            "checkpoints before this one stay. Lower the rate, or set step.clip_norm, and resume"
+        )
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""While training runs: signals are caught, and every rank watches the others."""
+"""While training runs, signals are caught and every rank watches the others."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .watch.watchdog import Activity, Watchdog
 
 
 class Guard:
-    """A stop flag and a watchdog for as long as its context lasts; it may be entered again. Entering is a collective.
+    """A stop flag and a watchdog while its context lasts; it may be entered again. Entering is a collective.
 
-    The watchdog learns from the stopwatch what this rank does, and with which step and epoch; ``activities`` say more
-    of the phases that they are named for.
+    The stopwatch tells the watchdog each phase of this rank, with its step and epoch; ``activities`` add details to the
+    phases that they are named for.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Guard:
 
 
 def list_activities(loader: object, evaluation: object | None) -> dict[str, Activity]:
-    """By phase, the ``activity`` of the loader and of the evaluation's batches, where they have one."""
+    """The ``activity`` of the loader and of the evaluation's batches, if they have one, by phase."""
     sources = {"fetch": loader, "evaluation fetch": getattr(evaluation, "batches", None)}
     found = {phase: getattr(source, "activity", None) for phase, source in sources.items()}
     return {phase: activity for phase, activity in found.items() if callable(activity)}

@@ -11,14 +11,14 @@ from .options import suggest
 
 
 def import_name(key: str, path: str) -> object:
-    """What ``package.module:name`` names.
+    """The object that ``package.module:name`` names.
 
     Raises:
         TrainerConfigError: the path is malformed, or its module or name does not exist; naming ``key``.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise TrainerConfigError(f"{key}={path!r} is no import path; write it as 'package.module:name'")
+        raise TrainerConfigError(f"{key}={path!r} is not an import path; write it as 'package.module:name'")
     try:
         found: object = importlib.import_module(module_name)
     except ImportError as exc:
@@ -37,7 +37,7 @@ def import_name(key: str, path: str) -> object:
 
 
 def describe_error(error: Exception) -> str:
-    """An error of somebody else's code in one line: its type, what it says, and where it was raised."""
+    """An error of foreign code in one line: its type, its message, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -14,7 +14,7 @@ Config = TypeVar("Config")
 
 
 def build_config(config: type[Config], values: Mapping[str, Any], where: str = "", *, check: bool = True) -> Config:
-    """Fill a config from nested mappings, as TOML gives them.
+    """Fill a config from nested mappings, as TOML reads them.
 
     Without ``check`` the result is a draft that the config itself has not checked: command-line options are laid over
     it, and may complete what is missing.
@@ -28,7 +28,7 @@ def build_config(config: type[Config], values: Mapping[str, Any], where: str = "
     for key, value in values.items():
         dotted = f"{where}{key}"
         if key not in hints:
-            raise TrainerConfigError(f"{dotted}={value!r} is no option; {suggest(key, hints)}")
+            raise TrainerConfigError(f"{dotted}={value!r} is not an option; {suggest(key, hints)}")
         kind = hints[key]
         if is_dataclass(kind):
             if not isinstance(value, Mapping):
@@ -47,7 +47,7 @@ def build_config(config: type[Config], values: Mapping[str, Any], where: str = "
 
 
 def suggest(word: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown word: what was probably meant, or all that is known."""
+    """The end of an error about an unknown word: what was probably meant, or all known words."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
 

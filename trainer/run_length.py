@@ -1,4 +1,4 @@
-"""How long a run is and how large its steps are, as far as the loader tells."""
+"""How long a run is and how large its steps are, as far as the loader says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ranks.world import World
 
 
 def agree_on_length(loader: Iterable[Any], world: World) -> int | None:
-    """Batches of one epoch, the same on every rank, or None where the loader has no length; a collective.
+    """Batches of one epoch, the same on every rank, or None if the loader has no length; a collective.
 
     Raises:
         TrainerConfigError: the loader cannot be iterated, or the ranks' lengths differ.
@@ -31,24 +31,24 @@ def agree_on_length(loader: Iterable[Any], world: World) -> int | None:
     if len(set(lengths)) > 1:
         raise TrainerConfigError(
             f"loader={type(loader).__name__} has {lengths} batches on ranks 0 to {world.world_size - 1}; ranks with "
-            "fewer would leave the others waiting: give each as many"
+            "fewer would leave the others waiting: give every rank the same number"
         )
     return None if mine < 0 else mine
 
 
 def count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: Iterable[Any]) -> int | None:
-    """Steps of the whole run, or None where that cannot be known and need not be.
+    """Steps of the whole run, or None if that is unknown and nothing needs it.
 
     Raises:
-        TrainerConfigError: a schedule that falls until a last step which nothing tells.
+        TrainerConfigError: a schedule that ends at the last step, which is unknown.
     """
     if config.epochs is None:
         return config.steps
     if batches_per_epoch is None:
         if config.steps is None and config.schedule.shape != "constant":
             raise TrainerConfigError(
-                f"schedule.shape={config.schedule.shape!r} must know the last step, and epochs={config.epochs} of "
-                f"loader={type(loader).__name__}, which has no length, does not tell; give steps"
+                f"schedule.shape={config.schedule.shape!r} needs the last step, and epochs={config.epochs} of "
+                f"loader={type(loader).__name__}, which has no length, do not determine it; give steps"
             )
         return config.steps
     by_epochs = config.epochs * -(-batches_per_epoch // config.step.accumulate)

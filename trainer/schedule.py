@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of updates made so far, and of the effective batch size."""
+"""The learning rate: a pure function of the updates made so far and of the effective batch size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shape = Callable[[int, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the rate goes from warm-up to the end, and how it follows the batch size."""
+    """How the rate changes from warm-up to the end, and with the batch size."""
 
     shape: str = "constant"
     """constant, linear, cosine, or package.module:name of a function f(update, total) that returns a factor."""
@@ -44,15 +44,15 @@ class ScheduleConfig:
         check_range("schedule.base_batch_size", self.base_batch_size, low=1)
         if self.scaling != "none" and self.base_batch_size is None:
             raise TrainerConfigError(
-                f"schedule.scaling={self.scaling!r} has nothing to scale from; give schedule.base_batch_size, the "
-                "samples per update for which the rate was chosen, or schedule.scaling='none'"
+                f"schedule.scaling={self.scaling!r} needs a base; give schedule.base_batch_size, the samples per "
+                "update for which the rate was chosen, or schedule.scaling='none'"
             )
 
 
 def rate_factor(config: ScheduleConfig, update: int, total: int) -> float:
-    """What the base rate is multiplied with at update ``update`` (0-based) of ``total``, batch size left aside.
+    """The factor on the base rate at update ``update`` (0-based) of ``total``, without that of the batch size.
 
-    A cosine goes as in SGDR (Loshchilov and Hutter 2017, equation 5), without restarts.
+    The cosine is that of SGDR (Loshchilov and Hutter 2017, equation 5), without restarts.
     """
     if update < config.warmup_steps:
         return (update + 1) / config.warmup_steps
@@ -68,7 +68,7 @@ def rate_factor(config: ScheduleConfig, update: int, total: int) -> float:
 
 
 def batch_factor(config: ScheduleConfig, effective_batch_size: int | None) -> float:
-    """What the base rate is multiplied with for an effective batch size, in samples per update.
+    """The factor on the base rate for an effective batch size, in samples per update.
 
     Linear: Goyal et al. 2017, section 2.1. Square root: Krizhevsky 2014, section 5; for Adam, Malladi et al. 2022.
     """
@@ -81,7 +81,7 @@ def batch_factor(config: ScheduleConfig, effective_batch_size: int | None) -> fl
 
 
 class Schedule:
-    """Sets the rates of an optimizer's groups; its only state is each group's base rate, kept here."""
+    """Sets the rates of an optimizer's groups; its only state is each group's base rate."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def set_rates(self, update: int) -> None:
-        """Give every group its rate for 0-based update ``update``."""
+        """Set every group's rate for 0-based update ``update``."""
         factor = self._factor(update) * self._batch_factor
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):

@@ -1,4 +1,4 @@
-"""Shares of a global batch by speed: ranks that compute slower get fewer samples, and each batch stays the same."""
+"""Shares of a global batch by speed: slower ranks get fewer samples, and each global batch stays the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_speed_shares(parallel: ParallelConfig) -> None:
 
 
 def blend_weights(old: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """New weights, mean 1: half the old ones, half in proportion to speed, none below a tenth of the mean.
+    """New weights of mean 1: half the old ones, half in proportion to speed, none below a tenth of the mean.
 
     Speeds are samples per second of computing. A rank that computed nothing (speed 0) keeps its weight.
     """
@@ -66,7 +66,7 @@ class SpeedShares:
         self._rows += rows
 
     def rebalance(self, forward_s: float) -> None:
-        """Set new shares, given the seconds that this rank has spent in forward since the start; a collective."""
+        """Set new shares from the seconds that this rank has spent in forward since the start; a collective."""
         spent = forward_s - self._seconds_before
         speeds = torch.zeros(self._world.world_size, dtype=torch.float64, device=self._world.device)
         speeds[self._world.rank] = self._rows / spent if spent > 0 else 0.0

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .batches import count_rows, sample_ids
 from .errors import NonFiniteLossError, TrainerConfigError
-from .finite import any_not_finite, list_names, name_not_finite
+from .finite import any_not_finite, name_on_all_ranks
 from .options import check_choice, check_range
 from .parallel.model import ParallelModel
 from .parallel.precision import LossScaler, PrecisionConfig, compute_context, local_part
@@ -30,7 +30,7 @@ Outcome = Literal["updated", "overflow", "non-finite", "empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What one update is made of."""
+    """What one update consists of."""
 
     accumulate: int = 1
     """Microbatches of each rank in one update."""
@@ -64,12 +64,13 @@ class StepResult:
 
 
 class StepRunner:
-    """Runs steps of one model; its state is the last global count, the losses skipped so far, and the loss scale.
+    """Runs steps of one model; its state is the last global count, the skipped steps so far, and the loss scale.
 
-    The loss is a sum, and the gradient of its mean over all ranks and microbatches is wanted. The global count is only
-    known after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is the
-    previous step's, the same on every rank; what it was wrong by is made good on the reduced gradients. Batches of
-    equal counts, the common case, need no correction. Ranks that exchange no gradients each take their own mean.
+    The loss is a sum; the update uses the gradient of its mean over all ranks and microbatches. The global count is
+    known only after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is
+    the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
+    Batches of equal counts, the common case, need no correction. Ranks that exchange no gradients each use their own
+    mean.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class StepRunner:
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor on the loss now, for fp16; None otherwise."""
+        """The current factor on the loss for fp16; None otherwise."""
         return float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able, and the same for any number of ranks."""
+        """JSON, and the same for any number of ranks."""
         return {
             "expected_count": self._expected_count,
             "skipped": self._skipped,
@@ -245,12 +246,9 @@ class StepRunner:
         return "overflow", norm
 
     def _refuse_gradients(self, step: int) -> None:
-        found = name_not_finite((name, one.grad) for name, one in self._trained() if one.grad is not None)
-        everywhere = [found]
-        if self._world.world_size > 1:
-            everywhere = [[] for _ in range(self._world.world_size)]
-            dist.all_gather_object(everywhere, found)
-        self._count_skip(f"step {step}: the loss is finite and the gradient of {list_names(everywhere)} is not")
+        gradients = ((name, one.grad) for name, one in self._trained() if one.grad is not None)
+        names = name_on_all_ranks(gradients, self._world)
+        self._count_skip(f"step {step}: the loss is finite and the gradient of {names} is not")
 
     def _refuse_or_skip(self, step: int, microbatches: Sequence[Any], suspects: Sequence[torch.Tensor]) -> None:
         found = [
@@ -264,7 +262,7 @@ class StepRunner:
             dist.all_gather_object(everywhere, found)
         places = "; ".join(
             f"rank {rank}, microbatch {index}, "
-            + ("sample ids unknown (the loader gives them with with_ids=True)" if ids is None else f"sample ids {ids}")
+            + ("sample ids unknown (with_ids=True adds them)" if ids is None else f"sample ids {ids}")
             for there in everywhere
             for rank, index, ids in there
         )
@@ -273,8 +271,8 @@ class StepRunner:
     def _count_skip(self, problem: str) -> None:
         if self._config.on_nan == "stop":
             raise NonFiniteLossError(
-                f"{problem}; look at these samples, lower the rate or set step.clip_norm, or set step.on_nan='skip' "
-                "to leave such steps out"
+                f"{problem}; look at these samples, lower the rate, set step.clip_norm, or set step.on_nan='skip' "
+                "to skip such steps"
             )
         self._skipped += 1
         if self._skipped > self._config.max_skipped:
@@ -285,19 +283,20 @@ class StepRunner:
 
 
 def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """What a loss function gave, if it is what one gives."""
+    """The loss function's result, if it is a sum and a count."""
     if not (isinstance(given, tuple) and len(given) == 2):
         raise TrainerConfigError(
-            f"the loss function gave a {type(given).__name__}; it must give two: the sum of the losses, and the count "
-            "of samples or tokens in it"
+            f"the loss function returned a {type(given).__name__}; it must return two values: the sum of the losses, "
+            "and the count of samples or tokens in it"
         )
     total = given[0]
     if not (isinstance(total, torch.Tensor) and total.ndim == 0 and total.requires_grad):
-        got = f"shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-        got += " without a gradient" if isinstance(total, torch.Tensor) and not total.requires_grad else ""
+        got = f"a {type(total).__name__}"
+        if isinstance(total, torch.Tensor):
+            got = f"a tensor of shape {tuple(total.shape)}{'' if total.requires_grad else ' without a gradient'}"
         raise TrainerConfigError(
-            f"the loss function gave a sum of {got}; it must be a tensor of shape () that the parameters' gradients "
-            "can be computed from, such as losses.sum()"
+            f"the loss function returned {got} as the sum; it must be a tensor of shape () with a gradient, such as "
+            "losses.sum()"
         )
     return given
 

@@ -1,4 +1,4 @@
-"""Where the time goes: seconds in each phase of the loop, on this rank's host clock."""
+"""Where the time goes: seconds in each phase of the loop, by this rank's host clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class Stopwatch:
-    """Adds up seconds by phase; ``entered`` is told the name of each phase as it begins. One thread uses it."""
+    """Adds up seconds by phase; ``entered`` is called with the name of each phase as it begins. One thread uses it."""
 
     def __init__(self, entered: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}

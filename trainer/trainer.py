@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,10 +19,10 @@ from .checkpoint.checkpointer import Checkpointer, export_safetensors
 from .checkpoint.folder import step_folder
 from .compression.compression import Compression
 from .config import TrainerConfig
-from .errors import NonFiniteLossError, TrainerConfigError, TrainerError
+from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .feed import Feed
-from .finite import any_not_finite, list_names, name_not_finite
+from .finite import refuse_weights
 from .guard import Guard, list_activities
 from .modes import begin_training
 from .parallel.activation import compile_model, recompute_activations
@@ -44,17 +43,17 @@ from .stopwatch import Stopwatch
 class DistributedTrainer:
     """Trains a model on an iterable of batches, on as many ranks as there are.
 
-    ``optimizer`` is one over the model's parameters, without state so far, or a function from parameters to one.
-    ``loader`` gives this rank's share of each global batch and as many batches on every rank; with ``state_dict`` and
+    ``optimizer`` is a fresh one over the model's parameters, or a function from parameters to one. ``loader`` yields
+    this rank's share of each global batch, and as many batches on every rank; with ``state_dict`` and
     ``load_state_dict`` training resumes at the exact sample. ``loss`` takes (model, batch) and returns the sum of the
     losses and their count (of samples or tokens); the gradient is that of the mean over all ranks and microbatches.
 
-    Where checkpoints are asked for, making the trainer continues from the newest one in the folder that verifies.
-    Every rank makes it and calls it alike, in its main thread; making it, ``train`` and ``evaluate`` are collectives.
+    With checkpoints, a new trainer continues from the newest one in the folder that verifies. Every rank makes the
+    trainer and makes the same calls, in its main thread; making it, ``train`` and ``evaluate`` are collectives.
 
     Raises:
-        TrainerConfigError: at once, for anything that cannot work and can be known before the first step.
-        CheckpointError: at once, for a folder that cannot be written or holds no checkpoint that can be trusted.
+        TrainerConfigError: something cannot work, as far as that can be known before the first step.
+        CheckpointError: the folder cannot be written, or has checkpoints of which none verifies.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class DistributedTrainer:
             self.stopwatch,
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
-            activities={**list_activities(loader, evaluation), "forward": self._tell_forward},
+            activities={**list_activities(loader, evaluation), "forward": self._name_module},
         )
 
         recompute_activations(model, config.activation)
@@ -132,11 +131,11 @@ class DistributedTrainer:
             raise
 
     def train(self) -> Summary:
-        """Train until the steps or epochs are done, or a signal asks to stop; the same on every rank but for times.
+        """Train until the steps or epochs are done, or a signal asks to stop; ranks' summaries differ in times only.
 
         Raises:
-            NonFiniteLossError: on every rank, where the policy is to stop or too many were skipped.
-            StallError: on every rank, where one of them stalled, failed or died.
+            NonFiniteLossError: on every rank, if the policy is to stop or too many steps were skipped.
+            StallError: on every rank, if one of them stalled, failed or died.
         """
         started, stopped = time.perf_counter(), False
         begin_training(self.parallel.inner)
@@ -157,7 +156,8 @@ class DistributedTrainer:
                 self.progress.count(result)
                 self._recorder.add(result)
                 if self._averager is not None:
-                    self._average(self._averager)
+                    with self.stopwatch.phase("average"):
+                        self._averager.average_if_due(self.progress.step)
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
                 if self.progress.step % self.config.report.every == 0:
@@ -183,7 +183,7 @@ class DistributedTrainer:
         return summary
 
     def evaluate(self) -> dict[str, float] | None:
-        """The metrics over all evaluation data; None without any, or where a signal asks to stop; a collective."""
+        """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
         with self._agreed():
@@ -202,7 +202,7 @@ class DistributedTrainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but weights and optimizer state: JSON-able, small, the same for any number of ranks."""
+        """Everything but weights and optimizer state: small, JSON, and the same for any number of ranks."""
         return {
             "version": 1,
             "progress": self.progress.state_dict(),
@@ -220,7 +220,7 @@ class DistributedTrainer:
         self._feed.load_state_dict(state["feed"])
 
     def close(self) -> None:
-        """Close what the trainer opened, the save under way first; loader and process group are the caller's."""
+        """Finish the save under way and close what the trainer opened; loader and process group are the caller's."""
         with ExitStack() as stack:
             stack.callback(self._recorder.close)
             if self._averager is not None:
@@ -257,8 +257,8 @@ class DistributedTrainer:
     def _resume(self) -> None:
         if not self._feed.is_exact:
             self._recorder.note(
-                f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run begins its epoch "
-                "anew, so that samples of that epoch may come twice"
+                f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run starts its epoch over, so "
+                "that samples of that epoch may come twice"
             )
         if self._checkpointer is None:
             return
@@ -276,16 +276,12 @@ class DistributedTrainer:
             f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
         )
 
-    def _tell_forward(self) -> dict[str, str]:
-        """Which sharded module this rank is in: where ranks run different ones, each waits for the others' weights."""
-        order = self.parallel.order
-        return {"module": order.running} if order is not None and order.running else {}
+    def _name_module(self) -> dict[str, str]:
+        return self.parallel.activity()  # made after the guard
 
     def _is_done(self) -> bool:
-        steps, epochs = self.config.steps, self.config.epochs
-        return (steps is not None and self.progress.step >= steps) or (
-            epochs is not None and self.progress.epoch >= epochs
-        )
+        limits = ((self.progress.step, self.config.steps), (self.progress.epoch, self.config.epochs))
+        return any(limit is not None and done >= limit for done, limit in limits)
 
     def _is_multiple(self, every: int | None) -> bool:
         return bool(every) and self.progress.step % (every or 1) == 0
@@ -296,7 +292,7 @@ class DistributedTrainer:
             return self._feed.take(self.progress.epoch)
 
     def _end_epoch(self) -> bool:
-        """Count the epoch, evaluate if that is due, and say whether a signal asked to stop meanwhile."""
+        """Count the epoch, evaluate if that is due, and return whether a signal asked to stop meanwhile."""
         if self._feed.left_out:
             self._recorder.note(
                 f"epoch {self.progress.epoch}: the ranks' iterables ended apart; at least {self._feed.left_out} "
@@ -307,10 +303,6 @@ class DistributedTrainer:
 
     def _is_asked_to_stop_in_evaluation(self) -> bool:
         return self._evaluation is not None and self.evaluate() is None
-
-    def _average(self, averager: PeriodicAverager) -> None:
-        with self.stopwatch.phase("average"):
-            averager.average_if_due(self.progress.step)
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
@@ -329,25 +321,22 @@ class DistributedTrainer:
                 shares.rebalance(self.stopwatch.seconds["forward"])
 
     def _keep_best(self, found: dict[str, float]) -> None:
-        name, best = self.config.evaluate.best, self.progress.best
+        name = self.config.evaluate.best
         if name is None:
             return
         if name not in found:
             raise TrainerConfigError(
-                f"evaluate.best={name!r} is no metric of the evaluation; it gives {', '.join(sorted(found))}"
+                f"evaluate.best={name!r} is no metric of the evaluation; it returns {', '.join(sorted(found))}"
             )
-        sign = 1 if self.config.best_end == "max" else -1
-        if math.isnan(found[name]) or (best is not None and sign * found[name] <= sign * best):
-            return
-        self.progress.best, self.progress.best_step = found[name], self.progress.step
-        if self.config.checkpoint.keep_best:
+        is_best = self.progress.improve(found[name], best_is=self.config.best_end)
+        if is_best and self.config.checkpoint.keep_best:
             self._save(blocking=False, metric=found[name])
 
     def _save(self, *, blocking: bool, metric: float | None = None) -> None:
         if self._checkpointer is None:
             return
         with self._agreed():
-            self._refuse_weights_that_are_not_finite()
+            refuse_weights(self.parallel.inner, self.progress.step, self.world)
             with self.stopwatch.phase("checkpoint"):
                 is_new = self._checkpointer.save(
                     self.progress.step,
@@ -362,26 +351,10 @@ class DistributedTrainer:
             is_written = blocking or not self.config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
 
-    def _refuse_weights_that_are_not_finite(self) -> None:
-        named = list(self.parallel.inner.named_parameters())
-        bad = any_not_finite((parameter for _, parameter in named), self.world.device)
-        if self.world.world_size > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if not bad.item():
-            return
-        everywhere = [name_not_finite(named)]
-        if self.world.world_size > 1:
-            everywhere = [[] for _ in range(self.world.world_size)]
-            dist.all_gather_object(everywhere, name_not_finite(named))
-        raise NonFiniteLossError(
-            f"step {self.progress.step}: the weights {list_names(everywhere)} are not finite and are not saved; the "
-            "checkpoints before this one stay. Lower the rate, or set step.clip_norm, and resume"
-        )
-
     def _finish(self, stopped: bool) -> None:
         self._record_steps()
         if stopped and self._checkpointer is None:
-            self._recorder.note("asked to stop: nothing is saved, as checkpoint.every_steps=0")
+            self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
         if self._averager is not None and not self._averager.are_alike:
             self._averager.average_all()  # the model that stays behind is that of all ranks
         self._save(blocking=True)

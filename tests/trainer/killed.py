@@ -37,7 +37,7 @@ def main(folder: str, kill_at: int) -> None:
         options: dict[str, Any] = {"checkpoint": {"every_steps": 4}} if kill else {}
         loader = rows(world, seed=5)
         with make_trainer(
-            world, where, loader, Noisy(), loss=loss if kill else square, steps=18, stall_timeout_s=20.0, **options
+            world, where, loader, Noisy(), loss=loss if kill else square, steps=18, stall_timeout_s=60.0, **options
         ) as trainer:
             began = trainer.progress.step
             trainer.train()

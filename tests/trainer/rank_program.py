@@ -1,6 +1,6 @@
-"""Run by torchrun on four ranks: trains the same cases on worlds of 2, 3 and 4 ranks and writes what came out.
+"""Run by torchrun on four ranks: trains the same cases on worlds of 2, 3 and 4 ranks and writes the results.
 
-A world of fewer ranks than were started is a process group of the first ones, met through a file.
+A world of fewer ranks than were started is a process group of the first ones, joined through a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     for size in (2, 3, 4):
         if rank < size:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
             for case in all_cases(size):
                 parameters = train_case(case, make_world(case, size, rank))
                 if rank == 0:
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
 
 
 def link(folder: Path, world: World, turn: int, zero: int) -> None:
-    """One link of a chain of worlds and zero stages, each going on where the one before was stopped."""
+    """One link of a chain of worlds and zero stages, each continuing where the one before was stopped."""
     with train_link(str(folder / "chain"), world, zero, steps=5 * (turn + 1)) as trainer:
         began = trainer.progress.step
         ids = trainer.train_and_list_ids()

@@ -57,7 +57,7 @@ def training(world: World, folder: Path, *, step_s: float = 0.0, **options: Any)
         rank=world.rank,
         world_size=world.world_size,
     ) as loader:
-        options = {"loss": loss, "steps": None, "epochs": 3, "stall_timeout_s": 10.0, **options}
+        options = {"loss": loss, "steps": None, "epochs": 3, "stall_timeout_s": 60.0, **options}
         with make_trainer(world, str(folder / "run"), loader, Line(), **options) as trainer:
             # One write to a file opened for appending is whole, however many ranks write.
             with (folder / "starts").open("a", buffering=1) as starts:

@@ -172,10 +172,10 @@ def test_a_request_to_stop_is_handed_back_with_the_result(world: World) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda total, count: total, "must give two"),
+        (lambda total, count: total, "must return two"),
         (lambda total, count: (total.detach(), count), "without a gradient"),
-        (lambda total, count: (total.reshape(1), count), r"shape \(1,\)"),
-        (lambda total, count: (3.0, count), "a sum of a float"),
+        (lambda total, count: (total.reshape(1), count), r"returned a tensor of shape \(1,\)"),
+        (lambda total, count: (3.0, count), "returned a float as the sum"),
     ],
 )
 def test_a_loss_function_that_returns_something_else_is_refused(

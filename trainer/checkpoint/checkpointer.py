@@ -2,7 +2,7 @@
 that verifies, on any number of ranks and at any zero stage.
 
 The shards are what torch.distributed.checkpoint writes, so its tools read them too. Its metadata is a pickle: checksums
-tell damage, not malice, so load only checkpoints that come from where you trust.
+detect damage, not malice, so load only checkpoints from sources that you trust.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CheckpointConfig:
         if not str(self.folder) or scheme:
             raise TrainerConfigError(
                 f"checkpoint.folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
-                "all ranks share: give a path, of a mount where the store is remote"
+                "all ranks share: give a path, or mount the store"
             )
         if self.every_steps < 0:
             raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
@@ -96,11 +96,11 @@ class Checkpointer:
     """Saves and restores training; making, saving, loading and closing are collectives of all ranks.
 
     All mutable state: the staging buffers, the one save that may be under way with its thread and error, and the steps
-    known to be damaged. A save first copies the state (training may go on after that), then a thread writes it: each
-    rank its shards, rank 0 the manifest with the checksum of every file, then the rename that makes it count.
+    known to be damaged. A save first copies the state, after which training may continue; then a thread writes it: each
+    rank its shards, rank 0 the manifest with the checksum of every file, then the rename that makes it valid.
 
     Raises:
-        CheckpointError: at once where the folder is read-only, full, or not the same one on every rank.
+        CheckpointError: the folder is read-only, full, or not the same one on every rank.
     """
 
     def __init__(self, config: CheckpointConfig, world: World) -> None:
@@ -130,7 +130,7 @@ class Checkpointer:
             raise
 
     def check_room(self, model: nn.Module) -> None:
-        """Raise a CheckpointError, on every rank, where the disk cannot hold one checkpoint of the model."""
+        """Raise a CheckpointError, on every rank, if the disk cannot hold one checkpoint of the model."""
         needed_bytes = estimate_bytes(model)
         self._control.decide("no room", lambda: check_room(self.folder, needed_bytes))
 
@@ -145,15 +145,15 @@ class Checkpointer:
         metric: float | None = None,
         rank_state: Mapping[str, Tensor] | None = None,
     ) -> bool:
-        """Save training as it is after ``step``; returns when the state is copied, or with ``blocking`` when it counts.
+        """Save training as it is after ``step``; return when the state is copied, or with ``blocking`` when written.
 
-        ``extra`` is JSON, the same on every rank and free of the world (loader, schedule, scaler); rank 0's is kept.
-        ``rank_state`` holds tensors of this rank alone, which come back only in a world of the same size. A save that
-        is still under way is waited for first. Saving the step that was saved or loaded last does
-        nothing, unless there is a metric to add; the result says whether there was something to save.
+        ``extra`` is JSON, the same on every rank and for any world (loader, schedule, scaler); rank 0's is kept.
+        ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size. A save
+        that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
+        is a metric to add; returns whether there was something to save.
 
         Raises:
-            CheckpointError: the state cannot be written, or the save before this one could not.
+            CheckpointError: the state cannot be written, or the save before this one failed.
         """
         self.wait()
         if step == self._current_step and metric is None:
@@ -178,7 +178,7 @@ class Checkpointer:
         return True
 
     def load_newest(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest checkpoint that verifies and return its step and extra; None where there is none at all.
+        """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
 
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
         The optimizer's settings stay as they are now; ``changed_settings`` says what the checkpoint had otherwise.
@@ -204,14 +204,14 @@ class Checkpointer:
         if steps:
             raise CheckpointError(
                 f"none of the {len(steps)} checkpoints in {self.folder} verifies; newest: step {steps[0]}, "
-                f"{self.passed_over[steps[0]]}. Give another folder to start afresh"
+                f"{self.passed_over[steps[0]]}. Give another folder to start from scratch"
             )
         return None
 
     def load_rank_state(self) -> dict[str, Tensor]:
-        """Return this rank's ``rank_state`` of the checkpoint loaded last; empty where another world size saved it.
+        """Return this rank's ``rank_state`` of the checkpoint loaded last; empty if another world size saved it.
 
-        This is no collective.
+        This is not a collective.
         """
         if self._current_step is None:
             return {}
@@ -223,7 +223,7 @@ class Checkpointer:
         """Wait for the save that is under way.
 
         Raises:
-            CheckpointError: it failed; the folder has no trace of it, and training may go on.
+            CheckpointError: it failed; the folder has no trace of it, and training may continue.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -233,7 +233,7 @@ class Checkpointer:
             raise failure
 
     def close(self) -> None:
-        """Finish the save that is under way and let go of threads, buffers and group; closing twice is allowed."""
+        """Finish the save that is under way and release thread, buffers and group; closing twice is allowed."""
         if self._closed:
             return
         self._closed = True
@@ -252,7 +252,7 @@ class Checkpointer:
         self.close()
 
     def _open_folder(self) -> None:
-        """Probe, tidy, and show that all ranks see the same folder (a token of rank 0 is there for each)."""
+        """Probe and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
         token = self.folder / ".probe-ranks.tmp"
 
         def prepare() -> list[str]:
@@ -332,12 +332,12 @@ class Checkpointer:
     def _save_shards(self, what: str, staged: dict[str, Any], partial: Path) -> None:
         try:
             save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._control.group)
-        except CheckpointException as exc:  # which descends from BaseException, and holds the errors by rank
+        except CheckpointException as exc:  # a BaseException, which holds the errors by rank
             causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
             raise CheckpointError(f"{what}: {causes}") from exc
 
     def _verify(self, step: int) -> str:
-        """Check the files of a checkpoint, each rank a share, and return what is wrong, the same on every rank."""
+        """Check the files of a checkpoint, a share on each rank, and return what is wrong, the same on every rank."""
         folder = step_folder(self.folder, step)
 
         def check() -> list[str]:

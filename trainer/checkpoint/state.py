@@ -1,7 +1,7 @@
-"""What is in a checkpoint: model, optimizer and each rank's own tensors as one state dict, and back into place.
+"""What a checkpoint holds: model, optimizer and each rank's own tensors as one state dict, and how it is restored.
 
 Keys are those of the bare model, whatever wraps it (DDP, ``fully_shard``, ``torch.compile``), so a checkpoint taken at
-one zero stage and world size loads at any other. Reading needs no collective: every rank reads what it holds.
+one zero stage and world size loads at any other. Reading is not a collective: every rank reads what it holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gather_state(
 ) -> dict[str, Any]:
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
-    An optimizer that has not stepped yet is described by zeros, and left as if it had not been asked.
+    An optimizer that has not stepped yet is described by zeros, and left unchanged.
     """
     return {
         MODEL: get_model_state_dict(model),
@@ -48,14 +48,14 @@ def gather_state(
 
 
 def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Read a checkpoint into model and optimizer, whatever sharding it was taken with.
+    """Read a checkpoint into model and optimizer, whatever its sharding.
 
     The optimizer's settings (its ``defaults``: rate, weight decay, betas, ...) stay as they are now, so that a run can
     be resumed with others. Returns one sentence for each that the checkpoint had otherwise, except for the rate, which
     the schedule sets.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed then.
+        CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
     metadata = FileSystemReader(folder).read_metadata()
     saved = metadata.state_dict_metadata
@@ -100,8 +100,7 @@ def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
 def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
     """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
 
-    Needs the memory of the whole model once, no process group and no model. Tensors that the model ties are written
-    once for each name.
+    Needs memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or safetensors is not installed.
@@ -127,9 +126,9 @@ def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
 
 
 def estimate_bytes(model: nn.Module) -> int:
-    """Return about how many bytes a checkpoint of the model takes with an optimizer that keeps two moments.
+    """Estimate the bytes of a checkpoint of the whole model with an optimizer that keeps two moments.
 
-    The count is of the whole model, on however many ranks it lies.
+    The number of ranks does not matter.
     """
     trained = sum(2 * one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
     return trained + sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
@@ -142,7 +141,7 @@ def _is_tensor(key: str, prefix: str, kind: object) -> bool:
 def _allocate(metadata: Metadata, key: str) -> Tensor:
     kind = metadata.state_dict_metadata[key]
     if not isinstance(kind, TensorStorageMetadata):
-        raise CheckpointError(f"{key} is no tensor in this checkpoint, which penstock did not write so")
+        raise CheckpointError(f"{key} is not a tensor in this checkpoint; penstock did not write it")
     return torch.empty(kind.size, dtype=kind.properties.dtype)
 
 
@@ -152,7 +151,7 @@ def _describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any
         return dict(get_optimizer_state_dict(model, optimizer))
     settings = [{key: deepcopy(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
     with _weights_kept(optimizer):
-        described = dict(get_optimizer_state_dict(model, optimizer))
+        described: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
     for described_group, kept in zip(described["param_groups"], settings, strict=True):
@@ -206,7 +205,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:
-    """Take out, zero and return the state of parameters that the checkpoint has none for: they had no gradient yet."""
+    """Remove, zero and return the state of parameters that the checkpoint lacks because they had no gradient yet."""
     state = optimizer_state["state"]
     known = {key.removeprefix(f"{OPTIMIZER}.state.").rpartition(".")[0] for key in saved if key.startswith(OPTIMIZER)}
     if not known & set(state):

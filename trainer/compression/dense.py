@@ -45,7 +45,7 @@ class Int8Hook:
     Int8 cannot be summed on the way, so each rank gets everyone's int8 of its own part, averages it in fp32, and sends
     the average as int8 again: a quarter of the bytes of an all-reduce in fp32, on any number of ranks. What rounding
     loses on a rank, before the sum or after it, that rank adds to its next gradient (1-bit Adam, Tang et al. 2021).
-    It works while backward waits.
+    Backward waits for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, wire: WireCounter, memory: GradientMemory) -> None:
@@ -72,7 +72,7 @@ class Int8Hook:
 
 
 class _Sent:
-    """What an exchange gave: everyone's values for this rank's part, and the error of what this rank sent."""
+    """The result of an exchange: everyone's values for this rank's part, and the error of what this rank sent."""
 
     def __init__(self, received: Tensor, error: Tensor) -> None:
         self.received, self.error = received, error
@@ -132,7 +132,7 @@ def copy_parts(targets: Sequence[Tensor], like: Sequence[Tensor], flat: Tensor) 
 
 
 def chain(work: dist.Work, finish: Callable[[object], Tensor]) -> GradFuture:
-    """Return the future of what ``finish`` gives once the collective is done."""
+    """Return the future of what ``finish`` returns once the collective is done."""
     return cast(GradFuture, work.get_future().then(finish))
 
 

@@ -14,14 +14,14 @@ from .dense import GradFuture, finished
 from .memory import GradientMemory
 from .wire import WireCounter, ring_bytes
 
-_LEAST_SAVING = 2.0  # a matrix is left whole where its factors would not be smaller by this much
+_LEAST_SAVING = 2.0  # a matrix is sent whole unless its factors are smaller by this much
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Low:
     """A gradient that is sent as factors.
 
-    ``matrix`` is (rows, columns), the gradient with what was owed added; ``right`` is (columns, rank).
+    ``matrix`` is (rows, columns), the gradient plus the error owed; ``right`` is (columns, rank).
     """
 
     gradient: Tensor
@@ -36,7 +36,7 @@ class PowerSGDHook:
 
     A gradient of two dimensions or more is a matrix M of its first against the rest. All ranks average P = M Q, make
     its columns orthonormal, average Q = M^T P, and take P Q^T. Vectors and small matrices go whole, with the P's. The
-    Q's are the same on all ranks and start the next step. It works while backward waits, for it takes two rounds.
+    Q's are the same on all ranks and start the next step. Backward waits for it, because it takes two rounds.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup, wire: WireCounter, memory: GradientMemory) -> None:

@@ -13,7 +13,7 @@ from ..errors import CompressionError
 class GradientMemory:
     """Tensors that outlive a step, made as zeros when first asked for.
 
-    They are kept by parameter, not by bucket, for DDP rebuilds its buckets after the first step.
+    They are kept by parameter, not by bucket, because DDP rebuilds its buckets after the first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,14 +28,14 @@ class GradientMemory:
         ]
 
     def named(self, key: str, like: Tensor) -> Tensor:
-        """Return the tensor of that name; a loaded one is brought to where ``like`` is."""
+        """Return the tensor of that name; a loaded one is moved to the device and type of ``like``."""
         tensor = self._tensors.get(key)
         if tensor is None:
             tensor = self._tensors[key] = torch.zeros_like(like)
         elif tensor.shape != like.shape:
             raise CompressionError(
                 f"what compression remembers of {key} has shape {tuple(tensor.shape)} and the gradient has "
-                f"{tuple(like.shape)}; it is of another model or bucket: resume without it"
+                f"{tuple(like.shape)}; it belongs to another model or bucket: resume without it"
             )
         elif tensor.device != like.device or tensor.dtype != like.dtype:
             tensor = self._tensors[key] = tensor.to(like)

@@ -17,7 +17,7 @@ from .wire import WireCounter, reduce_scatter_flat
 
 
 class CastReduceScatter(ReduceScatter):
-    """Reduces in bf16 or fp16, or as it comes ("none"), and counts the bytes."""
+    """Reduces in bf16 or fp16, or in the given format ("none"), and counts the bytes."""
 
     def __init__(self, scheme: Literal["none", "bf16", "fp16"], wire: WireCounter) -> None:
         self._dtype, self._wire = CAST_TYPES.get(scheme), wire
@@ -49,8 +49,8 @@ class CastReduceScatter(ReduceScatter):
 class Int8ReduceScatter(ReduceScatter):
     """Sends each rank its part as int8 with error feedback, and sums in full precision.
 
-    What rounding lost is kept as a gradient of the whole module, in the type that gradients are reduced in: one more
-    copy of the model on each rank, beside what zero=2 and 3 save.
+    The rounding error is kept for the whole module, in the type in which gradients are reduced: one more copy of the
+    model on each rank, against what zero=2 and 3 save.
     """
 
     def __init__(self, name: str, wire: WireCounter, memory: GradientMemory) -> None:

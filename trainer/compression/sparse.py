@@ -17,7 +17,7 @@ _FIRST_DENSITY = 0.25
 
 
 def density_at(step: int, density: float, warmup_steps: int) -> float:
-    """Return the share that is sent at a step: from 25% down to ``density``, exponentially, over the warm-up."""
+    """The share that is sent at a step: it falls exponentially from 25% to ``density`` over the warm-up."""
     if step >= warmup_steps or density >= _FIRST_DENSITY:
         return density
     return math.exp(math.log(_FIRST_DENSITY) + math.log(density / _FIRST_DENSITY) * step / warmup_steps)
@@ -27,7 +27,7 @@ class TopKHook:
     """Deep gradient compression (Lin et al. 2018): top-k with error feedback and momentum correction (section 3).
 
     Each rank keeps a velocity u = m u + g and what it has not sent yet v = v + u; the largest |v| of the bucket are
-    sent, and both are cleared where they were (momentum factor masking). An element costs 8 bytes: value and index. The
+    sent, and both are cleared there (momentum factor masking). An element costs 8 bytes: value and index. The
     all-gather overlaps with backward.
     """
 

@@ -9,7 +9,7 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
-# Torch 2.13 renamed it and deprecates the old name; 2.11 knows the old name only.
+# Torch 2.13 renamed these and deprecated the old names; 2.11 has the old names only.
 _ALL_GATHER = cast("Callable[..., dist.Work]", getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 _REDUCE_SCATTER = cast(
     "Callable[..., dist.Work]", getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -18,7 +18,7 @@ _REDUCE_SCATTER = cast(
 
 @dataclass
 class WireCounter:
-    """Bytes that this rank sent, and those that plain gradients would have taken."""
+    """Bytes that this rank sent, and would have sent uncompressed."""
 
     wire_bytes: int = 0
     plain_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Trading time for memory and back: activation checkpointing (Chen et al. 2016), torch.compile, CUDA graphs."""
+"""Trading time for memory: activation checkpointing (Chen et al. 2016), torch.compile, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ActivationConfig:
         check_range("activation.every", self.every, low=0)
         if self.blocks and not self.every:
             raise TrainerConfigError(
-                f"activation.blocks={self.blocks!r} names blocks and activation.every=0 recomputes none; "
+                f"activation.blocks={self.blocks!r} names blocks, and activation.every=0 recomputes none; "
                 "set activation.every=1, or leave activation.blocks out"
             )
 
@@ -51,18 +51,18 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.cuda_graphs and not self.enabled:
             raise TrainerConfigError(
-                "compile.cuda_graphs=True records what torch.compile makes and compile.enabled=False; "
+                "compile.cuda_graphs=True records what torch.compile makes, and compile.enabled=False; "
                 "set compile.enabled=True too"
             )
         if self.cuda_graphs and self.backend != "inductor":
             raise TrainerConfigError(
-                f"compile.cuda_graphs=True needs inductor and compile.backend={self.backend!r}; "
+                f"compile.cuda_graphs=True needs inductor, and compile.backend={self.backend!r}; "
                 "use compile.backend='inductor'"
             )
 
 
 def recompute_activations(model: nn.Module, config: ActivationConfig) -> int:
-    """Make every k-th block recompute its activations; returns how many do. Names of parameters stay as they are."""
+    """Make every k-th block recompute its activations, and return how many do. Parameter names stay the same."""
     if not config.every:
         return 0
     blocks = find_blocks(model, config.blocks, "activation.blocks")
@@ -81,7 +81,7 @@ def compile_model(model: nn.Module, config: CompileConfig, parallel: ParallelCon
     """Compile the model in place, before it is spread over the ranks.
 
     Raises:
-        TrainerConfigError: CUDA graphs where they cannot be.
+        TrainerConfigError: CUDA graphs where they cannot work.
     """
     if not config.enabled:
         return
@@ -98,12 +98,12 @@ def compile_model(model: nn.Module, config: CompileConfig, parallel: ParallelCon
 def _refuse_graphs(parallel: ParallelConfig, world: World) -> None:
     if world.device.type != "cuda":
         raise TrainerConfigError(
-            f"compile.cuda_graphs=True needs a CUDA device and this is {world.device}; leave it out here"
+            f"compile.cuda_graphs=True needs a CUDA device, and this is {world.device}; leave it out here"
         )
     if parallel.zero:
         raise TrainerConfigError(
-            f"compile.cuda_graphs=True replays fixed addresses and parallel.zero={parallel.zero} frees and gathers the "
-            "weights anew in each step; use parallel.zero=0"
+            f"compile.cuda_graphs=True replays fixed addresses, and parallel.zero={parallel.zero} frees and "
+            "gathers the weights in each step; use parallel.zero=0"
         )
 
 

@@ -1,6 +1,6 @@
-"""Local SGD: ranks step on their own and average their parameters now and then (Stich 2019; Lin et al. 2020).
+"""Local SGD: ranks step independently and average their parameters periodically (Stich 2019; Lin et al. 2020).
 
-Hierarchical averaging does it often within a node, where links are fast, and seldom across nodes.
+Hierarchical averaging averages often within a node, where links are fast, and seldom across nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ranks.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingConfig:
-    """``average_every`` steps all ranks average; with ``node_every`` those of a node also do, more often."""
+    """All ranks average every ``average_every`` steps; with ``node_every`` those of a node also do, more often."""
 
     average_every: int
     node_every: int | None = None
@@ -39,17 +39,17 @@ class AveragingConfig:
 class PeriodicAverager:
     """Averages model and optimizer over the ranks after every so many steps; all its methods are collectives.
 
-    The model must be bare: under DDP or ``fully_shard`` the gradients are exchanged already. Parameters, floating
-    buffers (a batch norm's statistics) and the optimizer's floating state become the exact mean over the ranks, summed
-    in fp32 or better, and are then bit-equal on all of them, so a checkpoint taken there is complete; whole-number
-    buffers and counters become the largest. Between two averages each rank has a state of its own: save and evaluate
-    within ``averaged``. All mutable state beside theirs: whether the ranks' states are alike now.
+    The model must be bare: under DDP or ``fully_shard`` the gradients are exchanged already. Parameters, floating-point
+    buffers (a batch norm's statistics) and the optimizer's floating-point state become the exact mean over the ranks,
+    summed in fp32 or better, and are then bit-equal on all ranks, so a checkpoint taken there is complete; integer
+    buffers and counters become the largest. Between two averages each rank has a state of its own: save and
+    evaluate within ``averaged``. All mutable state besides theirs: whether the ranks' states are alike now.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: AveragingConfig, world: World) -> None:
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise TrainerConfigError(
-                f"average_every={config.average_every} cannot be had with a model under {type(model).__name__}, which "
+                f"average_every={config.average_every} does not work with a model under {type(model).__name__}, which "
                 "exchanges gradients at each step; use zero=0 with average_every, or leave average_every out"
             )
         if config.node_every is not None and world.world_size != world.local_world_size * world.num_nodes:
@@ -69,7 +69,7 @@ class PeriodicAverager:
         self.are_alike = True
 
     def average_if_due(self, step: int) -> bool:
-        """Average what is due after ``step`` (counted from 1); tell whether all ranks now have the same state.
+        """Average what is due after ``step`` (counted from 1); return whether all ranks now have the same state.
 
         To be called after every step: ``are_alike`` is then true where nothing was trained since the last average.
         """
@@ -83,7 +83,7 @@ class PeriodicAverager:
         return False
 
     def average_all(self) -> None:
-        """Make the state of all ranks their mean, now."""
+        """Set the state of all ranks to their mean now."""
         self._average(None, self._world.world_size)
         self.are_alike = True
 

@@ -43,4 +43,4 @@ def synchronise_batch_norms(model: nn.Module, world: World) -> None:
         raise TrainerConfigError(f"{key}: model={type(model).__name__} has no batch norm; leave it out")
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise TrainerConfigError(f"{key}: model={type(model).__name__} is a batch norm itself; wrap it in a module")
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How the model is spread over the ranks: DDP for zero=0, FSDP2 for zero=1 to 3 (Rajbhandari et al. 2020)."""
+"""How the model is distributed over the ranks: DDP for zero=0, FSDP2 for zero=1 to 3 (Rajbhandari et al. 2020)."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ class ParallelConfig:
             for key in ("cpu_offload", "hybrid", "blocks"):
                 if getattr(self, key):
                     raise TrainerConfigError(
-                        f"parallel.{key}={getattr(self, key)!r} needs sharding and parallel.zero=0 has none; "
+                        f"parallel.{key}={getattr(self, key)!r} needs sharding, and parallel.zero=0 has none; "
                         f"use parallel.zero=1, 2 or 3, or leave parallel.{key} out"
                     )
         elif self.unused_parameters:
             raise TrainerConfigError(
-                f"parallel.unused_parameters=True is an option of zero=0 and parallel.zero={self.zero}; leave it out: "
-                "sharded parameters may go unused"
+                f"parallel.unused_parameters=True is an option of zero=0, and parallel.zero={self.zero}; leave it out: "
+                "sharded parameters may stay unused"
             )
 
 
 class ParallelModel:
     """A model spread over the ranks, and when its gradients are exchanged.
 
-    ``module`` is what the loss calls; ``inner`` is the model as it was given. The mutable state is all PyTorch's.
-    Without ``exchange`` each rank trains a copy of its own, alike at the start.
+    ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is all PyTorch's.
+    Without ``exchange`` each rank trains its own copy, with the same initial weights.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ParallelModel:
             self.module = model
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
-        if config.zero and isinstance(model, FSDPModule):
+        if config.zero:
             sharded = list(_sharded_modules(model))
             self.usage = ParameterUsage(model, sharded)
             self.order = ModuleOrder(model, sharded, world)
@@ -119,7 +119,7 @@ class ParallelModel:
         return self.config.zero > 0
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | OptimizerFactory) -> torch.optim.Optimizer:
-        """The optimizer over the spread parameters: a factory is called with them, a fresh one is pointed to them.
+        """The optimizer over the distributed parameters: a factory is called with them, a fresh optimizer gets them.
 
         Raises:
             TrainerConfigError: an optimizer with state already, or over parameters that are not the model's.
@@ -128,13 +128,13 @@ class ParallelModel:
             made = optimizer(parameter for parameter in self.inner.parameters() if parameter.requires_grad)
             if not isinstance(made, torch.optim.Optimizer):
                 raise TrainerConfigError(
-                    f"optimizer is a function that gave a {type(made).__name__} and no torch.optim.Optimizer; give one "
-                    "from parameters to an optimizer"
+                    f"optimizer is a function that returned a {type(made).__name__}, not a torch.optim.Optimizer; give "
+                    "one from parameters to an optimizer"
                 )
             return made
         if optimizer.state and self.is_sharded:
             raise TrainerConfigError(
-                f"optimizer={type(optimizer).__name__} has made updates already and parallel.zero={self.config.zero} "
+                f"optimizer={type(optimizer).__name__} has made updates already, and parallel.zero={self.config.zero} "
                 "must shard its state; give a fresh one and load its state from a checkpoint"
             )
         for index, group in enumerate(optimizer.param_groups):
@@ -148,9 +148,9 @@ class ParallelModel:
         return optimizer
 
     def exchange_when(self, *, last: bool) -> AbstractContextManager[Any]:
-        """What forward and backward of one microbatch run in; gradients wait for the last one for zero=0 and 1.
+        """The context for forward and backward of one microbatch; with zero=0 and 1 gradients wait for the last one.
 
-        For zero=2 and 3 each microbatch's gradients are reduced at once: to wait would keep whole ones on each rank.
+        With zero=2 and 3 each microbatch's gradients are reduced at once: waiting would keep whole ones on each rank.
         """
         if isinstance(self.module, DistributedDataParallel):
             return nullcontext() if last else self.module.no_sync()
@@ -166,6 +166,10 @@ class ParallelModel:
             share_buffers(self.inner.buffers(), self.world)
             self.usage.begin_step()
             self.order.begin_step()
+
+    def activity(self) -> dict[str, str]:
+        """The sharded module that forward is in: where ranks run different ones, each waits for the others' weights."""
+        return {"module": self.order.running} if self.order is not None and self.order.running else {}
 
     @contextmanager
     def watched_forward(self) -> Iterator[None]:
@@ -205,15 +209,15 @@ class ParallelModel:
             share_buffers(self.inner.buffers(), self.world)
 
     def gather_no_more(self) -> None:
-        """Let go of gathered weights, which a forward without a backward leaves whole for zero=1 and 2."""
+        """Free gathered weights, which a forward without a backward leaves whole with zero=1 and 2."""
         for module in _sharded_modules(self.module):
             module.reshard()
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that is none, or has nothing to train."""
+    """Refuse what is not a model, or has nothing to train."""
     if not isinstance(model, nn.Module):
-        raise TrainerConfigError(f"model is a {type(model).__name__} and no torch.nn.Module; give one")
+        raise TrainerConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module; give one")
     if not any(True for _ in model.parameters()):
         raise TrainerConfigError(
             f"model={type(model).__name__} has no parameters; give one that has (are its layers attributes of the "
@@ -231,14 +235,14 @@ def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.M
     Lists inside blocks (of experts, of heads) are left whole: their items may run on some ranks and not on others.
 
     Raises:
-        TrainerConfigError: a name that no module of the model has, naming ``key``.
+        TrainerConfigError: a name that no module of the model has; the message names ``key``.
     """
     if not names:
         return list(_outermost_items(model))
     known = {type(module).__name__ for module in model.modules()}
     for name in names:
         if name not in known:
-            raise TrainerConfigError(f"{key}={name!r} is no module class of the model; {suggest(name, known)}")
+            raise TrainerConfigError(f"{key}={name!r} is not a module class of the model; {suggest(name, known)}")
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
@@ -292,7 +296,7 @@ def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig,
             module.set_modules_to_forward_prefetch([following])
     else:
         for module in sharded:
-            # Prefetching what is there already is a no-op, and takes the place of the implicit prefetch.
+            # Prefetching the module itself is a no-op that replaces the implicit prefetch.
             module.set_modules_to_backward_prefetch([module])
     return model
 

@@ -48,7 +48,7 @@ class PrecisionConfig:
         check_range("precision.growth_interval", self.growth_interval, low=1)
         check_range("precision.backoff_factor", self.backoff_factor, low=0.0, above=True, high=1.0)
         if self.backoff_factor == 1.0:
-            raise TrainerConfigError("precision.backoff_factor=1.0 never shrinks the scale; give less than 1, as 0.5")
+            raise TrainerConfigError("precision.backoff_factor=1.0 never shrinks the scale; give less, such as 0.5")
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -61,7 +61,7 @@ def check_master_weights(model: torch.nn.Module) -> None:
         if parameter.is_floating_point() and parameter.element_size() < 4:
             raise TrainerConfigError(
                 f"parameter {name!r} is {parameter.dtype}; master weights are float32: build the model in float32 and "
-                "choose the format of the computation with precision.dtype"
+                "choose the compute format with precision.dtype"
             )
 
 
@@ -73,7 +73,7 @@ def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
 
 
 def compute_context(config: PrecisionConfig, device: torch.device, *, sharded: bool) -> AbstractContextManager[Any]:
-    """What forward runs in: autocast for whole weights; nothing for sharded ones, whose policy casts them."""
+    """The context of forward: autocast for whole weights; nothing for sharded ones, whose policy casts them."""
     if config.dtype == "fp32" or sharded:
         return nullcontext()
     return torch.autocast(device.type, dtype=config.compute_dtype)
@@ -82,8 +82,8 @@ def compute_context(config: PrecisionConfig, device: torch.device, *, sharded: b
 class LossScaler(torch.amp.GradScaler):
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2) that also holds for sharded gradients.
 
-    An overflow in one rank's shard must skip the update on all ranks, and sharded gradients are unscaled as the local
-    tensors that they are. Enabled for fp16 only; disabled it costs nothing and changes nothing.
+    An overflow in one rank's shard must skip the update on all ranks, and sharded gradients are unscaled as local
+    tensors. Enabled for fp16 only; otherwise it costs and changes nothing.
     """
 
     def __init__(self, config: PrecisionConfig, world: World) -> None:
@@ -120,7 +120,7 @@ class LossScaler(torch.amp.GradScaler):
         return {overflow.device: overflow}
 
     def step_and_update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Make the update unless a gradient overflowed, adapt the scale, and say whether the update was made."""
+        """Make the update unless a gradient overflowed, adapt the scale, and return whether the update was made."""
         if not self.is_enabled():
             optimizer.step()
             return True

@@ -26,9 +26,9 @@ class ParameterUsage:
     state: a flag for each parameter, set by autograd's threads.
     """
 
-    def __init__(self, model: FSDPModule, modules: Sequence[FSDPModule]) -> None:
-        model.set_reduce_scatter_unused_params(True)
-        root: nn.Module = model
+    def __init__(self, root: nn.Module, modules: Sequence[FSDPModule]) -> None:
+        for module in modules:
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         self._sharded = {name: one for name, one in root.named_parameters() if one.requires_grad}
         self._flags = dict.fromkeys(self._sharded, False)
         for module in modules:
@@ -36,7 +36,7 @@ class ParameterUsage:
             module.unshard()
             for name, whole in root.named_parameters():
                 if name in self._sharded and whole is not self._sharded[name]:
-                    whole.register_hook(self._listener(name))
+                    whole.register_hook(self._listener(name))  # type: ignore[no-untyped-call]
             module.reshard()
 
     def begin_step(self) -> None:
@@ -113,7 +113,7 @@ class ModuleOrder:
             if self._asks:
                 self._ask(name)
 
-        return torch._dynamo.disable(note)  # type: ignore[no-any-return]
+        return torch._dynamo.disable(note)  # type: ignore[no-any-return, no-untyped-call]
 
     def _ask(self, name: str) -> None:
         names = [""] * self._world.world_size

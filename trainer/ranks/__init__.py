@@ -1,1 +1,1 @@
-"""The ranks of a job: how they meet, and how they talk beside the collectives."""
+"""The ranks of a job: how they come together, and how they agree outside the training collectives."""

@@ -1,4 +1,4 @@
-"""Agreement between ranks: what one decides all take, and what fails on one fails on all, with the same error."""
+"""Agreement between ranks: all take what one decides, and what fails on one fails on all with the same error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why the work failed on one rank; what travels is text, for not every exception can be pickled."""
+    """Why the work failed on one rank, as text, because not every exception can be pickled."""
 
     kind: type[CheckpointError]
     text: str
 
 
 class ControlGroup:
-    """All ranks as seen by one thread, over a gloo group of its own so that no other thread's collectives are met.
+    """All ranks, for one thread, over a gloo group of its own so that it never meets another thread's collectives.
 
     Making it is a collective; so are all its methods, which one thread calls in the same order on every rank.
     """
@@ -36,10 +36,10 @@ class ControlGroup:
         self.group: dist.ProcessGroup | None = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
 
     def decide(self, what: str, work: Callable[[], T]) -> T:
-        """Return what ``work`` gives on rank 0, the only rank that does it.
+        """Return what ``work`` returns on rank 0, the only rank that calls it.
 
         Raises:
-            CheckpointError: on every rank, where the work failed on rank 0.
+            CheckpointError: on every rank, if the work failed on rank 0.
         """
         box: list[T | _Failure | None] = [_attempt(work) if self.rank == 0 else None]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
@@ -49,10 +49,10 @@ class ControlGroup:
         return cast(T, outcome)
 
     def gather(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Return what ``work`` gives on every rank, in rank order, on every rank.
+        """Call ``work`` on every rank and return all results on every rank, in rank order.
 
         Raises:
-            CheckpointError: on every rank, where the work failed on any; the message names which and why.
+            CheckpointError: on every rank, if the work failed on any; the message names which and why.
         """
         outcomes: list[T | _Failure | None] = [None] * self.world_size
         dist.all_gather_object(outcomes, _attempt(work), group=self.group)

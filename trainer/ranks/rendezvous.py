@@ -1,7 +1,7 @@
 """Ranks that start together agree on a name that no earlier start had, over a store that still holds earlier starts.
 
-torchrun may give restarted processes the key-value store of those before them. Keys under the same names as before
-would lead new ranks to the addresses of dead ones, and nothing in the environment tells starts apart on every node.
+torchrun may give restarted processes the key-value store of the previous ones. Keys of the same names would lead new
+ranks to the addresses of dead ones, and nothing in the environment tells starts apart on every node.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _POLL_S = 0.02
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, *, timeout_s: float) -> str:
-    """A name for this start, new and the same on every rank; returns when all ranks are there.
+    """A name for this start, new and the same on every rank; returns when all ranks are present.
 
-    Rank 0 calls with a new word; the others answer every call they see with a new word of their own, until one of them
-    has been heard. An answer to rank 0's new word can only be new, and so can a list with a rank's own new word in it.
+    Rank 0 publishes a new token; the others answer every token that they see with a new one of their own, until one of
+    their answers is listed. An answer to rank 0's new token must be new, and so must a list with a rank's own token.
 
     Raises:
-        WorldError: the others did not come in time.
+        WorldError: the other ranks did not come in time.
     """
     own = secrets.token_hex(8)
     deadline_s = time.monotonic() + timeout_s
@@ -51,6 +51,6 @@ def _wait(deadline_s: float, rank: int, world_size: int, timeout_s: float) -> No
     if time.monotonic() > deadline_s:
         raise WorldError(
             f"rank {rank} of {world_size} waited {timeout_s:.0f} s for the others to start; are all nodes up, and did "
-            "each start as many ranks as torchrun was told?"
+            "each start as many ranks as torchrun expects?"
         )
     time.sleep(_POLL_S)

@@ -21,7 +21,7 @@ _opened_here = False
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among all; ``backend`` is the one that carries the device's collectives."""
+    """The place of this process among all; ``backend`` carries the device's collectives."""
 
     rank: int
     world_size: int
@@ -47,11 +47,11 @@ class World:
 
 
 def open_world(*, device: str = "auto", timeout_s: float = 1800.0) -> World:
-    """Join the ranks that torchrun started, or be a world of one where it did not.
+    """Join the ranks that torchrun started, or be a world of one without torchrun.
 
-    A process group that exists already is used as it is and left open by ``close_world``. ``device`` is "auto" (CUDA
-    where there is one), "cpu" or "cuda"; on CUDA the group also carries CPU tensors, through gloo. ``timeout_s`` bounds
-    a single collective.
+    An existing process group is used as it is, and ``close_world`` leaves it open. ``device`` is "auto" (CUDA if there
+    is a device), "cpu" or "cuda"; on CUDA the group also carries CPU tensors, through gloo. ``timeout_s`` bounds a
+    single collective.
 
     Raises:
         WorldError: no such device, more local ranks than devices, or an environment that describes no possible world.
@@ -87,9 +87,9 @@ def open_world(*, device: str = "auto", timeout_s: float = 1800.0) -> World:
 def close_world() -> None:
     """Leave the process group if ``open_world`` made it; closing twice is allowed.
 
-    Call it when the trainer and what else uses the group are out of scope: a group that something still holds keeps its
-    threads, and a thread of gloo that drops the last reference to a tensor while Python exits ends the process by
-    SIGABRT ("terminate called without an active exception").
+    Call it when the trainer and everything else that uses the group are out of scope: a group that is still referenced
+    keeps its threads, and a gloo thread that drops the last reference to a tensor while Python exits ends the process
+    with SIGABRT ("terminate called without an active exception").
     """
     global _opened_here
     if _opened_here and dist.is_initialized():
@@ -99,7 +99,7 @@ def close_world() -> None:
 
 
 def _join(world: World, timeout_s: float) -> None:
-    # Every optimizer imports this; imported once there is a process group, it keeps the group's threads past its end.
+    # Every optimizer imports this; an import after the process group exists would keep the group's threads alive.
     importlib.import_module("torch._dynamo")
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -144,4 +144,4 @@ def _read_env(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise WorldError(f"the environment has {name}={text!r}, which is no number; torchrun sets it") from None
+        raise WorldError(f"the environment has {name}={text!r}, which is not a number; torchrun sets it") from None

@@ -1,1 +1,1 @@
-"""Recipes that ship: what the TOML files beside this one name. Each runs on a CPU in minutes."""
+"""Recipes, and those that ship: the TOML files here and what they name. Each runs on a CPU in minutes."""

@@ -20,7 +20,7 @@ _BATCH_ROWS = 8192
 
 
 class ClickNet(nn.Module):
-    """One embedding for each category, a dense layer for the numbers, all pairs' dot products, a small network on top.
+    """An embedding per category, a dense layer for the numbers, the dot products of all pairs, a small network on top.
 
     ``numbers`` are (B, 4) float32, ``categories`` (B, 8) int64 below ``values``; the result is (B,) logits.
     """
@@ -46,7 +46,7 @@ class ClickNet(nn.Module):
 
 
 def read_clicks(split: str, *, rows: int, values: int = 1000, seed: int = 0) -> Iterator[pa.RecordBatch]:
-    """A made-up click log whose clicks follow from hidden traits of the categories; its last tenth is held out."""
+    """A synthetic click log whose clicks follow from hidden traits of the categories; its last tenth is held out."""
     if split not in ("train", "test"):
         raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
     random = np.random.default_rng(seed)

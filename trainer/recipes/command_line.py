@@ -137,7 +137,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[tuple[str, Any]], list[s
 def _override(tables: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
     if not path or not all((*path, last)):
-        raise RecipeError(f"--{key} names no option; write the whole key, as --model.args.width")
+        raise RecipeError(f"--{key} does not name an option; write the whole key, as --model.args.width")
     into = tables
     for depth, part in enumerate(path):
         into = into.setdefault(part, {})

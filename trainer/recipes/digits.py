@@ -39,16 +39,14 @@ class DigitsNet(nn.Module):
 
 
 def read_digits(split: str) -> Iterator[dict[str, Any]]:
-    """The images of the train or the held-out part, cut once and for all, as PNG files with their classes."""
+    """The images of the training or the held-out part, a fixed split, as PNG files with their classes."""
     if split not in ("train", "test"):
         raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
     try:
         import cv2
         from sklearn import datasets
     except ImportError as exc:
-        raise TrainerConfigError(
-            "the digits come with scikit-learn and are written with OpenCV; install penstock[demo]"
-        ) from exc
+        raise TrainerConfigError("the digits need scikit-learn and OpenCV; install penstock[demo]") from exc
     found = datasets.load_digits()
     images = np.rint(found.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), from 0..16
     order = np.random.default_rng(0).permutation(len(images))

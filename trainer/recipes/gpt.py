@@ -20,7 +20,7 @@ Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and around a shortcut (Radford et al. 2019)."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual around it (Radford et al. 2019)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ class SmallGPT(nn.Module):
 
 
 def read_tokens(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) -> Iterator[Tokens]:
-    """The tokens of one module after the other; every tenth module is held out.
+    """The tokens of one module after another; every tenth module is held out.
 
-    ``tokenizer`` is the file of a byte-level BPE with ``vocabulary`` tokens, trained on the other modules and written
-    where there is none.
+    ``tokenizer`` is the file of a byte-level BPE with ``vocabulary`` tokens; if missing, it is trained on the other
+    modules and written.
     """
     if split not in ("train", "test"):
         raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
@@ -87,7 +87,7 @@ def read_tokens(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) 
 
 
 def read_sources(max_bytes: int) -> list[str]:
-    """The standard library's modules in the order of their names, until there are ``max_bytes`` of text."""
+    """The standard library's modules, ordered by name, up to ``max_bytes`` of text."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts, total = [], 0
     for path in sorted(root.rglob("*.py")):
@@ -104,7 +104,7 @@ def read_sources(max_bytes: int) -> list[str]:
 
 
 def open_tokenizer(path: Path, vocabulary: int, texts: list[str]) -> Any:
-    """The byte-level BPE that is kept at ``path``; where there is none it is trained on the texts and written whole."""
+    """The byte-level BPE kept at ``path``; if missing, it is trained on the texts and written atomically."""
     if not 256 <= vocabulary <= 65536:
         raise TrainerConfigError(f"vocabulary={vocabulary} is out of range; a byte-level BPE has 256 to 65536 tokens")
     try:
@@ -121,8 +121,8 @@ def open_tokenizer(path: Path, vocabulary: int, texts: list[str]) -> Any:
     found = Tokenizer.from_file(str(path))
     if found.get_vocab_size() > vocabulary:
         raise TrainerConfigError(
-            f"vocabulary={vocabulary}, and the tokenizer kept at {path} has {found.get_vocab_size()} tokens; delete it "
-            "and the token files made with it, or use its number"
+            f"vocabulary={vocabulary}, and the tokenizer kept at {path} has {found.get_vocab_size()} tokens; delete "
+            "it and the token files made with it, or use that number"
         )
     return found
 
@@ -144,7 +144,7 @@ def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple
 
 
 def _split(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    # (B, T + 1) uint16 -> inputs (B, T) and targets (B * T,), int64; -1 where a row only fills the batch up
+    # (B, T + 1) uint16 -> inputs (B, T) and targets (B * T,), int64; -1 for rows of padding
     tokens = batch["tokens"].long()
     targets = tokens[:, 1:]
     if VALID in batch:

@@ -1,4 +1,4 @@
-"""Recipes: a TOML file that names model, optimizer, loss, data and evaluation by import path. Pure but for imports."""
+"""Recipes: TOML files that name model, optimizer, loss, data and evaluation by import path. Pure except for imports."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
 class Component:
     """Something to import and call: ``use`` is its import path, ``args`` its keyword arguments.
 
-    An argument, at any depth, may be named by import path too: ``{ use = "package.module:name" }`` is what is named
-    there, and with ``args``, be they empty, what it returns when called with them. ``prepare``, of data alone, is
-    called once a node before the data is opened.
+    An argument, at any depth, may itself be named: ``{ use = "package.module:name" }`` is the object of that name, and
+    with ``args``, even empty ones, what it returns when called with them. ``prepare``, for data only, is called once
+    per node before the data is opened.
     """
 
     key: str
@@ -36,11 +36,11 @@ class Component:
     prepare: Component | None = None
 
     def check(self, given: int = 0) -> Callable[..., Any]:
-        """What ``use`` names, imported, once it is sure that it takes ``given`` arguments and then ``args``.
+        """Import what ``use`` names, check that it takes ``given`` arguments and then ``args``, and return it.
 
         Raises:
-            RecipeError: an import path leads nowhere or to something that cannot be called, or the arguments are not
-                those that it takes.
+            RecipeError: an import path does not exist or names something that cannot be called, or the arguments do
+                not fit.
         """
         found = _import(self.key, self.use)
         if not callable(found):
@@ -55,7 +55,7 @@ class Component:
         return found
 
     def resolve(self, given: int = 0) -> Callable[..., Any]:
-        """The callable with its arguments made and filled in but for the first ``given`` ones.
+        """The callable with its arguments made and bound, except for the first ``given`` ones.
 
         Raises:
             RecipeError: as ``check``.
@@ -65,15 +65,15 @@ class Component:
         return partial(found, **made)
 
     def describe(self) -> dict[str, Any]:
-        """Nested plain data, as the TOML file would have it."""
+        """Nested plain data, as in the TOML file."""
         table: dict[str, Any] = {"use": self.use, "args": dict(self.args)}
         return table if self.prepare is None else {**table, "prepare": self.prepare.describe()}
 
     def make(self, *given: Any) -> Any:
-        """What the callable gives for ``given`` and its arguments.
+        """The result of the callable for ``given`` and its arguments.
 
         Raises:
-            RecipeError: it cannot be called so, or it raised an error, which is told with its place.
+            RecipeError: the arguments do not fit, or the callable raised an error; the message says where.
         """
         call = self.resolve(len(given))
         try:
@@ -87,14 +87,14 @@ class Component:
     def _check_arguments(self, found: Callable[..., Any], given: int) -> None:
         try:
             signature = inspect.signature(found)
-        except (TypeError, ValueError):  # some C functions have none; the call itself will tell
+        except (TypeError, ValueError):  # some C functions have no signature; the call itself will fail
             return
         takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for name, value in self.args.items():
             if name not in names and not takes_any:
                 raise RecipeError(
-                    f"{self.key}.args.{name}={value!r} is no argument of {self.use}; {suggest(name, names)}"
+                    f"{self.key}.args.{name}={value!r} is not an argument of {self.use}; {suggest(name, names)}"
                 )
         try:
             signature.bind(*[None] * given, **self.args)
@@ -115,7 +115,7 @@ class Recipe:
     trainer: TrainerConfig
 
     def check(self) -> None:
-        """Import everything that the recipe names and see that its arguments fit, without calling anything."""
+        """Import everything that the recipe names and check that arguments fit, without calling anything."""
         for component, given in (
             (self.model, 0),
             (self.optimizer, 1),
@@ -128,7 +128,7 @@ class Recipe:
                 component.check(given)
 
     def describe(self) -> dict[str, Any]:
-        """Nested plain data, as the TOML file would have it."""
+        """Nested plain data, as in the TOML file."""
         tables: dict[str, Any] = {
             name: component.describe()
             for name, component in (
@@ -172,15 +172,6 @@ def read_tables(source: str) -> dict[str, Any]:
         raise RecipeError(f"recipe {source!r} is not TOML: {exc}") from exc
 
 
-def read_recipe(source: str) -> Recipe:
-    """Read a recipe from a file, or a shipped one by its name.
-
-    Raises:
-        RecipeError, TrainerConfigError: naming key, value and cure.
-    """
-    return build_recipe(read_tables(source))
-
-
 def build_recipe(tables: Mapping[str, Any]) -> Recipe:
     """Build a recipe from nested mappings; ``trainer`` may be a config already.
 
@@ -189,7 +180,7 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
     """
     for key in tables:
         if key not in SECTIONS:
-            raise RecipeError(f"{key} is no section of a recipe; {suggest(key, SECTIONS)}")
+            raise RecipeError(f"{key} is not a section of a recipe; {suggest(key, SECTIONS)}")
     evaluation = tables.get("evaluation")
     evaluation_data: Component | None = None
     if evaluation is not None:
@@ -215,7 +206,7 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
 
 
 def format_toml(tables: Mapping[str, Any], prefix: str = "") -> str:
-    """Nested plain data as TOML; an option that is off (None) is shown as a comment."""
+    """Nested plain data as TOML; an option that is not set (None) is shown as a comment."""
     lines: list[str] = []
     for key, value in tables.items():
         if value is None:
@@ -235,15 +226,15 @@ def _component(key: str, table: Any) -> Component:
     for name, value in table.items():
         if name not in ("use", "args"):
             raise RecipeError(
-                f"{key}.{name}={value!r} is no key of [{key}]; it has use and args: arguments go to {key}.args.{name}"
+                f"{key}.{name}={value!r} is not a key of [{key}]; it has use and args: write {key}.args.{name}"
             )
     if not isinstance(table.get("use"), str):
-        raise RecipeError(f"{key}.use={table.get('use')!r} is no import path; give {key}.use='package.module:name'")
+        raise RecipeError(f"{key}.use={table.get('use')!r} is not an import path; give {key}.use='package.module:name'")
     return Component(key=key, use=table["use"], args=dict(as_table(f"{key}.args", table.get("args", {}))))
 
 
 def _data_component(key: str, table: Any) -> Component:
-    """Data may be prepared; the place, ``target_url``, is by default the ``source`` that is then read."""
+    """Data may be prepared; ``target_url`` is by default the ``source`` that is read afterwards."""
     table = dict(as_table(key, table))
     prepare = table.pop("prepare", None)
     data = _component(key, table)
@@ -293,7 +284,7 @@ def _import(key: str, path: str) -> object:
 
 
 def as_table(key: str, value: Any) -> Mapping[str, Any]:
-    """The value of a key that must be a table; a RecipeError where it is none."""
+    """The value of a key that must be a table; raises a RecipeError if it is not one."""
     if not isinstance(value, Mapping):
         raise RecipeError(f"{key}={value!r} is not a table; write [{key}] and its keys below")
     return value

@@ -22,7 +22,7 @@ Values = Mapping[str, float | int | str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What is written, how often, and where."""
+    """What is reported, how often, and where."""
 
     every: int = 10
     """Steps between records; numbers in between are averaged."""
@@ -46,19 +46,19 @@ class ReportConfig:
 
 
 class Observer(Protocol):
-    """Something that is told what happened. It is called by the training loop on rank 0 and must not wait for ranks."""
+    """Receives what happened. The training loop calls it on rank 0; it must not wait for other ranks."""
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        """Take note of ``values`` at ``step``; ``kind`` is "train", "evaluate", "checkpoint", "note" or "end"."""
+        """Record ``values`` at ``step``; ``kind`` is "train", "evaluate", "checkpoint", "note" or "end"."""
         ...
 
     def close(self) -> None:
-        """Flush and let go; called once."""
+        """Flush and release what is held; called once."""
         ...
 
 
 class JsonLines:
-    """One JSON object a line, appended to a file and flushed at each record; NaN and infinity become null."""
+    """One JSON object per line, appended to a file and flushed at each record; NaN and infinity become null."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -66,7 +66,7 @@ class JsonLines:
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as exc:
             raise TrainerError(
-                f"output_dir={str(path.parent)!r} cannot be written ({exc.strerror}); give one that can"
+                f"output_dir={str(path.parent)!r} cannot be written ({exc.strerror}); give a folder that can"
             ) from exc
 
     def record(self, kind: str, step: int, values: Values) -> None:
@@ -115,7 +115,7 @@ class Prometheus:
             self._server, self._thread = start_http_server(port, registry=self._registry)
         except OSError as exc:
             raise TrainerConfigError(
-                f"report.prometheus_port={port} cannot be listened to ({exc.strerror}); give a free port"
+                f"report.prometheus_port={port} cannot be opened ({exc.strerror}); give a free port"
             ) from exc
 
     def record(self, kind: str, step: int, values: Values) -> None:
@@ -138,7 +138,7 @@ class Prometheus:
 
 
 class ProgressLine:
-    """The newest numbers on one line that is written over on a terminal, and on a line of their own elsewhere."""
+    """The newest numbers on one line, overwritten on a terminal; elsewhere each time on a new line."""
 
     def __init__(self, *, every_s: float, total_steps: int | None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -171,7 +171,7 @@ class ProgressLine:
 
 
 def format_progress(step: int, total_steps: int | None, values: Values) -> str:
-    """The progress line: step, epoch, loss, rate, samples/s, the share of time spent waiting for data, time to go."""
+    """The progress line: step, epoch, loss, rate, samples/s, the share of time spent waiting for data, time left."""
     of = f"/{total_steps}" if total_steps else ""
     parts = [f"step {step}{of}", f"epoch {values.get('epoch')}", f"loss {_short(values.get('loss'))}"]
     parts += [f"rate {_short(values.get('rate'))}", f"{_short(values.get('samples_per_s'))} samples/s"]

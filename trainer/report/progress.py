@@ -1,4 +1,4 @@
-"""How far training has come: counters that go into every checkpoint and know nothing of the ranks."""
+"""How far training has come: counters that go into every checkpoint and do not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class Progress(Counts):
         self.overflows += result.outcome == "overflow"
         self.non_finite += result.outcome == "non-finite"
 
+    def improve(self, metric: float, *, best_is: str | None) -> bool:
+        """Keep the metric and its step if it is the best so far ("max" or "min"), and say whether it is."""
+        sign = 1 if best_is == "max" else -1
+        if math.isnan(metric) or (self.best is not None and sign * metric <= sign * self.best):
+            return False
+        self.best, self.best_step = metric, self.step
+        return True
+
     def counts(self) -> dict[str, Any]:
         """The counts alone, by name."""
         return {entry.name: getattr(self, entry.name) for entry in fields(Counts)}
@@ -72,7 +80,7 @@ class Summary(Counts):
 
 
 class Window:
-    """The steps since the last record: sums, and the host's times of this rank."""
+    """The steps since the last record: sums, and this rank's times."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.steps = 0
@@ -94,7 +102,7 @@ class Window:
 
     @property
     def loss(self) -> float:
-        """The mean over all samples or tokens, steps without a finite loss left out."""
+        """The mean over all samples or tokens of the steps with a finite loss."""
         return self._loss_sum / self._count if self._count else math.nan
 
     @property

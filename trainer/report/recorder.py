@@ -1,4 +1,4 @@
-"""What happened, told to the observers: averages over the steps since the last record, notes, evaluations, the end."""
+"""What the observers receive: averages over the steps since the last record, notes, evaluations, the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .progress import Progress, Summary, Window
 
 
 class Recorder:
-    """Collects steps on every rank and tells the observers, which rank 0 alone has; no method is a collective.
+    """Collects steps on every rank and passes them to the observers, which only rank 0 has; no method is a collective.
 
     All mutable state: the window of steps since the last record and the mean loss of the window before.
     """
@@ -27,18 +27,18 @@ class Recorder:
         self.loss = math.nan
 
     def open(self, observers: Sequence[Observer]) -> None:
-        """Tell these from now on; the recorder closes them."""
+        """Pass records to these from now on; the recorder closes them."""
         self._observers = observers
 
     def begin(self) -> None:
-        """Time the steps from here."""
+        """Start timing the steps."""
         self._window = Window(self._stopwatch)
 
     def add(self, result: StepResult) -> None:
         self._window.add(result)
 
     def record_steps(self, values: Values) -> None:
-        """Record the steps since the last time, if there are any, with ``values`` beside their averages."""
+        """Record the steps since the last record, if there are any, with ``values`` besides their averages."""
         window, self._window = self._window, Window(self._stopwatch)
         if not window.steps:
             return
@@ -60,7 +60,7 @@ class Recorder:
         )
 
     def note(self, text: str) -> None:
-        """Record a sentence that a person should read."""
+        """Record a sentence for people to read."""
         self.record("note", {"note": text})
 
     def record(self, kind: str, values: Mapping[str, float | int | str | None]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves, and the judgement over it: who is the cause, since when. No I/O."""
+"""What ranks report about themselves, and the judgement: which rank is the cause, and since when. No I/O."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from enum import StrEnum
 from typing import Any
 
 ALONE = frozenset({"fetch", "evaluation fetch", "decode", "transform", "log", "compile"})
-"""Phases without a collective: a rank that stays in one does so on its own account. In any other it may be a victim."""
+"""Phases without a collective: a rank that stays in one is itself the cause. In any other it may be a victim."""
 
 VERDICT_AT = 0.7
-"""Share of the time-out after which the rank that is furthest behind is overdue; the rest is for stopping everyone."""
+"""Share of the time-out after which the rank that is furthest behind is overdue; the rest is for stopping all."""
 
 SILENT_AT = 0.2
-"""Share of the time-out after which silence explains why a collective broke under another rank; but see below."""
+"""Share of the time-out after which silence explains why a collective failed on another rank; but see below."""
 
-_SILENT_S = 5.0  # explains a broken collective whatever the time-out: beats come every 2 s or faster
-_SURELY_AT = 0.85  # of the time-out: now somebody must be named, also where the one furthest behind is not overdue
-_BROKEN_AT = 0.5  # of the time-out: a broken collective that nothing else explains
+_SILENT_S = 5.0  # explains a failed collective whatever the time-out: beats come every 2 s or faster
+_SURELY_AT = 0.85  # of the time-out: now a rank must be named, even if the one furthest behind is not overdue
+_BROKEN_AT = 0.5  # of the time-out: a failed collective that nothing else explains
 _NAMED_OTHERS = 8
 
 
 class State(StrEnum):
     RUNNING = "running"
-    CLOSED = "closed"  # done, in peace
+    CLOSED = "closed"  # done, without an error
     FAILED = "failed"  # an error of its own
-    BROKEN_OFF = "broken off"  # a collective failed under it, so another rank is the likely cause
+    BROKEN_OFF = "broken off"  # a collective failed on it, so another rank is the likely cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What one rank is doing; when it wrote this it had been in the phase for ``since_s``, and for ``broken_s`` without
-    the collective that had failed under it."""
+    """What one rank is doing.
+
+    When it wrote this, it had been in the phase for ``since_s``; a collective had failed on it ``broken_s`` before.
+    """
 
     phase: str
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """The newest beat of a rank and when, on the reader's clock, it last changed; no beat yet before the first."""
+    """The newest beat of a rank and when, by the reader's clock, it last changed; None before the first beat."""
 
     beat: Beat | None
     changed_at_s: float
@@ -76,12 +78,12 @@ class Sighting:
 def judge(
     sightings: Mapping[int, Sighting], now_s: float, timeout_s: float, *, excused_at_s: float = float("-inf")
 ) -> str | None:
-    """Return who must be the cause that training does not go on, as a sentence; None while it may yet go on.
+    """Return which rank must be the cause that training does not continue, as a sentence; None while it may continue.
 
-    ``excused_at_s`` is when a rank was last seen in a phase with a longer time-out of its own: who waits has waited
+    ``excused_at_s`` is when a rank was last seen in a phase with a longer time-out of its own: the others have waited
     for that one until then, and only the time since counts.
 
-    In order: a rank that says it failed; one that fell silent; one under which a collective broke; the one that is
+    In order: a rank that reports its failure; one that fell silent; one on which a collective failed; the one that is
     furthest behind, once it is overdue.
     """
     seen = {rank: one.beat for rank, one in sightings.items() if one.beat is not None}
@@ -102,7 +104,7 @@ def judge(
 
 
 def silence_limit_s(timeout_s: float, *, broken: bool) -> float:
-    """How long a rank may be silent; ``broken``: where a collective broke, which its death would explain."""
+    """How long a rank may be silent; ``broken``: a collective has failed, which its death would explain."""
     return min(SILENT_AT * timeout_s, _SILENT_S) if broken else VERDICT_AT * timeout_s
 
 
@@ -117,7 +119,7 @@ def _judge_overdue(
     beats = {rank: one.beat for rank, one in running.items() if one.beat is not None}
     if not beats:
         return None
-    # A rank that waits is patient with the longest time-out that any other was given for what it does.
+    # A rank that waits gets the longest time-out that any other rank has for its phase.
     longest_s = max(beat.timeout_s for beat in beats.values())
     share = {}
     for rank, beat in beats.items():
@@ -140,7 +142,7 @@ def _judge_overdue(
 
 
 def describe(sighting: Sighting, now_s: float) -> str:
-    """Say what a rank is doing and for how long: ``in fetch (step=7, shard=train-3.tar) for 4.1 s``."""
+    """What a rank is doing and for how long: ``in fetch (step=7, shard=train-3.tar) for 4.1 s``."""
     beat = sighting.beat
     if beat is None:
         return "not heard of yet"
@@ -168,7 +170,7 @@ def _cause(rank: int, sighting: Sighting, now_s: float) -> str:
     if beat.state is State.FAILED:
         return f"rank {rank} failed {doing}: {beat.error}"
     if beat.state is State.BROKEN_OFF:
-        return f"a collective failed under rank {rank} {doing}: {beat.error}"
+        return f"a collective failed on rank {rank} {doing}: {beat.error}"
     if sighting.silent_s(now_s) > silence_limit_s(beat.timeout_s, broken=True):
         return (
             f"rank {rank} has sent no heartbeat for {sighting.silent_s(now_s):.1f} s (its process is dead, stopped or "

@@ -1,8 +1,9 @@
-"""The watchdog: each rank tells what it is doing, and when one stalls, fails or dies, all stop and say which and where.
+"""The watchdog: each rank reports what it is doing, and when one stalls, fails or dies, all stop and name it.
 
 A rank that waits for another inside a gloo or NCCL collective cannot be interrupted, and its own time-out would name
-nobody. So the ranks talk past the collectives: a thread of each writes a heartbeat to the process group's key-value
-store, rank 0 reads them all and, when one is overdue, writes the verdict, which every rank reads, prints and obeys.
+nobody. So the ranks communicate outside the collectives: a thread of each writes a heartbeat to the process group's
+key-value store; rank 0 reads them all and, when one is overdue, writes the verdict, which every rank reads, prints and
+obeys.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from ..ranks.world import World
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
 
 Activity = Callable[[], Mapping[str, Any]]
-"""Says what a phase waits for just now."""
+"""Returns what a phase is waiting for at the moment."""
 
 EXIT_STALLED = 75
-"""Exit code of a process that the watchdog ended: EX_TEMPFAIL, for another start may well succeed."""
+"""Exit code of a process that the watchdog ended: EX_TEMPFAIL, because another start may well succeed."""
 
 _TICKS_PER_TIMEOUT = 25
 _TICK_S = (0.02, 2.0)  # least and most
 _ERROR_CHARACTERS = 2000
 _COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ProcessGroup")
-_ASKED_AT = 0.2  # of stall_timeout_s: a phase this old is told with what its activity says of it
+_ASKED_AT = 0.2  # of stall_timeout_s: a phase this old is reported with its activity
 _GRACE = 0.1  # of stall_timeout_s: time for a rank that is not blocked to stop by an exception of its own
 
 
 class Watchdog:
-    """Watches the ranks from its making to ``close``; making it is a collective.
+    """Watches the ranks from construction to ``close``; construction is a collective.
 
-    The training loop calls ``phase`` whenever it turns to something else; that is cheap (no lock, no message). Use it
-    as a context manager around the loop, so that an exception is told to the other ranks before this one is gone.
+    The training loop calls ``phase`` whenever it begins something else; that is cheap (no lock, no message). Use the
+    watchdog as a context manager around the loop, so that the other ranks learn of an exception before this rank exits.
 
     All mutable state: this rank's beat, the sightings of others' and the verdict. Two threads: one talks to the store,
     which may block when the store's host is gone; one stands guard, and never blocks.
 
-    Within ``stall_timeout_s`` of a stall, failure or death every rank prints which rank, what it was doing and for how
-    long, writes this with its own stacks to ``report_folder``, and stops: with StallError where its main thread comes
-    by ``phase`` or leaves the context, else by ending the process with EXIT_STALLED.
+    Within ``stall_timeout_s`` of a stall, failure or death every rank prints which rank it was, what it was doing and
+    for how long, writes this with its own stacks to ``report_folder``, and stops: with StallError if its main thread
+    calls ``phase`` or leaves the context, else by ending the process with EXIT_STALLED.
     """
 
     def __init__(self, world: World, stall_timeout_s: float, *, report_folder: str | Path | None = None) -> None:
@@ -89,12 +90,11 @@ class Watchdog:
     def phase(
         self, name: str, *, timeout_s: float | None = None, activity: Activity | None = None, **details: Any
     ) -> None:
-        """Say what this rank does from now on, such as ``phase("fetch", step=7, shard="train-0003.tar")``.
+        """Declare what this rank does from now on, such as ``phase("fetch", step=7, shard="train-0003.tar")``.
 
-        ``timeout_s`` replaces ``stall_timeout_s`` for this phase alone, where it may rightly take longer (a
-        compilation, a checkpoint of a large model). ``activity`` gives more details when the phase has lasted a while:
-        the talking thread calls it for each heartbeat from then on, so it must not block. Called by the training
-        loop's thread only.
+        ``timeout_s`` replaces ``stall_timeout_s`` for a phase that may take longer (a compilation, a checkpoint of a
+        large model). ``activity`` returns more details once the phase has lasted a while: the talking thread then calls
+        it for each heartbeat, so it must not block. Called by the training loop's thread only.
 
         Raises:
             StallError: another rank stalled, failed or died.
@@ -107,7 +107,7 @@ class Watchdog:
         self._beat = Beat(phase=name, details=details, count=count, timeout_s=timeout_s or self.stall_timeout_s)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one stops because of ``error``; they stop too, and name it."""
+        """Report to all ranks that this one stops because of ``error``; they stop too, and name it."""
         state = State.BROKEN_OFF if is_of_a_collective(error) else State.FAILED
         self._broke_at_s = time.monotonic()
         self._stopping.set()
@@ -115,9 +115,9 @@ class Watchdog:
         self._wake.set()
 
     def close(self) -> None:
-        """Tell the other ranks that this one is done, and end both threads; closing twice is allowed.
+        """Report that this rank is done, and end both threads; closing twice is allowed.
 
-        Rank 0, whose process may hold the store, first waits until the others are done too, at most
+        Rank 0, whose process may host the store, first waits until the others are done too, at most
         ``stall_timeout_s``.
         """
         if self._closing.is_set():
@@ -126,7 +126,7 @@ class Watchdog:
             self._beat = replace(self._beat, state=State.CLOSED)
         self._closing.set()
         self._wake.set()
-        # With a verdict nothing is left to say; and a store whose host is gone may hold the thread for ever.
+        # After a verdict nothing is left to report, and a store whose host is gone may block the thread for ever.
         patience = _GRACE if self._verdict is not None else 2.0
         self._talker.join(timeout=patience * self.stall_timeout_s)
         self._released.set()
@@ -138,10 +138,10 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; where an error ends the loop, tell the others, and name the rank that is its cause.
+        """Close; if an error ended the loop, report it to the others, and name the rank that caused it.
 
         Raises:
-            StallError: the error came from a collective, because another rank had stalled, failed or died.
+            StallError: the error came from a collective because another rank had stalled, failed or died.
         """
         if error is not None and not isinstance(error, StallError):
             self.fail(error)
@@ -183,7 +183,7 @@ class Watchdog:
             self._lose_store(exc)
 
     def _exchange(self, sequence: int) -> None:
-        """Send this rank's beat, read the others', and judge; one round trip or two, of a few hundred bytes a rank."""
+        """Send this rank's beat, read the others', and judge: one or two round trips, a few hundred bytes per rank."""
         now_s = time.monotonic()
         beat = replace(self._own_beat(), sequence=sequence)
         if beat.state is State.BROKEN_OFF:
@@ -200,7 +200,7 @@ class Watchdog:
         self._store_answered_s = time.monotonic()
 
     def _look_around(self) -> None:
-        """Read the beats of the watched ranks, all in one round trip once each has sent its first."""
+        """Read the beats of the watched ranks, in one round trip once each has sent its first."""
         ranks = [
             rank for rank, one in self._sightings.items() if one.beat is not None or self._store.check([f"beat/{rank}"])
         ]
@@ -214,7 +214,7 @@ class Watchdog:
                 self._excused_at_s = now_s
 
     def _judge(self) -> str | None:
-        """Rank 0 judges all; the others only whether rank 0 is still there to judge."""
+        """Rank 0 judges all ranks; the others judge only whether rank 0 is still alive."""
         now_s = time.monotonic()
         if self._world.rank == 0:
             return judge(self._sightings, now_s, self.stall_timeout_s, excused_at_s=self._excused_at_s)
@@ -224,14 +224,14 @@ class Watchdog:
         return judge({**self._sightings, self._world.rank: self._own_sighting()}, now_s, self.stall_timeout_s)
 
     def _pronounce(self, sentence: str | None) -> None:
-        """Make the sentence everyone's verdict, unless another rank was faster."""
+        """Make the sentence the verdict for all ranks, unless another rank was faster."""
         if sentence is not None:
             self._verdict = self._store.compare_set("verdict", "", sentence).decode()
 
     def _take_leave(self) -> None:
-        """Count this rank as gone; rank 0 stays until all are, for its process may hold the store that they read.
+        """Count this rank as gone; rank 0 stays until all are, because its process may host the store.
 
-        After a verdict the dead are not waited for.
+        After a verdict it does not wait for dead ranks.
         """
         gone = self._store.add("gone", 1)
         if self._world.rank != 0:
@@ -262,7 +262,7 @@ class Watchdog:
         while not self._released.wait(self._tick_s):
             now_s = time.monotonic()
             if now_s - last_s > VERDICT_AT * self.stall_timeout_s:
-                self._store_answered_s = now_s  # this process itself was stopped, so the silence was ours
+                self._store_answered_s = now_s  # this process itself was suspended, so the silence was ours
             last_s = now_s
             silent_s = now_s - self._store_answered_s
             if self._verdict is None and not self._closing.is_set() and silent_s > VERDICT_AT * self.stall_timeout_s:
@@ -278,7 +278,7 @@ class Watchdog:
         return f"the key-value store on rank 0's node {what}: rank 0 or its node is dead or stopped, last seen {doing}"
 
     def _carry_out(self, verdict: str) -> None:
-        """Report, let the main thread go if it can, and end the process if it cannot."""
+        """Report, let the main thread stop by itself if it can, and otherwise end the process."""
         self._report(verdict)
         if not self._stopping.wait(_GRACE * self.stall_timeout_s):
             sys.stdout.flush()
@@ -311,13 +311,13 @@ class Watchdog:
         if activity is not None and activity[0] == beat.count and since_s > _ASKED_AT * self.stall_timeout_s:
             try:
                 details = {**activity[1](), **details}
-            except Exception as exc:  # noqa: BLE001 - it is a loader's, and what it cannot tell must not end the watch
+            except Exception as exc:  # noqa: BLE001 - a loader's error here must not end the watch
                 details = {**details, "activity": f"{type(exc).__name__}: {exc}"}
         return replace(beat, details=details, since_s=since_s)
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes out of gloo, NCCL or the store, so that another rank is its likely cause."""
+    """Whether an error comes from gloo, NCCL or the store, so that another rank is its likely cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistError):

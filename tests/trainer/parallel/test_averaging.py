@@ -90,7 +90,7 @@ def test_the_average_is_the_mean_and_bit_equal_on_all_ranks() -> None:
 def _wrap(world: World) -> None:
     _, optimizer = build()
     with pytest.raises(
-        TrainerConfigError, match="average_every=2 cannot be had with a model under DistributedDataParallel"
+        TrainerConfigError, match="average_every=2 does not work with a model under DistributedDataParallel"
     ):
         PeriodicAverager(DistributedDataParallel(nn.Linear(2, 2)), optimizer, AveragingConfig(average_every=2), world)
 

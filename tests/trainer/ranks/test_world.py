@@ -73,7 +73,7 @@ def test_a_place_outside_the_world_is_refused(changes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many', which is no number"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many', which is not a number"),
         ({"WORLD_SIZE": "4"}, "start the ranks with torchrun"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "rank=2 is not in"),
     ],

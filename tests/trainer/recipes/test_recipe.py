@@ -20,7 +20,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import RecipeError, TrainerConfigError
 from penstock.trainer.ranks.world import World
 from penstock.trainer.recipes.command_line import read_command, split_overrides
-from penstock.trainer.recipes.recipe import build_recipe, format_toml, read_recipe, shipped_recipes
+from penstock.trainer.recipes.recipe import build_recipe, format_toml, shipped_recipes
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -190,7 +190,7 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert tomllib.loads(text)["trainer"]["step"]["accumulate"] == 4
     path = tmp_path / "again.toml"
     path.write_text(text)
-    assert read_recipe(str(path)) == recipe
+    assert read_command([str(path)]).recipe == recipe
 
 
 def test_arguments_named_by_import_path_are_what_is_named_or_what_it_returns() -> None:
@@ -241,7 +241,7 @@ def test_data_that_cannot_be_prepared_is_an_error_that_names_rank_and_cause(tmp_
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_a_shipped_recipe_names_only_what_there_is(name: str) -> None:
-    read_recipe(name).check()
+    read_command([name]).recipe.check()
 
 
 def options_of(config: Any, prefix: str) -> list[tuple[str, Any]]:
@@ -264,7 +264,7 @@ def test_help_lists_every_option_with_the_recipes_value_and_its_meaning(
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= columns
-    options = options_of(read_recipe("gpt").trainer, "trainer.")
+    options = options_of(read_command(["gpt"]).recipe.trainer, "trainer.")
     assert len(options) > len(fields(TrainerConfig))
     plain = " ".join(text.replace("│", " ").split())
     for key, value in options:
@@ -379,13 +379,16 @@ def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ({"model": {"use": "builtins:dict"}}, ["model is a dict", "torch.nn.Module"]),
         ({"model.args.width": -4}, ["model.use=", "model.args={'width': -4}", "raised", "line "]),
         ({"optimizer.args.lr": -1.0}, ["optimizer.args={'lr': -1.0}", "Invalid learning rate"]),
-        ({"optimizer": {"use": f"{__name__}:no_optimizer"}}, ["gave a NoneType", "torch.optim.Optimizer"]),
+        ({"optimizer": {"use": f"{__name__}:no_optimizer"}}, ["returned a NoneType", "torch.optim.Optimizer"]),
         ({"data": {"use": "builtins:int"}}, ["loader=0 cannot be iterated"]),
         ({"data.args.global_batch_size": 0}, ["global_batch_size=0", "at least 1"]),
-        ({"loss.use": f"{__name__}:bare_loss"}, ["loss function gave a Tensor", "count of samples"]),
+        ({"loss.use": f"{__name__}:bare_loss"}, ["loss function returned a Tensor", "count of samples"]),
         ({"loss.use": f"{__name__}:loss_without_gradient"}, ["without a gradient"]),
-        ({"loss.use": f"{__name__}:losses"}, ["a sum of shape (64,)", "losses.sum()"]),
-        ({"evaluation.use": f"{__name__}:bare_metric", "trainer.evaluate": {"every": 1}}, ["gave 0.5", "(sum, count)"]),
+        ({"loss.use": f"{__name__}:losses"}, ["a tensor of shape (64,)", "losses.sum()"]),
+        (
+            {"evaluation.use": f"{__name__}:bare_metric", "trainer.evaluate": {"every": 1}},
+            ["returned 0.5", "(sum, count)"],
+        ),
         ({"trainer.checkpoint": {"every_steps": -1}}, ["checkpoint.every_steps=-1", "or more"]),
         ({"trainer.checkpoint": {"every_steps": 1, "folder": "/proc/run"}}, ["cannot be written to /proc/run"]),
     ],

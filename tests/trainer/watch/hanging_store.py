@@ -16,7 +16,7 @@ class HangingFileSystem(LocalFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
         if self.hangs_at is not None and path.endswith(self.hangs_at) and start is not None:
-            time.sleep(60.0)
+            time.sleep(600.0)
         return super().cat_file(path, start=start, end=end, **options)
 
 

@@ -102,7 +102,7 @@ def test_a_broken_collective_that_nothing_explains_is_told_in_the_end() -> None:
     assert cause(sight("backward", 1.0, broken_s=4.0, **broken), sight("backward", 1.0)) is None
     sentence = cause(sight("backward", 1.0, broken_s=6.0, **broken), sight("backward", 1.0))
     assert sentence is not None
-    assert sentence.startswith("a collective failed under rank 0 in backward for 1.0 s: RuntimeError: gloo")
+    assert sentence.startswith("a collective failed on rank 0 in backward for 1.0 s: RuntimeError: gloo")
 
 
 def test_a_death_is_named_in_seconds_whatever_the_timeout() -> None:

@@ -20,7 +20,7 @@ from penstock.trainer.errors import StallError, TrainerConfigError
 from penstock.trainer.ranks.world import World
 from penstock.trainer.watch.watchdog import EXIT_STALLED, Watchdog, is_of_a_collective
 
-STALL_TIMEOUT_S = 5.0
+STALL_TIMEOUT_S = 10.0
 
 
 def _train_until(world: World, folder: str, event: str, victim: int) -> str:
@@ -28,10 +28,10 @@ def _train_until(world: World, folder: str, event: str, victim: int) -> str:
         for step in range(5):
             watchdog.phase("fetch", step=step, shard=f"train-{step}.tar")
             if step == 3 and world.rank == victim:
-                time.sleep(0.5)  # so that a heartbeat tells of this phase
+                time.sleep(2.0)  # so that a heartbeat reports this phase
                 Path(folder, "event").write_text(str(time.time()))
                 if event == "sleep":
-                    time.sleep(60)
+                    time.sleep(600)
                 elif event == "raise":
                     raise ValueError("a sample without a label")
                 elif event != "none":
@@ -81,7 +81,9 @@ def test_whatever_befalls_a_rank_all_others_name_it_and_stop_in_time(tmp_path: P
         launched[name] = Ranks(_train_until, 3, str(tmp_path / name), event, victim, host_in_rank0=host_in_rank0)
     with ThreadPoolExecutor(len(CASES)) as pool:  # all at once, for when each rank ends is measured
         joined = {
-            name: pool.submit(launched[name].join, 60.0, expect={0, 1, 2} - ({victim} if "SIGSTOP" in event else set()))
+            name: pool.submit(
+                launched[name].join, 120.0, expect={0, 1, 2} - ({victim} if "SIGSTOP" in event else set())
+            )
             for name, (event, victim, _, _) in CASES.items()
         }
     for name, (event, victim, _, pattern) in CASES.items():
@@ -124,12 +126,12 @@ def _says_why(outcome: Outcome, pattern: str) -> bool:
 
 
 def _train_in_peace(world: World) -> list[str]:
-    with Watchdog(world, 0.6) as watchdog:
+    with Watchdog(world, 4.0) as watchdog:
         for step in range(4):
             watchdog.phase("fetch", step=step)
             if step == 2:
-                watchdog.phase("compile", timeout_s=30.0)
-                time.sleep(0.9 if world.rank == 1 else 0.0)  # longer than the time-out, but not than this phase's own
+                watchdog.phase("compile", timeout_s=60.0)
+                time.sleep(5.0 if world.rank == 1 else 0.0)  # longer than the time-out, shorter than this phase's own
             watchdog.phase("backward", step=step)
             dist.all_reduce(torch.ones(4))
         time.sleep(0.1 * world.rank)  # rank 0 is done first, and waits until the others are
@@ -143,7 +145,7 @@ def test_ranks_that_work_are_left_alone_and_no_thread_stays(host_in_rank0: bool)
 
 
 def _close_midway(world: World) -> Any:
-    watchdog = Watchdog(world, 5.0)
+    watchdog = Watchdog(world, 600.0)
     watchdog.phase("fetch", step=1)
     began = time.monotonic()
     watchdog.close()
@@ -152,7 +154,7 @@ def _close_midway(world: World) -> Any:
 
 def test_closing_midway_is_quick_and_leaves_nothing() -> None:
     for closed_in_s, threads in run_ranks(_close_midway, 2):
-        assert closed_in_s < 2.0
+        assert closed_in_s < 60.0
         assert threads == 1
 
 

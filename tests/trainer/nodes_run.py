@@ -1,4 +1,4 @@
-"""Run by torchrun, on nodes that come and go: takes its time for each step until the file ``hurry`` is there."""
+"""Run by torchrun on nodes that join and leave: slow steps until the file ``hurry`` exists."""
 
 from __future__ import annotations
 
