@@ -13,8 +13,7 @@ import numpy as np
 
 from ..columns import AnyArray, BytesColumn
 from ..errors import ConfigError, DecodeError
-
-_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+from .image_kind import image_kind
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -264,6 +263,5 @@ def _looks_like_image(column: BytesColumn) -> bool:
     present = np.flatnonzero(column.starts >= 0)
     if not len(present):
         return False
-    start = int(column.starts[present[0]])
-    head = bytes(column.buffer[start : start + 12])
-    return head.startswith(_IMAGE_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+    first = present[0]
+    return image_kind(column.buffer[column.starts[first] : column.stops[first]]) is not None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import ConfigError, DecodeError
+from .image_kind import image_kind
 
 try:
     import cv2
@@ -36,7 +37,6 @@ _EVAL_MARGIN = 256 / 224
 _CROP_ATTEMPTS = 10
 # Scaling in libjpeg is a box filter. What is left to the resampling, whose filter is better, is at least this ratio.
 _LEAST_RESAMPLING = 1.2
-_JPEG_MAGIC = b"\xff\xd8"
 _BGR_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 # What libjpeg warns of without a pixel being lost; every other warning is damage.
 _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progression")
@@ -226,7 +226,7 @@ def _choose_reduction(region: Region, shape: tuple[int, int, int]) -> int:
 
 def _read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
     """Height, width and whether simplejpeg reads it; (0, 0, False) for what OpenCV has to find out by itself."""
-    if bytes(data[:2]) != _JPEG_MAGIC:
+    if image_kind(data) != "jpeg":
         return 0, 0, False
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
