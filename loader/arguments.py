@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from .columns import KEY_COLUMN
 from .dataset.manifest import Manifest
 from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
 from .order.plan import Share
 from .ranks import find_rank
-
-_KEY = "__key__"
 
 
 def make_share(
@@ -42,10 +41,10 @@ def make_share(
 def check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
     """Refuse fields that the data set does not have before anything is read."""
     if columns is not None:
-        unknown = [name for name in columns if name not in (*manifest.fields, _KEY)]
+        unknown = [name for name in columns if name not in (*manifest.fields, KEY_COLUMN)]
         if unknown or not columns:
             raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
-    check_choice(decode, [*manifest.fields, _KEY])
+    check_choice(decode, [*manifest.fields, KEY_COLUMN])
 
 
 def check_at_least(name: str, value: object, least: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..columns import AnyArray
+from ..columns import KEY_COLUMN, AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
 from ..metrics import Counters
@@ -26,7 +26,7 @@ from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .threads import DecodeThreads
 from .worker_pool import WorkerPool
 
-IDS, VALID, KEY = "__id__", "__valid__", "__key__"
+IDS, VALID = "__id__", "__valid__"
 
 Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
 
@@ -143,7 +143,7 @@ class PendingBatch:
     def _describe(self, row: int) -> str:
         sample_id = int(self._rows.ids[row])
         shard, number = self._maker.manifest.shard_of(sample_id)
-        key = self._rows.fields.get(KEY)
+        key = self._rows.fields.get(KEY_COLUMN)
         named = f", key {key[row]!r}" if key is not None else ""
         return f"sample {sample_id} (number {number} of {shard}{named})"
 
