@@ -313,10 +313,10 @@ class DistributedDataLoader:
 
     def metrics(self) -> LoaderMetrics:
         """What was done so far, where the time went, and which stage bounds the throughput."""
-        totals = self._counters.snapshot()
+        totals = self._counters.totals()
         pipeline = self._running.pipeline
         return LoaderMetrics(
-            **totals,
+            **totals.to_dict(),
             resident_bytes=pipeline.resident_bytes if pipeline else 0,
             peak_bytes=pipeline.peak_bytes if pipeline else 0,
             bottleneck=find_bottleneck(totals),

@@ -200,7 +200,7 @@ class Pipeline:
         self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
         by_chunk = {group.chunk: group for group in groups}
         blocks = self._reader.take([group.chunk for group in groups])
-        waited = self._counters.chunk_wait_s
+        waited = self._counters.totals().chunk_wait_s
         started = time.perf_counter()
         rows = gather(
             (
@@ -213,7 +213,7 @@ class Pipeline:
             self._source.manifest.first_ids,
             self._maker.decoders,
         )
-        busy = time.perf_counter() - started - (self._counters.chunk_wait_s - waited)
+        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(assemble_s=busy)
         self._release(spans, int(span.bounds[-1]))
         return all(self._emit(span, step, rows) for step in range(span.steps))

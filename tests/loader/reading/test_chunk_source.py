@@ -54,9 +54,9 @@ def test_a_chunk_that_came_wrong_is_fetched_again_past_the_cache(source):
     chunks.load(1)  # the footer is known
     store.lies = 1
     assert chunks.load(0).columns["n"].values.tolist() == list(range(10))
-    assert counters.refetched_chunks == 1
+    assert counters.totals().refetched_chunks == 1
     assert chunks.load(0).samples == 10
-    assert counters.refetched_chunks == 1
+    assert counters.totals().refetched_chunks == 1
 
 
 def test_a_footer_that_cannot_be_read_is_the_formats_error(source):
@@ -88,7 +88,7 @@ def test_two_chunks_of_a_shard_that_come_wrong_at_once_are_both_fetched_again(so
         0: list(range(10)),
         1: list(range(10, 20)),
     }
-    assert counters.refetched_chunks == 2
+    assert counters.totals().refetched_chunks == 2
 
 
 @pytest.mark.parametrize("decode", [None, "auto", {"x": len}])
