@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from os import PathLike
+from typing import Literal, get_args
+
 from .columns import KEY_COLUMN
 from .dataset.manifest import Manifest
 from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
+from .limits import parse_bytes, usable_cores
 from .order.plan import Share
-from .ranks import find_rank
+from .ranks import find_rank, local_world_size
+
+LastBatch = Literal["drop", "pad", "partial"]
 
 
 def make_share(
@@ -45,6 +51,29 @@ def check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeCho
         if unknown or not columns:
             raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
     check_choice(decode, [*manifest.fields, KEY_COLUMN])
+
+
+def check_last_batch(last_batch: LastBatch) -> None:
+    """Raise ConfigError unless ``last_batch`` is known."""
+    if last_batch not in get_args(LastBatch):
+        raise ConfigError(f"last_batch={last_batch!r}: must be 'drop', 'pad' or 'partial'")
+
+
+def count_workers(workers: int | Literal["auto"]) -> int:
+    """The number of threads that decode and transform; "auto" is the node's usable cores divided by its ranks."""
+    if workers == "auto":
+        return max(1, usable_cores() // local_world_size())
+    check_at_least("workers", workers, 1)
+    return workers
+
+
+def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:
+    """The cache's size in bytes, None if not given. Raises ConfigError if it is no size, or there is no cache."""
+    if cache_limit is None:
+        return None
+    if cache_dir is None:
+        raise ConfigError(f"cache_limit={cache_limit!r} without a cache; give cache_dir= too")
+    return parse_bytes(cache_limit, "cache_limit")
 
 
 def check_at_least(name: str, value: object, least: int) -> None:

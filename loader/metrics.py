@@ -82,6 +82,16 @@ class Counters:
         with self._lock:
             return Totals(**self._amounts)
 
+    def metrics(self, *, resident_bytes: int, peak_bytes: int) -> LoaderMetrics:
+        """The sums so far, with the memory that chunks take and the bottleneck that the sums tell of."""
+        totals = self.totals()
+        return LoaderMetrics(
+            **totals.to_dict(),
+            resident_bytes=resident_bytes,
+            peak_bytes=peak_bytes,
+            bottleneck=find_bottleneck(totals),
+        )
+
 
 def find_bottleneck(totals: Totals) -> str:
     """The stage that bounds the throughput: 'consumer', 'storage', 'open', 'assemble', 'decode' or 'copy'.

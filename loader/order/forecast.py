@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, PartitionError
-from .plan import EpochPlan, IntArray, Order, batch_bounds, count_steps, lane_offsets, share_bounds
+from ..errors import ConfigError
+from .plan import EpochPlan, IntArray, Order, batch_bounds, lane_offsets, require_steps, share_bounds
 
 _MOST_EDGES = 1 << 20  # cuts of lanes and ranks looked at, at most: what is worked on at once
 
@@ -66,12 +66,7 @@ def forecast(
     if world_size < 1 or global_batch_size < 1:
         raise ConfigError(f"world_size={world_size}, global_batch_size={global_batch_size}: must be at least 1")
     plan = EpochPlan(chunk_samples, order, epoch=0)
-    steps = count_steps(plan.num_samples, 0, global_batch_size, last_batch)
-    if not steps:
-        raise PartitionError(
-            f"a global batch of {global_batch_size} is above the data set's {plan.num_samples} samples, and "
-            "last_batch='drop' leaves nothing; use a smaller batch, or last_batch='pad' or 'partial'"
-        )
+    steps = require_steps(plan.num_samples, global_batch_size, last_batch, world_size=world_size)
     owned = _lane_shares(plan, world_size, global_batch_size, steps)
     mean_samples = plan.num_samples / len(chunk_samples)
     # A rank that takes a part f of a lane's samples enters a window of n of them with probability 1 - (1 - f)^n, and

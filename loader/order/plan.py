@@ -265,6 +265,22 @@ def count_steps(num_samples: int, consumed: int, global_batch_size: int, last_ba
     return left // global_batch_size if last_batch == "drop" else -(-left // global_batch_size)
 
 
+def require_steps(num_samples: int, global_batch_size: int, last_batch: str, *, world_size: int) -> int:
+    """How many global batches a whole epoch has.
+
+    Raises:
+        PartitionError: none, because the only one is dropped; says what to use instead.
+    """
+    steps = count_steps(num_samples, 0, global_batch_size, last_batch)
+    if not steps:
+        raise PartitionError(
+            f"a global batch of {global_batch_size} is above the data set's {num_samples} samples "
+            f"(world_size={world_size}), and last_batch='drop' leaves nothing; use a smaller batch, or "
+            "last_batch='pad' or 'partial'"
+        )
+    return steps
+
+
 def batch_bounds(first: int, steps: int, global_batch_size: int, num_samples: int) -> IntArray:
     """(steps + 1,) int64: the positions at which ``steps`` global batches from position ``first`` on begin and end."""
     return np.minimum(first + np.arange(steps + 1, dtype=np.int64) * global_batch_size, np.int64(num_samples))
@@ -279,11 +295,16 @@ def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | No
         ranks = np.arange(world_size + 1, dtype=np.int64)
         cuts: IntArray = sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
         return cuts
-    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
-        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
+    check_weights(weights, world_size)
     cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
     cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
     return cuts
+
+
+def check_weights(weights: Sequence[float], world_size: int) -> None:
+    """Raise PartitionError unless there is one positive, finite weight a rank."""
+    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
+        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +320,10 @@ class Share:
     global_batch_size: int
     weights: Sequence[float] | None = None
     pad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            check_weights(self.weights, self.world_size)
 
     @property
     def batch_size(self) -> int:
