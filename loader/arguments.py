@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from os import PathLike
 from typing import Literal, get_args
 
@@ -14,6 +15,11 @@ from .order.plan import Share
 from .ranks import find_rank, local_world_size
 
 LastBatch = Literal["drop", "pad", "partial"]
+
+_WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields
+_OF_VALUES = {"jsonl"}  # formats whose text is handed out as Python values, as all else of them is
+# Types of columns, as formats write them into a manifest, whose values are numbers, times, or arrays of these.
+_NUMBERS = re.compile(r"(bool|u?int\d*|float\d*|(timestamp|date|time|duration)\d*\[.*\]|ndarray:.+:.+)(\[[\d, ]+\])*")
 
 
 def make_share(
@@ -45,12 +51,30 @@ def make_share(
 
 
 def check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
-    """Refuse fields that the data set does not have before anything is read."""
+    """Refuse fields that the data set does not have, and decoders that would never be called.
+
+    Raises:
+        ConfigError: names the fields, and those that there are.
+    """
+    fields = [*manifest.fields, *([KEY_COLUMN] if manifest.format in _WITH_KEYS else [])]
     if columns is not None:
-        unknown = [name for name in columns if name not in (*manifest.fields, KEY_COLUMN)]
+        unknown = [name for name in columns if name not in fields]
+        if KEY_COLUMN in unknown:
+            raise ConfigError(
+                f"columns={columns}: only samples of tar shards have a {KEY_COLUMN!r}, and this data set is "
+                f"{manifest.format}; leave it out (with_ids=True adds sample ids). Its columns are {sorted(fields)}"
+            )
         if unknown or not columns:
             raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
-    check_choice(decode, [*manifest.fields, KEY_COLUMN])
+    check_choice(decode, fields, [name for name in fields if _is_value(manifest, name)])
+
+
+def _is_value(manifest: Manifest, name: str) -> bool:
+    """Whether a field is known to come as values, which no decoder is called with: not as bytes or text."""
+    if manifest.format in _OF_VALUES:
+        return True
+    column = manifest.schema.get("columns", {}).get(name)
+    return column is not None and _NUMBERS.fullmatch(str(column["type"])) is not None
 
 
 def check_last_batch(last_batch: LastBatch) -> None:

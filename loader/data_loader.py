@@ -123,8 +123,9 @@ class DistributedDataLoader:
         check_last_batch(last_batch)
         self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
         batch_options = BatchOptions(
-            decode=decode, transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
+            transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
         )
+        decoders = FieldDecoders(decode)
         cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
         threads = count_workers(workers)
         check_at_least("processes", processes, 0)
@@ -170,7 +171,7 @@ class DistributedDataLoader:
             source=chunks,
             last_batch=last_batch,
             batch_options=batch_options,
-            decoders=FieldDecoders(decode),
+            decoders=decoders,
             quarantine=self._quarantine,
             counters=self._counters,
             workers=self._resources.workers,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from ..columns import KEY_COLUMN, AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
 from ..metrics import Counters
-from .collate import collate_samples, collate_values
-from .decode import DecodeChoice, FieldDecoders
+from .collate import collate_samples, collate_values, images_to_tensor
+from .decode import FieldDecoders
 from .gather import Rows
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .threads import DecodeThreads
@@ -40,7 +40,6 @@ class BatchOptions:
     ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill the last batch up.
     """
 
-    decode: DecodeChoice = "auto"
     transform: Callable[..., Sample] | None = None
     collate: Callable[[list[Sample]], Batch] | None = None
     with_ids: bool = False
@@ -48,8 +47,6 @@ class BatchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.decode is not None and self.decode != "auto" and not isinstance(self.decode, Mapping):
-            raise ConfigError(f"decode={self.decode!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
         for name in ("transform", "collate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -199,5 +196,4 @@ class PendingBatch:
 def _collate(values: AnyArray | list[Any], *, is_image: bool) -> Any:
     if isinstance(values, list):
         return collate_values(values, is_image=is_image)
-    tensor = torch.from_numpy(values)
-    return tensor.permute(0, 3, 1, 2) if is_image else tensor
+    return images_to_tensor(values) if is_image else torch.from_numpy(values)

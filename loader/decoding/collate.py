@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,10 @@ from ..columns import AnyArray
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
-def collate_samples(samples: Sequence[Mapping[str, Any]], images: Collection[str] = ()) -> dict[str, Any]:
-    """Samples to a batch: each field by ``collate_values``; fields named in ``images`` hold (h, w, c) images.
-
-    A field that some of the samples lack has None in their places, and is a list.
-    """
+def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples to a batch: each field by ``collate_values``. A field that some samples lack is a list."""
     fields = dict.fromkeys(field for sample in samples for field in sample)
-    return {
-        field: collate_values([sample.get(field) for sample in samples], is_image=field in images) for field in fields
-    }
+    return {field: collate_values([sample.get(field) for sample in samples]) for field in fields}
 
 
 def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:

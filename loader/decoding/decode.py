@@ -68,22 +68,39 @@ def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
         return None
     if choice == "auto":
         return _auto(field)
-    if not isinstance(choice, Mapping):
-        raise ConfigError(f"decode={choice!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
-    key = _matching_key(field, choice)
+    key = _matching_key(field, _require_mapping(choice))
     return _auto(field) if key is None else _wrap(field, choice[key])
 
 
-def check_choice(choice: DecodeChoice, fields: Sequence[str]) -> None:
-    """Refuse a mapping that names a field which none of ``fields`` is.
+def _require_mapping(choice: Any) -> Mapping[str, Any]:
+    if not isinstance(choice, Mapping):
+        raise ConfigError(f"decode={choice!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
+    return choice
+
+
+def check_choice(choice: DecodeChoice, fields: Sequence[str], values: Sequence[str] = ()) -> None:
+    """Refuse a mapping with decoders that would never be called.
+
+    Of the data set's ``fields`` those in ``values`` come as values, not as bytes or text, and are never decoded. None
+    as a decoder fits them too.
 
     Raises:
-        ConfigError: names the keys that fit nothing, and the fields there are.
+        ConfigError: names the keys that fit nothing, or only such values, and the fields.
     """
-    if isinstance(choice, Mapping):
-        unused = sorted(set(choice) - {_matching_key(name, choice) for name in fields})
-        if unused:
-            raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
+    if not isinstance(choice, Mapping):
+        return
+    key_of = {name: _matching_key(name, choice) for name in fields}
+    unused = sorted(set(choice) - set(key_of.values()))
+    if unused:
+        raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
+    called = {key_of[name] for name in fields if name not in values}
+    useless = sorted(key for key, decoder in choice.items() if decoder is not None and key not in called)
+    if useless:
+        fitting = sorted(name for name in fields if key_of[name] in useless)
+        raise ConfigError(
+            f"decode= names {useless}, but {fitting} come as values, not as bytes, and are never decoded; "
+            "change them in transform= instead"
+        )
 
 
 def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
@@ -229,9 +246,15 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
 
 
 class FieldDecoders:
-    """The decoder of each field, settled when the field is first seen, the same from then on."""
+    """The decoder of each field, chosen when the field is first seen and kept from then on.
+
+    Raises:
+        ConfigError: ``choice`` is none of what ``field_decoder`` takes.
+    """
 
     def __init__(self, choice: DecodeChoice) -> None:
+        if choice is not None and choice != "auto":
+            _require_mapping(choice)
         self.choice = choice
         self.settled: dict[str, FieldDecoder | None] = {}
 
@@ -241,7 +264,7 @@ class FieldDecoders:
         return self.settled[name]
 
     def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
-        named = isinstance(self.choice, Mapping) and name in self.choice
+        named = isinstance(self.choice, Mapping) and _matching_key(name, self.choice) is not None
         if column.text and not named:
             return None
         decoder = field_decoder(name, self.choice)
