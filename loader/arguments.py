@@ -28,7 +28,7 @@ def make_share(
     """This rank's share of every global batch.
 
     Raises:
-        ConfigError, PartitionError: no such share can be; says what can.
+        ConfigError, PartitionError: there is no such share; says what would work.
     """
     rank, world_size = find_rank(rank, world_size)
     if (batch_size is None) == (global_batch_size is None):

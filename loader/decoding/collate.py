@@ -1,4 +1,4 @@
-"""From the values of a field to one tensor, where they allow it."""
+"""From the values of a field to one tensor, if their types and shapes allow it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
-    """The B values of one field as a tensor, or as a list where they cannot be one.
+    """The B values of one field as a tensor, or as a list if they cannot be one.
 
     - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype
-    - bool: (B,) bool; int: (B,) int64; float, also with ints among them: (B,) float64, as torch's default_collate
+    - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
     - arrays and tensors of different shapes or dtypes: a list of tensors
-    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list as it is
+    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list unchanged
 
     With ``is_image`` the arrays are (h, w, c), and come out as (B, c, h, w) or a list of (c, h, w), without a copy:
     their memory format is channels_last.

@@ -75,7 +75,7 @@ def test_closing_wakes_producer_and_consumer():
         queue.close()
     for thread in threads:
         thread.join(5)
-    assert sorted(map(str, results)) == ["False", "the loader was closed while a batch was waited for"]
+    assert sorted(map(str, results)) == ["False", "the loader was closed while it waited for a batch"]
     assert not full.put(delivery(3, 1))
     with pytest.raises(LoaderClosedError):
         full.get()
