@@ -10,12 +10,11 @@ import torch
 
 from ..loader import DistributedDataLoader
 from ..loader.dataset.manifest import Manifest
+from ..loader.decoding.image_kind import image_kind
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import ShardFormat
 
 Layout = dict[str, dict[str, Any]]
-
-_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
 
 def find_layout(
@@ -54,14 +53,10 @@ def _describe(values: Any) -> dict[str, Any]:
     kinds = {type(value) for value in values}
     if kinds == {bytes}:
         mean = float(np.mean([len(value) for value in values]))
-        return {"kind": "bytes", "image": looks_like_image(values[0]), "mean_bytes": mean}
+        return {"kind": "bytes", "image": image_kind(values[0]) is not None, "mean_bytes": mean}
     if kinds == {str}:
         return {"kind": "text", "mean_bytes": float(np.mean([len(value.encode()) for value in values]))}
     return {"kind": "object", "types": sorted(kind.__name__ for kind in kinds), "mean_bytes": 0.0}
-
-
-def looks_like_image(data: bytes) -> bool:
-    return data.startswith(_IMAGE_MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
 
 
 def image_fields(layout: Layout) -> Sequence[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from ..loader.decoding.image_kind import image_kind
 from ..loader.errors import ConfigError
 from .job import Decode, PeerDecode
 from .layout import Layout
@@ -193,7 +194,7 @@ class _OpenCVCrop(_RandomCrop):
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     """(height, width) from a JPEG's frame header, None where it is no JPEG; a decoder would take far longer."""
-    if data[:2] != b"\xff\xd8":
+    if image_kind(data) != "jpeg":
         return None
     place = 2
     while place + 9 < len(data):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from os import PathLike
+from typing import Literal, get_args
+
+from .columns import KEY_COLUMN
 from .dataset.manifest import Manifest
 from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
+from .limits import parse_bytes, usable_cores
 from .order.plan import Share
-from .ranks import find_rank
+from .ranks import find_rank, local_world_size
 
-_KEY = "__key__"
+LastBatch = Literal["drop", "pad", "partial"]
+
+_WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields
+_OF_VALUES = {"jsonl"}  # formats whose text is handed out as Python values, as all else of them is
+# Types of columns, as formats write them into a manifest, whose values are numbers, times, or arrays of these.
+_NUMBERS = re.compile(r"(bool|u?int\d*|float\d*|(timestamp|date|time|duration)\d*\[.*\]|ndarray:.+:.+)(\[[\d, ]+\])*")
 
 
 def make_share(
@@ -17,7 +28,7 @@ def make_share(
     """This rank's share of every global batch.
 
     Raises:
-        ConfigError, PartitionError: no such share can be; says what can.
+        ConfigError, PartitionError: there is no such share; says what would work.
     """
     rank, world_size = find_rank(rank, world_size)
     if (batch_size is None) == (global_batch_size is None):
@@ -40,12 +51,53 @@ def make_share(
 
 
 def check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
-    """Refuse fields that the data set does not have before anything is read."""
+    """Refuse fields that the data set does not have, and decoders that would never be called.
+
+    Raises:
+        ConfigError: names the fields, and those that there are.
+    """
+    fields = [*manifest.fields, *([KEY_COLUMN] if manifest.format in _WITH_KEYS else [])]
     if columns is not None:
-        unknown = [name for name in columns if name not in (*manifest.fields, _KEY)]
+        unknown = [name for name in columns if name not in fields]
+        if KEY_COLUMN in unknown:
+            raise ConfigError(
+                f"columns={columns}: only samples of tar shards have a {KEY_COLUMN!r}, and this data set is "
+                f"{manifest.format}; leave it out (with_ids=True adds sample ids). Its columns are {sorted(fields)}"
+            )
         if unknown or not columns:
             raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
-    check_choice(decode, [*manifest.fields, _KEY])
+    check_choice(decode, fields, [name for name in fields if _is_value(manifest, name)])
+
+
+def _is_value(manifest: Manifest, name: str) -> bool:
+    """Whether a field is known to come as values, which no decoder is called with: not as bytes or text."""
+    if manifest.format in _OF_VALUES:
+        return True
+    column = manifest.schema.get("columns", {}).get(name)
+    return column is not None and _NUMBERS.fullmatch(str(column["type"])) is not None
+
+
+def check_last_batch(last_batch: LastBatch) -> None:
+    """Raise ConfigError unless ``last_batch`` is known."""
+    if last_batch not in get_args(LastBatch):
+        raise ConfigError(f"last_batch={last_batch!r}: must be 'drop', 'pad' or 'partial'")
+
+
+def count_workers(workers: int | Literal["auto"]) -> int:
+    """The number of threads that decode and transform; "auto" is the node's usable cores divided by its ranks."""
+    if workers == "auto":
+        return max(1, usable_cores() // local_world_size())
+    check_at_least("workers", workers, 1)
+    return workers
+
+
+def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:
+    """The cache's size in bytes, None if not given. Raises ConfigError if it is no size, or there is no cache."""
+    if cache_limit is None:
+        return None
+    if cache_dir is None:
+        raise ConfigError(f"cache_limit={cache_limit!r} without a cache; give cache_dir= too")
+    return parse_bytes(cache_limit, "cache_limit")
 
 
 def check_at_least(name: str, value: object, least: int) -> None:

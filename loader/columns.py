@@ -1,4 +1,4 @@
-"""What an opened chunk consists of: columns of values, and the types of the arrays that they are made of."""
+"""What an opened chunk consists of: columns of values, and the array types that they are made of."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 from .order.plan import IntArray
 
 __all__ = [
+    "KEY_COLUMN",
     "AnyArray",
     "ArrayColumn",
     "Block",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+KEY_COLUMN = "__key__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,8 @@ class ArrayColumn:
 class BytesColumn:
     """Values that are slices of one buffer: value i is ``buffer[starts[i]:stops[i]]``, missing where starts[i] < 0.
 
-    ``text`` says that the values are UTF-8 and are handed out as str; ``ascii`` may hold the whole buffer as one, where
-    it is ASCII. The buffer is shared by the columns of a block and is counted once, in ``Block.nbytes``.
+    With ``text`` the values are UTF-8 and are handed out as str. ``ascii`` may hold the whole buffer as one str, if it
+    is ASCII. The columns of a block share the buffer; ``Block.nbytes`` counts it once.
     """
 
     buffer: memoryview
@@ -51,9 +54,9 @@ class BytesColumn:
     ascii: str | None = None
 
     def take(self, rows: IntArray) -> list[Any]:
-        """The values of ``rows`` as bytes or str of their own; None where missing."""
+        """Copies of the values of ``rows`` as bytes or str; None where missing."""
         starts, stops = self.starts[rows].tolist(), self.stops[rows].tolist()
-        # A slice of bytes or str is a copy in one step, where a view would be made first, and thrown away.
+        # Slicing bytes or str copies in one step; slicing a memoryview would first make a view and throw it away.
         whole = self.ascii if self.text else self.buffer.obj
         if whole is not None and type(whole) in (bytes, str) and len(whole) == len(self.buffer):  # type: ignore[arg-type]
             return [whole[a:b] if a >= 0 else None for a, b in zip(starts, stops, strict=True)]  # type: ignore[index]
@@ -63,16 +66,16 @@ class BytesColumn:
         return [bytes(buffer[a:b]) if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
 
     def copies(self, rows: IntArray) -> list[memoryview | None]:
-        """The values of ``rows`` as views of bytes of their own, for decoders; None where missing.
+        """Copies of the values of ``rows`` as memoryviews, for decoders; None where missing.
 
-        Views into the buffer would keep it in memory until the last of them is decoded.
+        Views into the buffer would keep all of it in memory until the last of them is decoded.
         """
         return [None if value is None else memoryview(value) for value in self.take(rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectColumn:
-    """Values that are neither: strings, lists, structs and the like, kept as an Arrow array until they are taken."""
+    """Values of any other kind: strings, lists, structs and the like, kept as an Arrow array until they are taken."""
 
     values: pa.Array
 
@@ -93,7 +96,7 @@ Column = ArrayColumn | BytesColumn | ObjectColumn
 class Records:
     """Scalar columns laid row by row: ``rows`` is (samples,) of opaque bytes, each made of ``names`` and ``dtypes``.
 
-    All dtypes have one item size. Formats give columns; the loader makes records of them.
+    All dtypes have the same item size. Formats return columns; the loader turns them into records.
     """
 
     names: tuple[str, ...]
@@ -103,7 +106,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An opened chunk: columns of ``samples`` values each, taking ``nbytes`` of memory in all."""
+    """An opened chunk: columns of ``samples`` values each, taking ``nbytes`` of memory in total."""
 
     samples: int
     nbytes: int

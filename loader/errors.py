@@ -1,4 +1,4 @@
-"""What can go wrong with data sets, order and batches."""
+"""The errors of data sets, order and batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..storage.errors import PenstockError
 
 
 class DatasetError(PenstockError):
-    """The data set cannot be read as one: nothing there, mixed formats, no samples."""
+    """The objects are no data set: nothing is there, formats are mixed, or there are no samples."""
 
 
 class FormatError(DatasetError):
@@ -39,19 +39,19 @@ class DecodeError(PenstockError):
 
 
 class WorkerError(PenstockError, RuntimeError):
-    """A worker process could not be started, or ended; the message names how, and the samples that it worked on."""
+    """A worker process could not be started, or died; the message says how, and which samples it was working on."""
 
 
 class PartitionError(PenstockError, ValueError):
-    """Samples, lanes, ranks and batches cannot be cut as asked."""
+    """Samples, lanes, ranks and batches cannot be divided as requested."""
 
 
 class ConfigError(PenstockError, ValueError):
-    """An argument is outside what it may be; the message names it, its value and what would do."""
+    """An argument is invalid; the message names it, its value and what would work."""
 
 
 class StateMismatchError(PenstockError, ValueError):
-    """The state was taken from another data set, seed or order, and cannot be continued from here."""
+    """The state belongs to another data set, seed or order, and cannot be resumed here."""
 
 
 class LoaderClosedError(PenstockError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What this process may use: cores, memory, and sizes as people write them."""
+"""What this process may use: cores and memory; and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
-    """A number of bytes from a number or from text such as '512MiB', '2GB', '1.5 GiB'.
+    """Read a number of bytes from a number or from text such as '512MiB', '2GB', '1.5 GiB'.
 
     Raises:
-        ConfigError: neither; or less than a byte. Names ``name`` and the value.
+        ConfigError: it is neither, or less than one byte. Names ``name`` and the value.
     """
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", value.lower())
@@ -32,7 +32,7 @@ def parse_bytes(value: int | float | str, name: str) -> int:
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on: its affinity, cut by the cgroup's quota."""
+    """The cores that this process may run on: its affinity, limited by the cgroup's quota."""
     cores = float(len(os.sched_getaffinity(0)))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
@@ -41,7 +41,7 @@ def usable_cores() -> int:
 
 
 def usable_memory() -> int:
-    """The bytes of memory that this process and its siblings may use: the machine's, cut by the cgroup's limit."""
+    """The bytes of memory that this process and its siblings may use: the machine's, limited by the cgroup."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = _read(path)

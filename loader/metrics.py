@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
-@dataclass(kw_only=True)
-class _Totals:
-    """Sums since the loader was made. Seconds of stages with several threads are summed over the threads."""
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums since the loader was made; ``LoaderMetrics`` explains each."""
 
     batches: int = 0
     samples: int = 0
@@ -28,70 +28,84 @@ class _Totals:
     consumer_wait_s: float = 0.0
     consumer_busy_s: float = 0.0
 
-
-class Counters(_Totals):
-    """Totals that several threads add to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-
-    def add(self, **amounts: float) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                setattr(self, name, getattr(self, name) + amount)
-
-    def snapshot(self) -> dict[str, Any]:
-        with self._lock:
-            return {spec.name: getattr(self, spec.name) for spec in fields(_Totals)}
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name, ready for JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderMetrics:
-    """What a loader has done so far.
+class LoaderMetrics(Totals):
+    """What a loader has done since it was made: counts, bytes and seconds of this rank.
 
-    ``fetch_s``, ``open_s`` and ``decode_s`` are summed over threads; ``chunk_wait_s`` (the assembler waited for
-    chunks), ``assemble_s``, ``copy_s`` (to pinned memory), ``backpressure_s`` (the assembler waited for the consumer)
-    are one thread's. ``first_batch_s`` is the time the training loop waited for the first batch of each pass,
-    ``consumer_wait_s`` for all others, ``consumer_busy_s`` the time it took between batches. ``bottleneck`` names the
-    stage that bounds the throughput.
+    Attributes:
+        batches: batches handed out.
+        samples: samples handed out, without the repeats of ``last_batch="pad"``.
+        fetched_chunks: chunks read from the store or the cache, each time that they were read.
+        fetched_bytes: bytes of these.
+        refetched_chunks: chunks read a second time because their bytes were wrong.
+        evicted_chunks: chunks dropped before their last use because memory was short.
+        fetch_s: time spent waiting for the store, summed over the fetch threads.
+        open_s: time spent parsing and decompressing chunks, summed over the fetch threads.
+        chunk_wait_s: time that the assembler thread waited for chunks.
+        assemble_s: time that the assembler thread spent gathering rows.
+        decode_s: time spent decoding and transforming, summed over threads or worker processes.
+        copy_s: time that the copy thread spent filling pinned memory; 0 without a device.
+        backpressure_s: time that the assembler thread waited for the training loop to take batches.
+        first_batch_s: time that the training loop waited for the first batch of each pass.
+        consumer_wait_s: time that the training loop waited for all other batches.
+        consumer_busy_s: time that the training loop spent between batches.
+        resident_bytes: bytes of chunks in memory or being read, now.
+        peak_bytes: the most that they have been since the pipeline was last started.
+        bottleneck: the stage that bounds the throughput, see ``find_bottleneck``.
     """
 
-    batches: int
-    samples: int
-    fetched_chunks: int
-    fetched_bytes: int
-    refetched_chunks: int
-    evicted_chunks: int
-    fetch_s: float
-    open_s: float
-    chunk_wait_s: float
-    assemble_s: float
-    decode_s: float
-    copy_s: float
-    backpressure_s: float
-    first_batch_s: float
-    consumer_wait_s: float
-    consumer_busy_s: float
     resident_bytes: int
     peak_bytes: int
     bottleneck: str
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+class Counters:
+    """Totals that several threads add to, under a lock."""
+
+    def __init__(self) -> None:
+        self._amounts: dict[str, Any] = Totals().to_dict()
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: float) -> None:
+        """Add to the totals of these names."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._amounts[name] += amount
+
+    def totals(self) -> Totals:
+        """The sums so far, all of one moment."""
+        with self._lock:
+            return Totals(**self._amounts)
+
+    def metrics(self, *, resident_bytes: int, peak_bytes: int) -> LoaderMetrics:
+        """The sums so far, with the memory that chunks take and the bottleneck that the sums tell of."""
+        totals = self.totals()
+        return LoaderMetrics(
+            **totals.to_dict(),
+            resident_bytes=resident_bytes,
+            peak_bytes=peak_bytes,
+            bottleneck=find_bottleneck(totals),
+        )
 
 
-def find_bottleneck(totals: dict[str, Any]) -> str:
+def find_bottleneck(totals: Totals) -> str:
     """The stage that bounds the throughput: 'consumer', 'storage', 'open', 'assemble', 'decode' or 'copy'.
 
-    The consumer bounds it if it hardly waits. Else, if the assembler mostly waits for chunks, it is storage or opening,
-    whichever the fetch threads spend longer on; else it is assembling, decoding or copying, whichever takes longest.
+    It is the consumer if that hardly waits. Otherwise, if the assembler mostly waits for chunks, it is storage or
+    opening, whichever the fetch threads spend longer on; if not, it is assembling, decoding or copying, whichever takes
+    longest. Before the first batch it is "nothing read yet".
     """
-    waited, busy = totals["consumer_wait_s"], totals["consumer_busy_s"]
-    if totals["batches"] == 0:
+    waited, busy = totals.consumer_wait_s, totals.consumer_busy_s
+    if totals.batches == 0:
         return "nothing read yet"
     if waited <= 0.05 * (waited + busy):
         return "consumer"
-    if totals["chunk_wait_s"] > max(totals["assemble_s"], 0.5 * totals["decode_s"]):
-        return "storage" if totals["fetch_s"] >= totals["open_s"] else "open"
-    return max(("assemble", "decode", "copy"), key=lambda stage: float(totals[f"{stage}_s"]))
+    if totals.chunk_wait_s > max(totals.assemble_s, 0.5 * totals.decode_s):
+        return "storage" if totals.fetch_s >= totals.open_s else "open"
+    stages = {"assemble": totals.assemble_s, "decode": totals.decode_s, "copy": totals.copy_s}
+    return max(stages, key=lambda stage: stages[stage])

@@ -1,4 +1,4 @@
-"""A progress bar that appears only where somebody watches, and only on work that takes longer than two seconds."""
+"""A progress bar that appears only on a terminal, and only for work that takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def show_progress(label: str, total: int | None, *, unit: str, enabled: bool = True) -> Iterator[Advance]:
-    """Give a function that is told of each ``n`` units done, from any thread; the bar goes to stderr.
+    """Yield a function to call, from any thread, with the number of units done since; the bar goes to stderr.
 
-    Nothing is drawn when stderr is no terminal or this process is not the first of its node. ``unit="B"`` shows bytes.
+    Draws nothing if stderr is not a terminal or this process is not the first of its node. ``unit="B"`` shows bytes.
     """
     watched = enabled and sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
     if not watched:

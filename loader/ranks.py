@@ -1,4 +1,4 @@
-"""Which rank this process is: as told, else torch.distributed's, else torchrun's environment's, else 0 of 1."""
+"""Which rank this process is: the given one, else torch.distributed's, else torchrun's, else 0 of 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         ConfigError: one without the other, or a rank outside its world.
     """
     if (rank is None) != (world_size is None):
-        raise ConfigError(f"rank={rank}, world_size={world_size}: give both, or neither to take torch.distributed's")
+        raise ConfigError(f"rank={rank}, world_size={world_size}: give both, or neither to use torch.distributed's")
     if rank is None or world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -28,7 +28,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def local_world_size() -> int:
-    """How many ranks share this machine, as torchrun says; 1 where it does not."""
+    """How many ranks share this machine, according to torchrun; 1 without it."""
     return max(1, _from_environment("LOCAL_WORLD_SIZE", 1))
 
 
@@ -37,4 +37,4 @@ def _from_environment(name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError as exc:
-        raise ConfigError(f"the environment's {name}={text!r} is not a number") from exc
+        raise ConfigError(f"environment variable {name}={text!r} is not a whole number") from exc

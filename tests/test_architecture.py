@@ -35,6 +35,7 @@ FLOORS = {
         {"reading"},
         {"decoding"},
         {"arguments", "pipeline"},
+        {"position", "resources"},
         {"data_loader", "tools"},
     ),
     "trainer": (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,32 +15,31 @@ from typing import Any
 
 import torch
 
-from ..columns import AnyArray
+from ..columns import KEY_COLUMN, AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
 from ..metrics import Counters
-from .collate import collate_samples, collate_values
-from .decode import DecodeChoice, FieldDecoders
+from .collate import collate_samples, collate_values, images_to_tensor
+from .decode import FieldDecoders
 from .gather import Rows
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .threads import DecodeThreads
 from .worker_pool import WorkerPool
 
-IDS, VALID, KEY = "__id__", "__valid__", "__key__"
+IDS, VALID = "__id__", "__valid__"
 
 Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """What happens to gathered rows. ``transform`` maps a sample to a sample; ``collate`` a list of samples to a batch.
+    """What happens to gathered rows. ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
 
-    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; to each sample where there is a ``collate``.
+    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
 
-    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill the last batch up.
+    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
     """
 
-    decode: DecodeChoice = "auto"
     transform: Callable[..., Sample] | None = None
     collate: Callable[[list[Sample]], Batch] | None = None
     with_ids: bool = False
@@ -48,8 +47,6 @@ class BatchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.decode is not None and self.decode != "auto" and not isinstance(self.decode, Mapping):
-            raise ConfigError(f"decode={self.decode!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
         for name in ("transform", "collate"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -58,9 +55,9 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """Makes batches of gathered rows: has them decoded and transformed, in ``parts`` or so at once, then collates.
+    """Makes batches of gathered rows: has them decoded and transformed, about ``parts`` at once, then collates them.
 
-    That is done by the threads of ``pool``, or by ``workers``, which are processes.
+    The threads of ``pool`` do this work, or ``workers``, which are processes.
     """
 
     options: BatchOptions
@@ -73,14 +70,14 @@ class BatchMaker:
     stopping: threading.Event
 
     def start(self, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> PendingBatch:
-        """Begin to make a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
+        """Start a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
 
-        A batch without rows is made of one, for its fields, types and shapes, and handed out empty.
+        A batch without rows is made from one row, for its fields, types and shapes, and handed out empty.
         """
         return PendingBatch(self, rows, epoch, num_rows, num_valid)
 
     def is_stopped(self) -> bool:
-        """Whether nobody waits for batches any more."""
+        """Whether batches are no longer wanted."""
         return self.stopping.is_set()
 
 
@@ -123,14 +120,14 @@ class PendingBatch:
             self._maker.counters.add(decode_s=time.perf_counter() - started)
 
     def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
-        """Put a process's results in their places."""
+        """Put a process's results into their places."""
         for name, values in results.values.items():
             self._results.values[name][start:stop] = values
         self._results.samples[start:stop] = results.samples
         self._maker.counters.add(decode_s=busy_s)
 
     def _explain(self, error: RowError) -> Exception:
-        """What a user sees of it: our own errors name the sample; those of a transform keep their type, with a note."""
+        """What users see: our own errors name the sample, those of a transform keep their type and get a note."""
         where, cause = self._describe(error.row), error.cause
         if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
             kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
@@ -143,12 +140,12 @@ class PendingBatch:
     def _describe(self, row: int) -> str:
         sample_id = int(self._rows.ids[row])
         shard, number = self._maker.manifest.shard_of(sample_id)
-        key = self._rows.fields.get(KEY)
+        key = self._rows.fields.get(KEY_COLUMN)
         named = f", key {key[row]!r}" if key is not None else ""
         return f"sample {sample_id} (number {number} of {shard}{named})"
 
     def result(self) -> Batch:
-        """The batch. Raises what decoding, the transform or the collation raised; LoaderClosedError if cancelled."""
+        """The batch. Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled."""
         failed = self._wait()
         if failed is not None:
             raise self._explain(failed)
@@ -173,7 +170,7 @@ class PendingBatch:
         return batch
 
     def _wait(self) -> RowError | None:
-        """The first row's error, in the order of rows."""
+        """The error of the first row that failed, in the order of rows."""
         try:
             for future in self._futures:
                 future.result()
@@ -199,5 +196,4 @@ class PendingBatch:
 def _collate(values: AnyArray | list[Any], *, is_image: bool) -> Any:
     if isinstance(values, list):
         return collate_values(values, is_image=is_image)
-    tensor = torch.from_numpy(values)
-    return tensor.permute(0, 3, 1, 2) if is_image else tensor
+    return images_to_tensor(values) if is_image else torch.from_numpy(values)

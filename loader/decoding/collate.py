@@ -1,8 +1,8 @@
-"""From the values of a field to one tensor, where they allow it."""
+"""From the values of a field to one tensor, if their types and shapes allow it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,24 +13,19 @@ from ..columns import AnyArray
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
-def collate_samples(samples: Sequence[Mapping[str, Any]], images: Collection[str] = ()) -> dict[str, Any]:
-    """Samples to a batch: each field by ``collate_values``; fields named in ``images`` hold (h, w, c) images.
-
-    A field that some of the samples lack has None in their places, and is a list.
-    """
+def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples to a batch: each field by ``collate_values``. A field that some samples lack is a list."""
     fields = dict.fromkeys(field for sample in samples for field in sample)
-    return {
-        field: collate_values([sample.get(field) for sample in samples], is_image=field in images) for field in fields
-    }
+    return {field: collate_values([sample.get(field) for sample in samples]) for field in fields}
 
 
 def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
-    """The B values of one field as a tensor, or as a list where they cannot be one.
+    """The B values of one field as a tensor, or as a list if they cannot be one.
 
     - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype
-    - bool: (B,) bool; int: (B,) int64; float, also with ints among them: (B,) float64, as torch's default_collate
+    - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
     - arrays and tensors of different shapes or dtypes: a list of tensors
-    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list as it is
+    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list unchanged
 
     With ``is_image`` the arrays are (h, w, c), and come out as (B, c, h, w) or a list of (c, h, w), without a copy:
     their memory format is channels_last.

@@ -1,4 +1,4 @@
-"""From a field's bytes to its value: which decoder a field gets, by its extension or by the user's choice."""
+"""From a field's bytes to its value: the decoder of a field, by its extension or by the user's choice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 
 from ..columns import AnyArray, BytesColumn
 from ..errors import ConfigError, DecodeError
-
-_IMAGE_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+from .image_kind import image_kind
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -23,9 +22,9 @@ Slot = tuple[tuple[int, ...], np.dtype[Any]]
 class FieldDecoder(Protocol):
     """Turns the bytes of one field into its value. Called by many threads at once.
 
-    ``takes_rng``: whether it draws from the sample's generator; else ``rng`` may be None.
-    ``slot``: shape and dtype where all values have the same. A batch assembler may then allocate (B, *shape) once, and
-    have threads call ``decode_into`` on its rows.
+    ``takes_rng``: whether it draws from the sample's generator; otherwise ``rng`` may be None.
+    ``slot``: shape and dtype if all values have the same. A batch assembler may then allocate (B, *shape) once and have
+    threads call ``decode_into`` on its rows.
     ``is_image``: values are (height, width, channels), and are handed out as (channels, height, width).
     """
 
@@ -49,42 +48,59 @@ DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any]
 def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
     """The decoder of ``field`` under the loader's ``decode=`` argument; None leaves raw bytes.
 
-    ``choice`` None leaves every field raw. "auto" goes by the last extension, in any case of letters:
+    ``choice`` None leaves every field raw. "auto" goes by the last extension, in upper or lower case:
 
     - jpg, jpeg, png, webp: (h, w, 3) uint8 RGB
     - cls, cls2, index, inx, id: int
-    - json, jsn: what the JSON says
+    - json, jsn: the parsed JSON
     - npy: the array; npz: a dict of arrays
     - txt, text, transcript: str
     - anything else, pickles included: raw bytes. Nothing is ever unpickled.
 
-    A mapping names decoders by field or by trailing extensions ("seg.png", "png"; the longest that fits counts): an
+    A mapping names decoders by field or by trailing extensions ("seg.png", "png"; the longest match counts): an
     ``ImageDecoder`` (or any FieldDecoder), a callable that takes bytes, one that also takes the sample's generator in
     a parameter named ``rng``, ``str`` for UTF-8 text, or None for raw bytes. Other fields are decoded as with "auto".
 
     Raises:
-        ConfigError: the choice is none of these, or images are to be decoded and the extra is not installed.
+        ConfigError: the choice is none of these, or decoding images needs the extra that is not installed.
     """
     if choice is None:
         return None
     if choice == "auto":
         return _auto(field)
-    if not isinstance(choice, Mapping):
-        raise ConfigError(f"decode={choice!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
-    key = _matching_key(field, choice)
+    key = _matching_key(field, _require_mapping(choice))
     return _auto(field) if key is None else _wrap(field, choice[key])
 
 
-def check_choice(choice: DecodeChoice, fields: Sequence[str]) -> None:
-    """Refuse a mapping that names a field which none of ``fields`` is.
+def _require_mapping(choice: Any) -> Mapping[str, Any]:
+    if not isinstance(choice, Mapping):
+        raise ConfigError(f"decode={choice!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
+    return choice
+
+
+def check_choice(choice: DecodeChoice, fields: Sequence[str], values: Sequence[str] = ()) -> None:
+    """Refuse a mapping with decoders that would never be called.
+
+    Of the data set's ``fields`` those in ``values`` come as values, not as bytes or text, and are never decoded. None
+    as a decoder fits them too.
 
     Raises:
-        ConfigError: names the keys that fit nothing, and the fields there are.
+        ConfigError: names the keys that fit nothing, or only such values, and the fields.
     """
-    if isinstance(choice, Mapping):
-        unused = sorted(set(choice) - {_matching_key(name, choice) for name in fields})
-        if unused:
-            raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
+    if not isinstance(choice, Mapping):
+        return
+    key_of = {name: _matching_key(name, choice) for name in fields}
+    unused = sorted(set(choice) - set(key_of.values()))
+    if unused:
+        raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
+    called = {key_of[name] for name in fields if name not in values}
+    useless = sorted(key for key, decoder in choice.items() if decoder is not None and key not in called)
+    if useless:
+        fitting = sorted(name for name in fields if key_of[name] in useless)
+        raise ConfigError(
+            f"decode= names {useless}, but {fitting} come as values, not as bytes, and are never decoded; "
+            "change them in transform= instead"
+        )
 
 
 def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
@@ -102,7 +118,7 @@ def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
 def _auto(field: str) -> FieldDecoder | None:
     extension = field.lower().rsplit(".", 1)[-1]
     if extension in _IMAGE_EXTENSIONS:
-        from .images import ImageDecoder  # OpenCV and simplejpeg are asked for only where there are images
+        from .images import ImageDecoder  # OpenCV and simplejpeg are needed only for images
 
         return _Named(field, ImageDecoder())
     reader = _READERS.get(extension)
@@ -145,7 +161,7 @@ class _Named:
 
 
 class _UserFunction:
-    """A user's function of bytes, or of str where the column holds text; perhaps with the sample's generator."""
+    """A user's function of bytes, or of str if the column holds text; perhaps with the sample's generator."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -157,7 +173,7 @@ class _UserFunction:
 
 
 class _Calling:
-    """A decoder by a function, whose values have no shape that is known beforehand."""
+    """A decoder that calls a function, whose values have no shape known in advance."""
 
     slot: Slot | None = None
     is_image = False
@@ -176,7 +192,7 @@ class _Calling:
             raise _field_error(self._field, data, exc) from exc
 
     def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
-        raise ConfigError(f"field {self._field!r} has no slot to be decoded into; call its decoder instead")
+        raise ConfigError(f"field {self._field!r} cannot be decoded into a slot; call its decoder instead")
 
 
 def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exception:
@@ -188,7 +204,7 @@ def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exceptio
 
 
 def has_rng_parameter(function: Callable[..., Any]) -> bool:
-    """Whether a user's function wants the sample's generator."""
+    """Whether a user's function has a parameter for the sample's generator."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # builtins without a signature
@@ -230,9 +246,15 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
 
 
 class FieldDecoders:
-    """The decoder of each field, settled when the field is first seen, the same from then on."""
+    """The decoder of each field, chosen when the field is first seen and kept from then on.
+
+    Raises:
+        ConfigError: ``choice`` is none of what ``field_decoder`` takes.
+    """
 
     def __init__(self, choice: DecodeChoice) -> None:
+        if choice is not None and choice != "auto":
+            _require_mapping(choice)
         self.choice = choice
         self.settled: dict[str, FieldDecoder | None] = {}
 
@@ -242,7 +264,7 @@ class FieldDecoders:
         return self.settled[name]
 
     def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
-        named = isinstance(self.choice, Mapping) and name in self.choice
+        named = isinstance(self.choice, Mapping) and _matching_key(name, self.choice) is not None
         if column.text and not named:
             return None
         decoder = field_decoder(name, self.choice)
@@ -251,19 +273,18 @@ class FieldDecoders:
         return decoder
 
     def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
-        """The dtype in which numbers are handed out: torch computes little with unsigned ones, so they are widened.
+        """The dtype in which numbers are handed out: unsigned ones are widened, as torch supports them poorly.
 
-        But for uint64, for which there is no wider one.
+        uint64 stays, as there is no wider type.
         """
         wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
         return np.dtype(np.int64) if wide else values.dtype
 
 
 def _looks_like_image(column: BytesColumn) -> bool:
-    """Whether a field without a telling name holds images: by the first value that is there."""
+    """Whether a field whose name says nothing holds images, judging by its first value."""
     present = np.flatnonzero(column.starts >= 0)
     if not len(present):
         return False
-    start = int(column.starts[present[0]])
-    head = bytes(column.buffer[start : start + 12])
-    return head.startswith(_IMAGE_MAGIC) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+    first = present[0]
+    return image_kind(column.buffer[column.starts[first] : column.stops[first]]) is not None

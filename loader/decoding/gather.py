@@ -1,4 +1,4 @@
-"""Rows of opened chunks, put together in their order of delivery by whole columns."""
+"""Rows of opened chunks, put in order of delivery by whole columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..reading.records import unpack_records
 from .decode import FieldDecoder, FieldDecoders
 
 _WIDE_ROW_BYTES = 1024
-_IMAGE_GROWTH = 10  # an image's pixels take about so many times the bytes of its file
+_IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
 _SIZED = {bytes, memoryview, str}
 
 
@@ -38,9 +38,9 @@ class Rows:
         return Rows(self.ids[list(indices)], fields)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
-        """Bytes of the rows, and of what they will be decoded into.
+        """Bytes of the rows and of what they will be decoded into.
 
-        Lists of Python values are counted by the values that have a length in bytes.
+        Of lists of Python values, only those that have a length in bytes are counted.
         """
         total = 0
         for name, values in self.fields.items():
@@ -62,13 +62,13 @@ class Rows:
 def gather(
     groups: Iterable[tuple[ChunkRows, Block]], num_rows: int, first_ids: IntArray, decoders: FieldDecoders
 ) -> Rows:
-    """Put rows of opened chunks together in their order of delivery; each column of each chunk is touched once.
+    """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
 
-    Values are laid down in the order in which chunks come, and put in order of delivery at the end, all at once; but
-    wide rows are copied straight to their place.
+    Values are stored in the order in which chunks arrive and reordered at the end, all at once; wide rows are copied
+    straight to their place.
     """
     ids = np.empty(num_rows, np.int64)
-    arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive is to go
+    arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive belongs
     wide: dict[str, AnyArray] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
@@ -82,7 +82,7 @@ def gather(
             if not isinstance(column, ArrayColumn):
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
-                # Settled for text, too: a decoder of a text column is given str.
+                # Text columns have a decoder too, if the user named one: it is called with str.
                 is_encoded = isinstance(column, BytesColumn) and decoders.of(name, column) is not None
                 if isinstance(column, BytesColumn) and is_encoded and not column.text:
                     values.extend(column.copies(group.rows))
@@ -95,7 +95,7 @@ def gather(
                 for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
                     out[target] = source[row]
             else:
-                # numpy's take copies an array that is not contiguous whole
+                # numpy's take would first copy all of an array that is not contiguous
                 taken = source.take(group.rows, axis=0) if source.flags.c_contiguous else source[group.rows]
                 _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
         for i, packed in enumerate(block.records):

@@ -1,7 +1,7 @@
 """The fused image decoder: JPEG, PNG or WebP bytes become a cropped, resized, flipped RGB array in one step.
 
-Importing this file sets OpenCV's own thread pool to none, for the whole process: the loader decodes many images at
-once on threads of its own, and a pool within each would only contend with them.
+Importing this file turns off OpenCV's own thread pool for the whole process: the loader decodes many images at once on
+threads of its own, and a pool inside each would only contend with them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import ConfigError, DecodeError
+from .image_kind import image_kind
 
 try:
     import cv2
@@ -27,18 +28,17 @@ cv2.setNumThreads(0)
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
 
-# A header that claims more pixels than this is taken for damage, or for an attack on the memory of the machine.
+# A header that claims more pixels than this counts as damage, or as an attack on the machine's memory.
 MAX_PIXELS = 1 << 28
 
 _DEFAULT_SCALE = (0.08, 1.0)
 _DEFAULT_RATIO = (3 / 4, 4 / 3)
 _EVAL_MARGIN = 256 / 224
 _CROP_ATTEMPTS = 10
-# Scaling in libjpeg is a box filter. What is left to the resampling, whose filter is better, is at least this ratio.
+# Scaling in libjpeg is a box filter. At least this ratio is left to the resampling, whose filter is better.
 _LEAST_RESAMPLING = 1.2
-_JPEG_MAGIC = b"\xff\xd8"
 _BGR_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
-# What libjpeg warns of without a pixel being lost; every other warning is damage.
+# Warnings of libjpeg that cost no pixel; every other warning is damage.
 _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progression")
 
 
@@ -56,9 +56,9 @@ class Region:
 class ImageDecoder:
     """Decodes an image to (height, width, 3) uint8 RGB, with crop, resize and flip fused into the decoding.
 
-    ``size`` is the side of the square, or (height, width), that comes out; None keeps each image's own shape.
+    ``size`` is the side of the resulting square, or (height, width); None keeps each image's own shape.
 
-    ``crop`` says what of the image is resized to ``size``:
+    ``crop`` says which part of the image is resized to ``size``:
 
     - None: all of it, whatever its aspect.
     - "center": what torchvision's Resize(``resize``) and CenterCrop(``size``) leave. ``resize`` is the length in
@@ -69,12 +69,12 @@ class ImageDecoder:
 
     ``flip`` is the probability of a horizontal flip.
 
-    The formats are told by content, not by name. Grey, palette and 16-bit images become 8-bit RGB, CMYK is converted,
+    Formats are recognised by content, not by name. Grey, palette and 16-bit images become 8-bit RGB, CMYK is converted,
     alpha is dropped, of an animation the first frame is taken, and EXIF orientation is ignored (as PIL does).
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is still larger than what is asked. Reduction is
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is still larger than the result. Reduction is
     low-pass filtered as in PIL's antialiased bilinear resize: of the same region, the two agree to about 35 dB PSNR
-    or better on photographs; an edge that is no multiple of 8 pixels can cost a little of it. A region is
-    placed to within half a pixel of the output.
+    or better on photographs; an edge that is no multiple of 8 pixels can cost a little of that. A region is placed to
+    within half a pixel of the output.
 
     An instance holds no mutable state; any number of threads may use it, and the heavy calls release the GIL.
     """
@@ -110,12 +110,12 @@ class ImageDecoder:
 
     @property
     def takes_rng(self) -> bool:
-        """Whether decoding draws random numbers; where not, ``rng`` may be None."""
+        """Whether decoding draws random numbers; if not, ``rng`` may be None."""
         return self.crop == "random" or 0 < self.flip < 1
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
-        """(height, width, 3) of every result; None where each image keeps its own."""
+        """(height, width, 3) of every result; None if each image keeps its own."""
         if self.size is None:
             return None
         height, width = self.size if isinstance(self.size, tuple) else (self.size, self.size)
@@ -123,7 +123,7 @@ class ImageDecoder:
 
     @property
     def slot(self) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-        """Shape and dtype of every result; None where they differ from image to image."""
+        """Shape and dtype of every result; None if they differ from image to image."""
         return None if self.shape is None else (self.shape, np.dtype(np.uint8))
 
     def __call__(self, data: bytes | memoryview, rng: np.random.Generator | None = None) -> Pixels:
@@ -143,7 +143,7 @@ class ImageDecoder:
         """Decode into ``out``, a C-contiguous (height, width, 3) uint8 array of this decoder's ``shape``.
 
         Raises:
-            DecodeError: the bytes are no image that can be read, or it is damaged or cut short.
+            DecodeError: the bytes are no readable image, or the image is damaged or truncated.
         """
         if self.shape is None or out.shape != self.shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
             raise ConfigError(
@@ -177,7 +177,7 @@ class ImageDecoder:
 
 
 def center_region(height: int, width: int, out_height: int, out_width: int, resize: int | None) -> Region:
-    """The part of an image that is left when its short side is resized to ``resize`` and the centre is cut out."""
+    """The part of an image that remains when its short side is resized to ``resize`` and the centre is cropped."""
     fit = max(out_height / height, out_width / width)
     zoom = fit * _EVAL_MARGIN if resize is None else max(fit, resize / min(height, width))
     cut_height = min(height, max(1, round(out_height / zoom)))
@@ -225,13 +225,13 @@ def _choose_reduction(region: Region, shape: tuple[int, int, int]) -> int:
 
 
 def _read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
-    """Height, width and whether simplejpeg reads it; (0, 0, False) for what OpenCV has to find out by itself."""
-    if bytes(data[:2]) != _JPEG_MAGIC:
+    """Height, width and whether simplejpeg reads it; (0, 0, False) for what only OpenCV reads."""
+    if image_kind(data) != "jpeg":
         return 0, 0, False
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except KeyError as exc:
-        raise DecodeError(f"damaged JPEG header ({len(data)} bytes): it tells no colour space") from exc
+        raise DecodeError(f"damaged JPEG header ({len(data)} bytes): it names no colour space") from exc
     except ValueError as exc:
         raise DecodeError(f"damaged JPEG header ({len(data)} bytes): {exc}") from exc
     _check_pixels(height, width)
@@ -244,7 +244,7 @@ def _check_pixels(height: int, width: int) -> None:
 
 
 def _decode_jpeg(data: bytes | memoryview, height: int, width: int, reduction: int) -> Pixels:
-    """Decode at 1/``reduction`` of the size, rounded up; at full size where libjpeg has harmless warnings to give."""
+    """Decode at 1/``reduction`` of the size, rounded up; at full size if libjpeg has harmless warnings."""
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(
             data,
@@ -255,13 +255,13 @@ def _decode_jpeg(data: bytes | memoryview, height: int, width: int, reduction: i
         )
     except ValueError as exc:
         if any(warning in str(exc) for warning in _HARMLESS_WARNINGS):
-            return _decode_other(data)  # simplejpeg takes any warning for an error
+            return _decode_other(data)  # simplejpeg treats any warning as an error
         raise DecodeError(f"damaged JPEG of {width}x{height} pixels, {len(data)} bytes: {exc}") from exc
     return pixels
 
 
 def _decode_other(data: bytes | memoryview) -> Pixels:
-    """Decode what OpenCV can: PNG, WebP, and the JPEGs that simplejpeg cannot, CMYK among them."""
+    """Decode what OpenCV can: PNG, WebP, and JPEGs that simplejpeg cannot decode, such as CMYK."""
     if len(data) == 0:
         raise DecodeError("no image: the field is empty")
     try:
@@ -274,7 +274,7 @@ def _decode_other(data: bytes | memoryview) -> Pixels:
 
 
 def _cut(pixels: Pixels, region: Region, height: int, width: int) -> Pixels:
-    """The view of ``region``, given in pixels of the full (height, width) image, in its perhaps reduced ``pixels``."""
+    """The view of ``region``, in pixels of the full (height, width) image, in its perhaps reduced ``pixels``."""
     part = scale_region(region, pixels.shape[0] / height, pixels.shape[1] / width)
     return pixels[part.top : part.top + part.height, part.left : part.left + part.width]
 
@@ -287,7 +287,7 @@ def scale_region(region: Region, factor_y: float, factor_x: float) -> Region:
 
 
 def _resample(source: Pixels, out: Pixels) -> None:
-    """Resize ``source`` into ``out``; what shrinks is low-pass filtered first.
+    """Resize ``source`` into ``out``, with a low-pass filter first if it shrinks.
 
     PIL's antialiased bilinear filter is a triangle as wide as two output pixels: for a ratio r of source to output its
     variance is r^2/6 source pixels, of which bilinear sampling itself does 1/6. Up to r = 1.5 the rest is done by

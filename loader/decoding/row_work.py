@@ -1,7 +1,7 @@
-"""What is done to the rows of a batch, one by one: decode, then transform.
+"""What is done to each row of a batch: decode, then transform.
 
-The same code runs on threads and in worker processes, so that both give the same. It imports no torch: a worker
-process need not wait for it.
+Threads and worker processes run the same code, so both return the same results. It does not import torch, so that a
+worker process need not wait for that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = Literal["decode", "transform", "result"]
 
 
 class RowError(Exception):
-    """Work on a row failed: which row of the batch, in which step, and why. What users see is made of this."""
+    """Work on a row failed: which row of the batch, in which step, and why. What users see is built from it."""
 
     def __init__(self, row: int, step: Step, cause: Exception) -> None:
         super().__init__(row, step, cause)
@@ -35,9 +35,9 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowTask:
-    """Rows of one batch: (n,) int64 sample ids, and n values of each field, of which ``encoded`` are to be decoded.
+    """Rows of one batch: (n,) int64 sample ids, and n values of each field; the ``encoded`` ones are to be decoded.
 
-    ``first_row`` is the batch's row that is the first here.
+    ``first_row`` is the number of the first row within the batch.
     """
 
     epoch: int
@@ -47,7 +47,7 @@ class RowTask:
     encoded: Mapping[str, FieldDecoder]
 
     def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
-        """A part of the rows; the fields that are not decoded stay behind unless ``with_plain``."""
+        """A part of the rows; without the fields that are not decoded, unless ``with_plain``."""
         fields = {
             name: values[start:stop] for name, values in self.fields.items() if with_plain or name in self.encoded
         }
@@ -56,7 +56,7 @@ class RowTask:
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """What becomes of a task's rows: decoded ``values`` by field, and with a transform ``samples``, one a row."""
+    """The results of a task: decoded ``values`` by field and, with a transform, ``samples``, one per row."""
 
     values: dict[str, Values]
     samples: list[Sample]
@@ -70,7 +70,7 @@ class RowWork:
     seed: int
 
     def allocate(self, task: RowTask) -> RowResults:
-        """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, lists for others."""
+        """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others."""
         count = len(task.ids)
         values: dict[str, Values] = {}
         for name, given in task.fields.items():
@@ -84,11 +84,11 @@ class RowWork:
         return RowResults(values, [] if self.transform is None else [{} for _ in range(count)])
 
     def run(self, task: RowTask, out: RowResults, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:
-        """Work on some of the task's rows, each into its own place of ``out``; many threads may, on different rows.
+        """Work on some of the task's rows and put each result into its place in ``out``; threads may share the rows.
 
         Raises:
             RowError: a row cannot be decoded or transformed.
-            CancelledError: ``is_stopped`` says that nobody wants the results any more.
+            CancelledError: ``is_stopped`` says that the results are no longer wanted.
         """
         takes_rng = self.transform is not None and has_rng_parameter(self.transform)
         for row in range(start, stop):

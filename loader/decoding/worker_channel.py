@@ -1,6 +1,6 @@
-"""Messages between two processes over a socket pair: a pickle, and large buffers beside it that are not copied into it.
+"""Messages between two processes over a socket pair: a pickle, and beside it large buffers that are not copied into it.
 
-The kernel takes both ends down with their processes. There is no shared memory, file or semaphore to be left behind.
+The kernel closes both ends with their processes. No shared memory, file or semaphore can be left behind.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 _COUNT = struct.Struct("<Q")
 _ALIGN = 64  # where buffers begin, so that arrays on them are aligned for any dtype
 _PADDING = bytes(_ALIGN)
-_MOST_PIECES = 512  # of one sendmsg; the kernel takes 1024
+_MOST_PIECES = 512  # per sendmsg; the kernel accepts 1024
 _BUFFER_BYTES = 1 << 20
 
 
 class Channel:
     """One end of a pair. Only one thread may send, and one receive, at a time.
 
-    What is received was pickled by this package in a process that it started: never by anything that comes from data.
+    What is received was pickled by this package in a process that it started; nothing from a data set is unpickled.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -82,8 +82,8 @@ class Channel:
         return whole
 
     def close(self) -> None:
-        """End the connection, also under a thread that waits in ``receive``."""
-        with suppress(OSError):  # the other end was faster
+        """End the connection, even while another thread waits in ``receive``."""
+        with suppress(OSError):  # the other end closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

@@ -1,4 +1,4 @@
-"""A worker process: takes rows from its parent, decodes and transforms them, and ends when its parent does."""
+"""A worker process: receives rows from its parent, decodes and transforms them, and ends when its parent does."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .decode import FieldDecoder
 from .row_work import RowError, RowResults, RowTask, RowWork, Step, Values
 from .worker_channel import Channel, pack
 
-_LOOK_S = 1.0  # how often a worker looks whether its parent is the one that started it
-_GRACE_S = 0.5  # for a worker whose parent is gone to end by itself
+_LOOK_S = 1.0  # how often a worker checks that its parent is still the process that started it
+_GRACE_S = 0.5  # for a worker to exit after its parent has gone
 
-# While a worker runs the user's script to find the functions in it. A loader made then would start workers of its own,
-# and they more.
+# Set while a worker runs the user's script to find the functions in it: a loader made then would start workers, which
+# would start more.
 is_importing_main = False
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a worker is sent first: how to find modules, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
+    """A worker's first message: how to find modules, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
 
     main: Mapping[str, Any]
     work: bytes
@@ -38,7 +38,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rows to be worked on. Decoders come pickled, each with the first job of a worker that needs it."""
+    """Rows to work on. Each decoder comes pickled with the first job of a worker that needs it."""
 
     epoch: int
     first_row: int
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The results of a job, and the seconds that they took."""
+    """The results of a job, and the seconds it took."""
 
     results: RowResults
     busy_s: float
@@ -58,7 +58,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A row that failed: ``cause`` is its pickled exception, None where it can't be pickled; ``text`` describes it."""
+    """A row that failed: ``cause`` is its pickled exception, None if it cannot be pickled; ``text`` describes it."""
 
     row: int
     step: Step
@@ -69,7 +69,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Why the worker can't work: the functions that it was sent can't be found or made here."""
+    """Why the worker cannot work: the functions that it was sent cannot be found or unpickled here."""
 
     text: str
 
@@ -88,7 +88,7 @@ def main(descriptor: int) -> None:
         if isinstance(work, RowWork):
             _serve(channel, work)
     except (EOFError, ConnectionError):
-        signal.setitimer(signal.ITIMER_REAL, _GRACE_S)  # the parent is gone, or wants no more
+        signal.setitimer(signal.ITIMER_REAL, _GRACE_S)  # the parent is gone, or needs no more
 
 
 def _load(code: Code) -> RowWork | Unusable:
@@ -132,7 +132,7 @@ def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tupl
 
 
 def _first_unsendable(out: RowResults) -> int:
-    """The first row whose result can't be pickled."""
+    """The first row whose result cannot be pickled."""
     for row, values in enumerate(out.samples or zip(*out.values.values(), strict=True)):
         try:
             pack(values)
@@ -148,21 +148,21 @@ def _describe(error: RowError) -> Failed:
     data: bytes | None
     try:
         data = pickle.dumps(cause)
-        pickle.loads(data)  # some can be pickled, but not made again
-    except Exception:  # noqa: BLE001 - the text will do
+        pickle.loads(data)  # some can be pickled but not unpickled
+    except Exception:  # noqa: BLE001 - the text is enough
         data = None
     return Failed(error.row, error.step, data, text, trace)
 
 
 def _end_with_parent(descriptor: int, parent: int) -> None:
-    """End this process when the parent's end is closed: at once where it is idle, else after a moment's grace.
+    """End this process when the parent's end is closed: at once if idle, otherwise after a short grace period.
 
-    The parent's id is looked at too: its end stays open where a process that it forked holds a copy.
+    The parent's id is checked too: its end stays open if a process that it forked holds a copy.
     """
     poll = select.poll()
     poll.register(descriptor, 0)
     while not poll.poll(_LOOK_S * 1000) and os.getppid() == parent:
         pass
-    signal.setitimer(signal.ITIMER_REAL, _GRACE_S)  # ends the process also where it holds the GIL, or is exiting
+    signal.setitimer(signal.ITIMER_REAL, _GRACE_S)  # ends the process even if it holds the GIL or is exiting
     time.sleep(_GRACE_S)
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Worker processes for decoding and transforms that hold the GIL. A small pool, because the ready-made ones fork, or
-leave semaphores behind, or report a killed worker late.
+"""Worker processes for decoding and transforms that hold the GIL. A small pool of our own: ready-made ones fork, leave
+semaphores behind, or report a killed worker late.
 
-Each process has a thread here that feeds it and waits for it, over a socket pair. Either end's death closes the pair,
-so a killed worker is an error at once, and a killed parent ends its workers.
+Each process has a thread here that feeds it and waits for it over a socket pair. The death of either end closes the
+pair, so a killed worker is an error at once, and a killed parent ends its workers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from penstock.loader.decoding.worker_main import main; main(int(sys.argv[1]))"
 )
-_HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # a worker ends when its parent says so, whatever the group is sent
-_ENDING_S = 0.3  # for workers to end by themselves before they are killed
+_HELD_BACK = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # a worker ends when its parent says so, whatever signals the group receives
+_ENDING_S = 0.3  # for workers to exit before they are killed
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One process, and the decoders that it was sent by now. Used by its own thread; killed by any."""
+    """One process, and the decoders that it has been sent. Used by its own thread; killed by any."""
 
     process: subprocess.Popen[bytes]
     channel: Channel
@@ -78,14 +81,14 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the processes, unless they are started. Called by one thread at a time."""
+        """Start the processes, unless they are running. Called by one thread at a time."""
         if self._workers or self._error is not None:
             return
         code = Code(_preparation(needs_main=self._needs_main), self._work)
         for number in range(self.processes):
             worker = _start_process()
             self._workers.append(worker)
-            # A daemon, which the interpreter's exit does not wait for: a worker may be long at a transform.
+            # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
             thread = threading.Thread(
                 target=self._feed, args=(worker, code), name=f"penstock-worker-{number}", daemon=True
             )
@@ -95,10 +98,10 @@ class WorkerPool:
     def submit(
         self, task: RowTask, place: Callable[[RowResults, float], None], is_stopped: Callable[[], bool]
     ) -> Future[None]:
-        """Have a task done; ``place`` is called, by a thread of the pool, with its results and their seconds.
+        """Queue a task; a thread of the pool calls ``place`` with its results and the seconds they took.
 
-        The future ends in RowError for a row that failed, in WorkerError if a process ended, in CancelledError if the
-        pool was closed.
+        The future ends in RowError if a row failed, in WorkerError if a process ended, in CancelledError if the pool
+        was closed.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -109,7 +112,7 @@ class WorkerPool:
         return future
 
     def close(self) -> None:
-        """End all processes and threads, at once, whatever they are at."""
+        """End all processes and threads at once, whatever they are doing."""
         self._fail(CancelledError())
         for worker in self._workers:
             worker.channel.close()
@@ -126,7 +129,7 @@ class WorkerPool:
         self._threads.clear()
 
     def _fail(self, error: BaseException) -> None:
-        """Let everything that is and will be submitted end in ``error``, unless something failed before."""
+        """End everything submitted, now and later, in ``error``, unless something failed before."""
         with self._lock:
             if self._error is None or isinstance(error, CancelledError):
                 self._error = error
@@ -140,7 +143,7 @@ class WorkerPool:
             for _ in self._threads:
                 self._jobs.put(None)
 
-    # -- the threads, one a worker --------------------------------------------------------------------------------
+    # -- the threads, one per worker ------------------------------------------------------------------------------
 
     def _feed(self, worker: _Worker, code: Code) -> None:
         try:
@@ -213,7 +216,7 @@ def _start_process() -> _Worker:
     # The flags of `python` itself, so that warnings and -O are the same in the worker.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(_module_path())]
-    # A signal that is held back here is held back in the child from its first instruction on.
+    # A signal that is blocked here is blocked in the child from its first instruction on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
         started = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -231,13 +234,13 @@ def _module_path() -> list[str]:
 
 
 def _preparation(*, needs_main: bool) -> dict[str, Any]:
-    """What ``multiprocessing.spawn.prepare`` takes, so that workers find what this process found.
+    """The argument of ``multiprocessing.spawn.prepare``, so that workers find the modules that this process found.
 
-    The user's script is run, under another name, only where a function is defined in it: its imports take time.
+    The user's script is run, under another name, only if a function is defined in it: its imports take time.
     """
     if worker_main.is_importing_main:
         raise ConfigError(
-            "a loader with processes= is made while a worker process imports the script; put what the script does "
+            "a loader with processes= was created while a worker process imports the script; put the script's actions "
             "under `if __name__ == '__main__':`, or define transform= and decode= functions in a module of their own"
         )
     data: dict[str, Any] = {"sys_argv": sys.argv, "dir": str(Path.cwd())}
@@ -250,7 +253,7 @@ def _preparation(*, needs_main: bool) -> dict[str, Any]:
         return {**data, "init_main_from_name": name}
     if path is None:
         raise ConfigError(
-            "transform= or decode= is defined in an interactive session, where a worker process can't find it; "
+            "transform= or decode= is defined in an interactive session, where a worker process cannot find it; "
             "define it in a module, or use processes=0"
         )
     return {**data, "init_main_from_path": str(Path(process.ORIGINAL_DIR) / path)}  # type: ignore[attr-defined]
@@ -268,15 +271,15 @@ def _pickle(what: str, named: Any, value: Any) -> bytes:
 
 def _unusable(answer: Unusable) -> str:
     return (
-        "worker processes cannot make the transform= or decode= functions that they were sent; define them at the top "
+        "worker processes cannot load the transform= or decode= functions that they were sent; define them at the top "
         f"level of a module that can be imported, or use processes=0. In the worker: {answer.text}"
     )
 
 
 def _sendable(values: Any, *, is_encoded: bool) -> Any:
-    """Encoded bytes travel beside the pickle, as they are.
+    """Encoded bytes travel beside the pickle, unchanged.
 
-    The buffers are of the bytes, not of the views on them: where an error's traceback makes a cycle of both, the
+    The buffers are those of the bytes, not of the views on them: if an error's traceback makes a cycle of both, the
     garbage collector of CPython 3.11 clears the view first, and releasing it again by the PickleBuffer crashes.
     """
     if not is_encoded:
@@ -287,7 +290,7 @@ def _sendable(values: Any, *, is_encoded: bool) -> Any:
 def _row_error(failed: Failed) -> RowError:
     cause: Exception = DecodeError(failed.text)
     if failed.cause is not None:
-        with suppress(Exception):  # it could be made in the worker but not here: the text will do
+        with suppress(Exception):  # it could be unpickled in the worker but not here: the text is enough
             cause = pickle.loads(failed.cause)
     if failed.trace:
         cause.add_note(f"in a worker process:\n{failed.trace.rstrip()}")
@@ -295,7 +298,7 @@ def _row_error(failed: Failed) -> RowError:
 
 
 def _end_of(worker: _Worker) -> str:
-    """How a process ended that closed its end."""
+    """How a process ended that closed its end of the pair."""
     try:
         code = worker.process.wait(1.0)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What a run will be like, from the plan alone: batches, skew, reads and memory of any world size, without data."""
+"""What a run will be like: batches, skew, reads and memory for any world size, from the plan alone, without data."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, PartitionError
-from .plan import EpochPlan, IntArray, Order, batch_bounds, count_steps, lane_offsets, share_bounds
+from ..errors import ConfigError
+from .plan import EpochPlan, IntArray, Order, batch_bounds, lane_offsets, require_steps, share_bounds
 
-_MOST_EDGES = 1 << 20  # cuts of lanes and ranks looked at, at most: what is worked on at once
+_MOST_EDGES = 1 << 20  # cuts of lanes and ranks that are examined at most: it bounds memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run with this plan will be like. Bytes are estimates from the manifest; all else is exact unless said.
+    """What a run with this plan will be like. Bytes are estimates from the manifest; all else is exact unless noted.
 
     ``skew`` is the largest difference between two ranks' numbers of samples over the epoch; ``batch_skew`` that of one
-    full batch. ``read_amplification`` is the expected number of times that a chunk is read in an epoch by all ranks
-    together; 1.00 where every lane belongs to one rank. ``cut_chunks`` lie on the cut of two lanes, and are read once
-    for each in any case. ``open_windows`` and the bytes are those of the rank that has the most; ``window_bytes`` is
-    what its open windows take, ``first_batch_bytes`` what it must read, at most, before its first batch.
+    full batch. ``read_amplification`` is the expected number of times that all ranks together read a chunk in an epoch;
+    it is 1.00 if every lane belongs to one rank. ``cut_chunks`` lie on the cut between two lanes and are read once for
+    each of them in any case. ``open_windows`` and the bytes are those of the rank that has the most: ``window_bytes``
+    is what its open windows take, ``first_batch_bytes`` the most that it must read before its first batch.
     """
 
     samples: int
@@ -58,20 +58,15 @@ def forecast(
     global_batch_size: int,
     last_batch: str = "drop",
 ) -> Forecast:
-    """Work a run out for chunks of the given samples, bytes and memory once opened: (chunks,) int64 each.
+    """Forecast a run over chunks of the given samples, bytes and memory once opened: (chunks,) int64 each.
 
     Raises:
-        ConfigError, PartitionError: no such run can be.
+        ConfigError, PartitionError: there can be no such run.
     """
     if world_size < 1 or global_batch_size < 1:
         raise ConfigError(f"world_size={world_size}, global_batch_size={global_batch_size}: must be at least 1")
     plan = EpochPlan(chunk_samples, order, epoch=0)
-    steps = count_steps(plan.num_samples, 0, global_batch_size, last_batch)
-    if not steps:
-        raise PartitionError(
-            f"a global batch of {global_batch_size} is above the data set's {plan.num_samples} samples, and "
-            "last_batch='drop' leaves nothing; use a smaller batch, or last_batch='pad' or 'partial'"
-        )
+    steps = require_steps(plan.num_samples, global_batch_size, last_batch, world_size=world_size)
     owned = _lane_shares(plan, world_size, global_batch_size, steps)
     mean_samples = plan.num_samples / len(chunk_samples)
     # A rank that takes a part f of a lane's samples enters a window of n of them with probability 1 - (1 - f)^n, and
@@ -119,7 +114,7 @@ class _LaneShares:
 
 
 def _lane_shares(plan: EpochPlan, world_size: int, global_batch_size: int, steps: int) -> _LaneShares:
-    """From the first steps, as many as it takes for the pattern of shares to repeat, or as can be looked at."""
+    """Computed from the first steps: until the pattern of shares repeats, or as many as can be examined."""
     lanes = plan.order.lanes
     period = min(steps, lanes // math.gcd(lanes, global_batch_size), max(1, _MOST_EDGES // (lanes + world_size)))
     bounds = batch_bounds(0, period, global_batch_size, plan.num_samples)

@@ -3,7 +3,7 @@
 From (manifest, seed, epoch, lanes, window) to a rank's batch in six steps, each a function below:
 
 1. ``chunk_order``     the epoch's permutation of all chunks; its samples, laid end to end, are the epoch's stream
-2. ``lane_sizes``      the stream is cut into L contiguous lanes, equal to one sample
+2. ``lane_sizes``      the stream is cut into L contiguous lanes, equal to within one sample
 3. ``EpochPlan.open_window``  inside a lane, samples are permuted in windows of a few consecutive chunks
 4. ``lane_offsets``    position p is sample p // L of lane bit_reverse(p mod L)
 5. ``batch_bounds``    step s is the positions [s * G, (s + 1) * G): the same set of samples whatever the world size
@@ -28,13 +28,13 @@ UIntArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# What a stream of random numbers is for; part of its key, so that no two uses share one.
+# What a stream of random numbers is used for: a part of its key, so that no two uses share a stream.
 _FOR_CHUNKS, _FOR_WINDOWS = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What decides an epoch's order, beside the data set: kept in every state, and fixed from the first one on.
+    """What decides an epoch's order besides the data set: kept in every state and fixed from the start of a run.
 
     ``lanes`` is a power of two; ``window`` is the number of consecutive chunks of a lane whose samples are mixed.
     Without ``shuffle`` chunks stay in manifest order and samples in their chunk's.
@@ -67,7 +67,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def auto_lanes(*, shuffle: bool, world_size: int) -> int:
-    """Lanes for a new run: 1 for one rank in order, else enough for four times as many ranks as there are now."""
+    """Lanes for a new run: 1 for one rank without shuffle, otherwise enough for four times the current ranks."""
     return 1 if not shuffle and world_size == 1 else max(16, next_power_of_two(4 * world_size))
 
 
@@ -102,8 +102,8 @@ def stream_key(*words: int) -> int:
 def permutation(size: int, key: int) -> IntArray:
     """A pseudorandom permutation of range(size), (size,) int64: the order of ``size`` random numbers.
 
-    Each number carries its index in its lowest bits: all are distinct, so every sorting algorithm of every numpy gives
-    the same permutation, and values are sorted instead of indexes, which is several times as fast.
+    Each number carries its index in its lowest bits. So all are distinct, every sorting algorithm of every numpy yields
+    the same permutation, and values are sorted instead of indexes, which is several times faster.
     """
     index_bits = np.uint64(max(1, (size - 1).bit_length()))
     numbers = np.arange(1, size + 1, dtype=np.uint64)
@@ -131,8 +131,8 @@ def chunk_order(num_chunks: int, order: Order, epoch: int) -> IntArray:
 def bit_reverse(values: IntArray, bits: int) -> IntArray:
     """Each value's lowest ``bits`` bits in reverse; its own inverse.
 
-    Any run of 2**k consecutive numbers, reversed, puts one into each 2**k-th of the range (van der Corput's sequence).
-    Therefore consecutive positions, of which batches are made, fall evenly on the lanes of every rank.
+    Any run of 2**k consecutive numbers, reversed, has one in each 2**k-th of the range (van der Corput's sequence).
+    Batches are made of consecutive positions, so they fall evenly on the lanes of every rank.
     """
     reversed_ = np.zeros_like(values)
     for bit in range(bits):
@@ -146,14 +146,14 @@ def lane_turns(lanes: int) -> IntArray:
 
 
 def lane_offsets(positions: IntArray, turns: IntArray) -> IntArray:
-    """How many samples each lane has given before a position: (..., lanes) int64 for positions (...)."""
+    """How many samples each lane has contributed before a position: (..., lanes) int64 for positions (...)."""
     lanes = len(turns)
     offsets: IntArray = (positions[..., None] - turns + (lanes - 1)) // lanes
     return offsets
 
 
 def lane_sizes(num_samples: int, lanes: int) -> IntArray:
-    """(lanes,) int64: num_samples // lanes each, and one more for the num_samples mod lanes that have a turn first."""
+    """(lanes,) int64: num_samples // lanes each, and one more for the num_samples mod lanes whose turn comes first."""
     return lane_offsets(np.array(num_samples, np.int64), lane_turns(lanes))
 
 
@@ -231,7 +231,7 @@ class EpochPlan:
         return piece // self.order.window
 
     def open_window(self, lane: int, index: int) -> LaneWindow:
-        """Work a window out: its chunks and the order of its samples; O(samples of the window)."""
+        """Compute a window: its chunks and the order of its samples; O(samples of the window)."""
         first, stop = self._lane_pieces(lane)
         low = first + index * self.order.window
         high = min(stop, low + self.order.window)
@@ -260,9 +260,25 @@ class EpochPlan:
 
 
 def count_steps(num_samples: int, consumed: int, global_batch_size: int, last_batch: str) -> int:
-    """How many global batches are left of an epoch after ``consumed`` positions."""
+    """How many global batches of an epoch are left after ``consumed`` positions."""
     left = num_samples - consumed
     return left // global_batch_size if last_batch == "drop" else -(-left // global_batch_size)
+
+
+def require_steps(num_samples: int, global_batch_size: int, last_batch: str, *, world_size: int) -> int:
+    """How many global batches a whole epoch has.
+
+    Raises:
+        PartitionError: none, because the only one is dropped; says what to use instead.
+    """
+    steps = count_steps(num_samples, 0, global_batch_size, last_batch)
+    if not steps:
+        raise PartitionError(
+            f"a global batch of {global_batch_size} is above the data set's {num_samples} samples "
+            f"(world_size={world_size}), and last_batch='drop' leaves nothing; use a smaller batch, or "
+            "last_batch='pad' or 'partial'"
+        )
+    return steps
 
 
 def batch_bounds(first: int, steps: int, global_batch_size: int, num_samples: int) -> IntArray:
@@ -273,25 +289,31 @@ def batch_bounds(first: int, steps: int, global_batch_size: int, num_samples: in
 def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
     """Where global batches of the given sizes (steps,) are cut: (steps, world_size + 1) int64, from 0 to each size.
 
-    Shares are equal to one sample, or in proportion to ``weights`` (a positive number a rank), also to one sample.
+    Shares are equal to within one sample, or proportional to ``weights`` (one positive number per rank), also to within
+    one sample.
     """
     if weights is None:
         ranks = np.arange(world_size + 1, dtype=np.int64)
         cuts: IntArray = sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
         return cuts
-    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
-        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
+    check_weights(weights, world_size)
     cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
     cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
     return cuts
 
 
+def check_weights(weights: Sequence[float], world_size: int) -> None:
+    """Raise PartitionError unless there is one positive, finite weight per rank."""
+    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
+        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of every global batch is this rank's. ``weights``: a positive number a rank, or None for equal parts.
+    """Which part of every global batch is this rank's. ``weights``: one positive number per rank; None for equal parts.
 
-    With ``pad`` a rank that has no sample of the last, smaller batch takes one all the same, to have a row to repeat;
-    and so it does, pad or not, where it has no sample of any step of a span, to know which fields a batch has.
+    With ``pad``, a rank without a sample of the last, smaller batch borrows one, to have a row to repeat. With or
+    without ``pad``, a rank without a sample of any step of a span borrows one, to know which fields a batch has.
     """
 
     rank: int
@@ -299,6 +321,10 @@ class Share:
     global_batch_size: int
     weights: Sequence[float] | None = None
     pad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            check_weights(self.weights, self.world_size)
 
     @property
     def batch_size(self) -> int:
@@ -309,7 +335,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What one rank takes in some steps: offsets ``start`` to ``stop`` of ``lane`` go to rows ``slot`` and on.
+    """What one rank takes in some steps: offsets ``start`` to ``stop`` of ``lane`` go to rows from ``slot`` on.
 
     All arrays are (segments,) int64, sorted by (step, lane); ``step`` counts from 0, ``slot`` within the rank's batch.
     """
@@ -321,7 +347,7 @@ class Segments:
     slot: IntArray
 
     def join(self, others: Segments, step: int) -> Segments:
-        """These, and after them ``others`` of one step, moved to be step ``step``."""
+        """These segments followed by ``others``, which are of one step and become step ``step``."""
         return Segments(
             step=np.append(self.step, np.full(len(others.step), step, np.int64)),
             lane=np.append(self.lane, others.lane),
@@ -336,7 +362,7 @@ def rank_segments(
 ) -> Segments:
     """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,)."""
     offsets = lane_offsets(bounds, turns)  # (steps + 1, lanes)
-    counts = np.diff(offsets, axis=0)  # (steps, lanes): samples each lane gives in each step
+    counts = np.diff(offsets, axis=0)  # (steps, lanes): samples that each lane contributes to each step
     before = np.cumsum(counts, axis=1) - counts  # ... and those of the lanes before it
     cuts = share_bounds(np.diff(bounds), world_size, weights)
     low, high = cuts[:, rank, None], cuts[:, rank + 1, None]

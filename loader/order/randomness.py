@@ -1,4 +1,4 @@
-"""Randomness as arithmetic: a generator for each (seed, epoch, sample id), the same on any rank and after a resume."""
+"""Randomness as arithmetic: one generator per (seed, epoch, sample id), the same on any rank and after a resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UINT64 = (1 << 64) - 1
 
 
 class _Key(ISeedSequence):
-    """Hands Philox its key as it is. A SeedSequence would hash it, and reads the system's entropy when it is built."""
+    """Passes Philox its key unchanged. A SeedSequence would hash it, and reads system entropy when it is built."""
 
     __slots__ = ("words",)
 
@@ -23,16 +23,16 @@ class _Key(ISeedSequence):
 
 
 def sample_rng(seed: int, epoch: int, sample_id: int) -> np.random.Generator:
-    """The generator of one sample in one epoch: cheap to make, no state shared with any other.
+    """The generator of one sample in one epoch: cheap to make, and shares no state with any other.
 
     Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the key (seed, sample id)
     and the epoch in the highest word of its 256-bit counter. So distinct triples (modulo 2**64 each) have streams that
-    never meet: each owns 2**192 blocks of its own. The values depend on nothing else; numpy keeps Philox's stream
-    and the methods of ``Generator`` stable but for announced changes, and the tests pin both.
+    never meet: each owns 2**192 blocks. The values depend on nothing else; numpy keeps Philox's stream and the
+    methods of ``Generator`` stable except for announced changes, and the tests pin both.
 
     ``spawn`` is not available on the generator: draw what is needed from it instead.
     """
     key = np.array((int(seed) & _UINT64, int(sample_id) & _UINT64), np.uint64)
     counter = np.array((0, 0, 0, int(epoch) & _UINT64), np.uint64)
-    # numpy's stubs name SeedSequence where any ISeedSequence will do.
+    # numpy's stubs ask for SeedSequence where any ISeedSequence works.
     return np.random.Generator(np.random.Philox(_Key(key), counter=counter))  # type: ignore[arg-type]

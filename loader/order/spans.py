@@ -1,7 +1,7 @@
-"""Spans: a few consecutive steps of one rank, planned together so that a chunk's rows are gathered in one go.
+"""Spans: a few consecutive steps of one rank, planned together so that a chunk's rows are gathered at once.
 
-Planning runs ahead of assembling. Planning a span opens the lane windows that it enters, and that tells which chunks
-will be needed, in order of first use; expanding a span tells which row of which chunk goes to which row of which batch.
+Planning runs ahead of assembling. Planning a span opens the lane windows that it enters, which shows which chunks will
+be needed, in order of first use; expanding a span shows which row of which chunk goes to which row of which batch.
 Pure arithmetic over the plan; the open windows are the only state. Used by one thread, the assembler.
 """
 
@@ -30,8 +30,8 @@ from .plan import (
 class Span:
     """Some consecutive steps: their ``bounds`` (steps + 1,) in positions, and this rank's segments of them.
 
-    ``row_starts`` (steps + 1,): where each step's rows begin when they are laid end to end; ``num_valid`` (steps,): how
-    many of them, from the first on, are the rank's share.
+    ``row_starts`` (steps + 1,): where each step's rows begin when all are laid end to end; ``num_valid`` (steps,): how
+    many of a step's rows, from its first on, are the rank's share.
     """
 
     epoch: int
@@ -77,7 +77,7 @@ class EpochSpans:
         self._opened_until = np.zeros(plan.order.lanes, np.int64)  # per lane: offset up to which windows are open
 
     def plan_span(self, first: int, steps: int) -> tuple[Span, list[EnteredWindow]]:
-        """Plan ``steps`` steps from position ``first`` on; also gives the windows that they enter, now open."""
+        """Plan ``steps`` steps from position ``first`` on; also returns the windows that they enter, now open."""
         share = self.share
         bounds = batch_bounds(first, steps, share.global_batch_size, self.plan.num_samples)
         segments = rank_segments(bounds, self.plan.turns, share.rank, share.world_size, share.weights)
@@ -104,7 +104,7 @@ class EpochSpans:
         index = windows[-1].window.index + 1 if windows else self.plan.window_at(lane, start)
         while self._opened_until[lane] < stop:
             window = self.plan.open_window(lane, index)
-            # A share's edge may skip whole windows of a lane that it owns a part of; those are never entered.
+            # A rank that owns a part of a lane may skip whole windows of it; those are never entered.
             if window.stop > start:
                 windows.append(self._enter(window, max(window.start, start)))
                 entered.append(windows[-1])
@@ -156,7 +156,7 @@ class EpochSpans:
         return groups
 
     def close_windows(self, position: int) -> Iterator[EnteredWindow]:
-        """Close the windows that lie wholly before a position, and give them: they are needed no more."""
+        """Close and yield the windows that lie wholly before a position: they are no longer needed."""
         offsets = lane_offsets(np.array(position, np.int64), self.plan.turns)
         for lane in list(self._windows):
             windows = self._windows[lane]

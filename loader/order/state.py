@@ -1,4 +1,4 @@
-"""A position in a run: small, JSON-able, the same on every rank, and silent about how many ranks there are."""
+"""A position in a run: small, JSON-able, the same on every rank, and independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class LoaderState:
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> LoaderState:
-        """Read what ``to_dict`` gave.
+        """Read what ``to_dict`` returned.
 
         Raises:
-            StateMismatchError: not such a state, or one of another version; names the fields that are wrong.
+            StateMismatchError: it is no such state, or has another version; names the fields that are wrong.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != _VERSION:
@@ -61,7 +61,7 @@ class LoaderState:
         }
         wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
         if wrong:
-            raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} missing or of a wrong type")
+            raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} missing or of the wrong type")
         loaded = LoaderState(**{name: state[name] for name in kinds})
         if loaded.epoch < 0 or not 0 <= loaded.consumed <= loaded.num_samples:
             raise StateMismatchError(
@@ -71,7 +71,7 @@ class LoaderState:
         return loaded
 
     def check(self, *, fingerprint: str, num_samples: int, **order: object) -> None:
-        """Raise unless the state belongs to this data set and these order parameters (None: not asked for).
+        """Raise unless the state belongs to this data set and these order parameters (None: any value).
 
         Raises:
             StateMismatchError: names each thing that differs, with both values.
@@ -84,7 +84,7 @@ class LoaderState:
         ]
         if differing:
             raise StateMismatchError(
-                "the state was taken from another run's order and cannot be continued here; " + "; ".join(differing)
+                "the state belongs to another run's order and cannot be resumed here; " + "; ".join(differing)
             )
 
 

@@ -1,4 +1,4 @@
-"""What a rank was handed out, written down batch by batch: what an audit reads."""
+"""A log of what was handed out on a rank, batch by batch: the input of an audit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RE
 
 
 class DeliveryLog:
-    """One rank's log: a line of JSON, then one record a batch: (magic, epoch, start, stop, n, n sample ids) as int64.
+    """One rank's log: a line of JSON, then one record per batch: (magic, epoch, start, stop, n, n sample ids) as int64.
 
-    Every record is one unbuffered write, so that a SIGKILL loses none but, at most, cuts the last one short. Used by
-    the training loop's thread.
+    Every record is one unbuffered write, so a SIGKILL loses none; at most it truncates the last one. Used by the
+    training loop's thread.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, manifest: Manifest, rank: int, world_size: int) -> None:
@@ -44,7 +44,7 @@ class DeliveryLog:
             raise ConfigError(f"audit_dir={os.fspath(folder)!r} cannot be written: {exc}") from exc
 
     def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
-        """Note that this rank was given ``ids`` of the global batch at positions ``start`` to ``stop``."""
+        """Record that this rank got ``ids`` of the global batch at positions ``start`` to ``stop``."""
         head = np.array((MAGIC, epoch, start, stop, len(ids)), np.int64)
         record = np.concatenate((head, ids)).astype("<i8").tobytes()
         try:
@@ -52,7 +52,7 @@ class DeliveryLog:
         except OSError as exc:
             raise DatasetError(f"{self._file.name}: a delivery cannot be logged: {exc}") from exc
         if written != len(record):
-            raise DatasetError(f"{self._file.name}: a delivery cannot be logged whole; is the disk full?")
+            raise DatasetError(f"{self._file.name}: a delivery was logged only in part; is the disk full?")
 
     def close(self) -> None:
         self._file.close()

@@ -1,4 +1,4 @@
-"""Where finished batches wait for the training loop: a bounded queue that errors and epochs' ends pass through, too."""
+"""Where batches wait for the training loop: a bounded queue that also passes on errors and the ends of epochs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import LoaderClosedError
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A batch and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
+    """A batch, and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
 
-    ``ids`` are the sample ids of the rows that count; positions ``start`` to ``stop`` are the global batch's.
+    ``ids`` are the sample ids of the rows that count; ``start`` to ``stop`` are the positions of the global batch.
     """
 
     epoch: int
@@ -28,9 +28,9 @@ class Delivery:
 
 
 class DeliveryQueue:
-    """A bounded queue from one producing thread to one consuming thread, that errors and the end pass through.
+    """A bounded queue from one producing thread to one consuming thread.
 
-    Bounded by ``max_bytes``, but always takes two deliveries, so that one is being made while one is waiting.
+    It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits.
     """
 
     def __init__(self, max_bytes: int, max_items: int = 256) -> None:
@@ -43,7 +43,7 @@ class DeliveryQueue:
         self._changed = threading.Condition()
 
     def put(self, item: Delivery) -> bool:
-        """Wait for room and add; False if the consumer is gone."""
+        """Wait for room and add; returns False if the queue is closed."""
         with self._changed:
             while not self._closed and self._is_full(item):
                 self._changed.wait()
@@ -59,18 +59,19 @@ class DeliveryQueue:
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
 
     def fail(self, error: BaseException) -> None:
-        """End the queue: the consumer gets what is in it, and then the error."""
+        """End the queue: the consumer gets what is in it, then the error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def get(self) -> Delivery:
+        """Wait for the next delivery. Raises the producer's error, or LoaderClosedError if the queue is closed."""
         with self._changed:
             while not self._items:
                 if self._error is not None:
                     raise self._error
                 if self._closed:
-                    raise LoaderClosedError("the loader was closed while a batch was waited for")
+                    raise LoaderClosedError("the loader was closed while it waited for a batch")
                 self._changed.wait()
             item = self._items.popleft()
             self._bytes -= item.nbytes
@@ -81,6 +82,7 @@ class DeliveryQueue:
         return len(self._items)
 
     def close(self) -> None:
+        """Cancel and drop what is waiting, and wake both threads."""
         with self._changed:
             self._closed = True
             for item in self._items:

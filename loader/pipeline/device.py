@@ -1,15 +1,15 @@
-"""Batches to a CUDA device ahead of need: a ring of pinned buffers, a copy stream, an event for each slot in flight.
+"""Copies batches to a CUDA device ahead of need: a ring of pinned buffers, a copy stream, an event per slot in flight.
 
-The feeder thread copies a batch into the next slot of pinned memory and starts the copies to the device on a stream of
-their own; the consumer's stream waits for them on the device, never the consumer's thread.
+The feeder thread copies a batch into the next slot of pinned memory and starts the copies to the device on a separate
+stream. The consumer's stream waits for them on the device; the consumer's thread never waits.
 
 Why this is safe (see "CUDA semantics" in PyTorch's notes):
 
 - A slot is overwritten only after its last event has passed, so no copy still reads from it.
-- Device memory is allocated under the copy stream. The consumer's stream waits for the batch's event before it reads,
-  and ``record_stream`` keeps the caching allocator from giving the memory to a later copy before the consumer's stream
-  is done with it, whenever the consumer drops the tensors.
-- A batch's event is its own: a slot that is used again does not make the consumer of an earlier batch wait for more.
+- Device memory is allocated on the copy stream. The consumer's stream waits for the batch's event before it reads, and
+  ``record_stream`` keeps the caching allocator from reusing the memory for a later copy until the consumer's stream is
+  done with it, whenever the consumer drops the tensors.
+- Each batch has its own event: reusing a slot does not make the consumer of an earlier batch wait longer.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class CopyBackend(Protocol):
         ...
 
     def hand_over(self, tensors: Sequence[torch.Tensor], event: CopyEvent) -> None:
-        """Make the calling thread's current stream wait for ``event``, and note that it uses ``tensors``."""
+        """Make the calling thread's current stream wait for ``event``, and record that it uses ``tensors``."""
         ...
 
 
 class CudaBackend:
     """One copy stream on one CUDA device.
 
-    Each call makes that device the current one for its length: a fresh thread's is 0, and so much as setting a stream
-    back on it would open a context, and take memory, on a device that belongs to another rank.
+    Each call makes that device the current one while it runs: a new thread's current device is 0, and even restoring a
+    stream on it would open a context, and take memory, on a device that belongs to another rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class CudaBackend:
             for source in sources:
                 copy = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=self.device)
                 copies.append(copy.copy_(source, non_blocking=True))
-            # blocking: the feeder sleeps until the event, instead of spinning on a core that could decode.
+            # blocking: the feeder sleeps until the event instead of spinning on a core that could decode.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return copies, event
@@ -99,7 +99,7 @@ class StagedBatch:
     def take(self) -> dict[str, Any]:
         """The batch, for use on the calling thread's current stream; called on the consumer's thread, does not block.
 
-        Who uses the tensors on yet another stream synchronises the two, as with any tensor.
+        To use the tensors on yet another stream, synchronise the two streams, as with any tensor.
         """
         self._backend.hand_over(self._tensors, self._event)
         return self._batch
@@ -121,7 +121,7 @@ class DeviceFeeder:
 
     One thread, the feeder, calls ``stage``; any thread may call ``close``. The mutable state is the ring and the
     closed flag, both under one lock. A buffer grows to the largest batch that it has held, rounded up to a power of
-    two as PyTorch's pinned allocator does anyway; ``pinned_bytes`` tells the sum.
+    two, as PyTorch's pinned allocator does anyway; ``pinned_bytes`` is the sum.
     """
 
     def __init__(self, device: torch.device | str, *, slots: int = 3, backend: CopyBackend | None = None) -> None:
@@ -140,11 +140,11 @@ class DeviceFeeder:
         return sum(buffer.numel() for buffer in buffers if buffer is not None)
 
     def stage(self, batch: Mapping[str, Any]) -> StagedBatch:
-        """Start a batch's copies to the device; blocks until the ring's oldest slot is free, without the GIL.
+        """Start a batch's copies to the device; waits, without the GIL, until the ring's oldest slot is free.
 
-        Strided CPU tensors, also within lists, tuples and dicts, are moved; dtype and strides (channels_last) are
-        kept, and tensors with gaps or overlaps become contiguous. Everything else passes through as it is. The batch
-        may be changed as soon as this returns.
+        Strided CPU tensors are moved, also those inside lists, tuples and dicts; dtype and strides (channels_last) are
+        kept, and tensors with gaps or overlaps become contiguous. Everything else passes through unchanged. The batch
+        may be modified as soon as this returns.
 
         Raises:
             LoaderClosedError: the feeder was closed.
@@ -164,17 +164,17 @@ class DeviceFeeder:
         return StagedBatch(moved, tensors, event, self._backend)
 
     def _fill(self, slot: _Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pack tensors into the slot's buffer and return views on it of their shapes and strides."""
+        """Pack tensors into the slot's buffer; returns views on it with their shapes and strides."""
         offsets, total = pack_offsets([tensor.numel() * tensor.element_size() for tensor in tensors])
         if slot.buffer is None or slot.buffer.numel() < total:
-            slot.buffer = None  # given back before more is asked for
+            slot.buffer = None  # freed before more is allocated
             slot.buffer = self._backend.allocate_pinned(max(_LEAST_SLOT_BYTES, 1 << (total - 1).bit_length()))
         return [_pack(tensor, slot.buffer, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
 
     def close(self) -> None:
-        """Wait for copies under way and give the pinned memory back to PyTorch's allocator of it. Idempotent.
+        """Wait for copies in flight and return the pinned memory to PyTorch's allocator. Idempotent.
 
-        Batches that were staged before stay good.
+        Batches that were staged before stay valid.
         """
         with self._lock:
             self._closed = True
@@ -184,10 +184,10 @@ class DeviceFeeder:
 
 
 def resolve_cuda(device: torch.device | str) -> torch.device:
-    """The CUDA device with its index; the calling thread's current one where none is given.
+    """The CUDA device with its index; by default the calling thread's current one.
 
     Raises:
-        ConfigError: it is no CUDA device, or there is none here.
+        ConfigError: it is no CUDA device, or this machine has no such device.
     """
     try:
         resolved = torch.device(device)
@@ -204,7 +204,7 @@ def resolve_cuda(device: torch.device | str) -> torch.device:
 
 
 def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets of blocks of ``sizes`` bytes laid one after another at multiples of ALIGN_BYTES, and their end."""
+    """Offsets of blocks of ``sizes`` bytes laid end to end at multiples of ALIGN_BYTES, and their end."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -213,10 +213,10 @@ def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _pack(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> torch.Tensor:
-    """Copy ``tensor`` into ``buffer`` at a byte offset; the result is a view on the buffer like it.
+    """Copy ``tensor`` into ``buffer`` at a byte offset; returns a view on the buffer of the same shape and strides.
 
-    The copy is numpy's: one memcpy without the GIL. torch's would start a team of OpenMP threads for the feeder, in
-    contention with the threads that decode.
+    numpy does the copy: one memcpy without the GIL. torch would start OpenMP threads for the feeder, which would
+    contend with the threads that decode.
     """
     # preserve_format keeps the strides of a tensor that is dense without overlaps, and makes any other contiguous.
     strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

@@ -1,7 +1,7 @@
 """The pipeline of one rank: plan ahead, fetch ahead, gather, decode ahead, hand over in order.
 
-One assembler thread plans and gathers; the reader's threads fetch; the pool's decode, or worker processes do; with a
-device, one more thread copies. What has been made waits in a bounded hand-over queue for the training loop's thread.
+One assembler thread plans and gathers; the reader's threads fetch; the pool's threads or worker processes decode; with
+a device, one more thread copies. Batches wait in a bounded delivery queue for the training loop's thread.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
 from .tuning import PipelineOptions
 
+_CLOSING_S = 1.0  # how long close() waits for requests in flight
+_SHOWN_IDS = 8
+_NO_IDS: IntArray = np.empty(0, np.int64)
+
 
 class Pipeline:
-    """Runs from (epoch, position) on, epoch after epoch, until closed or failed. Owns all of the rank's threads."""
+    """Runs from (epoch, position) on, epoch after epoch, until it is closed or fails. Owns all threads of the rank."""
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class Pipeline:
         self._position = position
         self._counters = counters
         self._stopping = threading.Event()
-        # On a device two batches wait, the least that keeps it fed: its memory is the model's.
+        # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
         self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
         self._pool = DecodeThreads(options.decode_threads if workers is None else 0)
         self._maker = BatchMaker(
@@ -77,7 +81,7 @@ class Pipeline:
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
         self._assembling: EpochSpans | None = None
-        self._finishing: tuple[Delivery, float] | None = None  # waited for by the next batch's thread, since when
+        self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         self._reader = ChunkReader(
             source,
             budget_bytes=options.chunk_budget_bytes,
@@ -96,7 +100,7 @@ class Pipeline:
     # -- the training loop's thread -------------------------------------------------------------------------------
 
     def get(self) -> Delivery:
-        """The next batch, ready for use, or an epoch's end. Raises what went wrong at this place of the order."""
+        """The next batch, ready for use, or an epoch's end. Raises what went wrong at this point of the order."""
         item = self._out.get()
         if item.batch is None:
             return item
@@ -105,7 +109,7 @@ class Pipeline:
         return _with_batch(item, item.batch.take())
 
     def activity(self) -> dict[str, Any]:
-        """What the next batch waits for, and for how many seconds; empty where one is ready. Called by any thread."""
+        """What the next batch is waiting for, and for how long; empty if one is ready. Called by any thread."""
         finishing = self._finishing
         if finishing is not None:
             item, since = finishing
@@ -136,22 +140,22 @@ class Pipeline:
         return self._reader.peak_bytes
 
     def stop(self) -> None:
-        """Tell every thread to end, and wake who waits for a batch; does not wait."""
+        """Tell every thread to end, and wake whoever waits for a batch; does not wait."""
         self._stopping.set()
         self._out.close()
         self._host_out.close()
         self._reader.stop()
 
     def close(self) -> None:
-        """Stop every thread and let go of every buffer; safe at any moment, and more than once.
+        """Stop every thread and free every buffer; safe at any time, and more than once.
 
-        Waits for requests in flight for a second, not for as long as a slow store may take.
+        Waits one second for requests in flight, not as long as a slow store may take.
         """
         self.stop()
         until = time.monotonic() + _CLOSING_S
         self._reader.close(until)
         assembler, *others = self._threads
-        assembler.join(max(0.1, until - time.monotonic()))  # it may read a replacement of a bad chunk
+        assembler.join(max(0.1, until - time.monotonic()))  # it may be reading a replacement for a bad chunk
         for thread in others:
             thread.join()
         self._pool.close()
@@ -170,7 +174,7 @@ class Pipeline:
             self._host_out.fail(exc)
 
     def _spans(self) -> Iterator[tuple[EpochSpans, Span | None, list[int]]]:
-        """Every span from here on, with the chunks that it is the first to need; None marks an epoch's end."""
+        """Every span from here on, with the chunks that it is the first to need; span None marks an epoch's end."""
         manifest = self._source.manifest
         global_batch = self._share.global_batch_size
         steps_at_once = 1
@@ -187,7 +191,7 @@ class Pipeline:
                 yield spans, span, chunks_by_first_use(entered)
                 self._position = int(span.bounds[-1])
                 left -= steps
-                steps_at_once = min(most, 2 * steps_at_once)  # the first batch is not kept waiting for others
+                steps_at_once = min(most, 2 * steps_at_once)  # so that the first batch does not wait for others
             yield spans, None, []
             self._epoch, self._position = self._epoch + 1, 0
 
@@ -200,7 +204,7 @@ class Pipeline:
         self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
         by_chunk = {group.chunk: group for group in groups}
         blocks = self._reader.take([group.chunk for group in groups])
-        waited = self._counters.chunk_wait_s
+        waited = self._counters.totals().chunk_wait_s
         started = time.perf_counter()
         rows = gather(
             (
@@ -213,7 +217,7 @@ class Pipeline:
             self._source.manifest.first_ids,
             self._maker.decoders,
         )
-        busy = time.perf_counter() - started - (self._counters.chunk_wait_s - waited)
+        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(assemble_s=busy)
         self._release(spans, int(span.bounds[-1]))
         return all(self._emit(span, step, rows) for step in range(span.steps))
@@ -249,7 +253,7 @@ class Pipeline:
         return delivered
 
     def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
-        """Positions at which resident chunks are next used, after the span at hand. Called by the reader to evict."""
+        """Positions at which resident chunks are next used, after the current span. Called by the reader to evict."""
         if self._next_uses is None:
             assert self._assembling is not None
             self._next_uses = self._assembling.next_uses(self._next_uses_from)
@@ -275,9 +279,9 @@ class Pipeline:
 
 
 class _LookAhead:
-    """Plans spans ahead, and asks for their chunks, as long as the reader has room; gives the spans one by one.
+    """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
-    A few spans are planned for each one given, so that the first is not kept waiting for the planning of others.
+    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
     """
 
     _PER_SPAN = 8
@@ -301,8 +305,3 @@ class _LookAhead:
 
 def _with_batch(item: Delivery, batch: Any) -> Delivery:
     return replace(item, batch=batch)
-
-
-_CLOSING_S = 1.0
-_SHOWN_IDS = 8
-_NO_IDS: IntArray = np.empty(0, np.int64)

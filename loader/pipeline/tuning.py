@@ -12,18 +12,18 @@ from ..limits import usable_memory
 from ..order.plan import Order
 from ..ranks import local_world_size
 
-_AUTO_MEMORY_SHARE = 0.4  # of what the node's ranks may use together
+_AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
 _SPAN_BYTES = 8 << 20
 
 
 class MemoryLimitWarning(UserWarning):
-    """The memory limit is below what the order needs open at once; reads are repeated."""
+    """The memory limit is below what the order keeps open at once; reads are repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How much runs at once. Bytes are of this process; ``span_bytes`` is what is gathered in one go."""
+    """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once."""
 
     fetch_threads: int
     decode_threads: int
@@ -43,9 +43,9 @@ def tune(
     is_local: bool,
     device: torch.device | None,
 ) -> PipelineOptions:
-    """The options of one rank's pipeline. ``memory_limit`` is in bytes; None goes by the machine and the cgroup.
+    """The options of one rank's pipeline. ``memory_limit`` is in bytes; None derives it from machine and cgroup.
 
-    Warns where the limit does not hold the windows that the rank has open at once.
+    Warns if the limit does not hold the windows that the rank keeps open at once.
     """
     own_lanes = -(-order.lanes // world_size) + 1
     open_bytes = min(int(manifest.memory.sum()), int(own_lanes * order.window * manifest.memory.mean()))
@@ -60,9 +60,9 @@ def tune(
             f"memory_limit={memory_limit:,} has room for {chunk_budget:,}: chunks will be read several times. "
             "Raise memory_limit, give a cache_dir, or start with fewer lanes or a smaller window",
             MemoryLimitWarning,
-            stacklevel=5,  # the loop over the loader
+            stacklevel=4,  # the loop over the loader
         )
-    # Chunks that do not all fit are read again for each span that needs them: then longer spans read less.
+    # Chunks that do not all fit are read again for each span that needs them, so longer spans read less.
     span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
     return PipelineOptions(
         fetch_threads=4 if is_local else 16,

@@ -1,4 +1,4 @@
-"""Whole chunks: their checksums, and reading one with its checksum compared."""
+"""Whole chunks: computing their checksums, and reading a chunk while checking its checksum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sum_chunks(
     threads: int = READ_THREADS,
     progress: bool = True,
 ) -> Manifest:
-    """The manifest with a checksum for every chunk, for which all of the data is read."""
+    """The manifest with a checksum for every chunk; reads all of the data."""
     sums = np.zeros(manifest.num_chunks, np.uint64)
 
     def sum_one(index: int) -> None:
@@ -57,11 +57,11 @@ def read_chunk(
     *,
     checksum: int | None = None,
 ) -> Block:
-    """Fetch a chunk whole, compare its checksum if there is one, and open it.
+    """Fetch a whole chunk, compare its checksum if one is given, and open it.
 
     Raises:
-        ChecksumError, FormatError: the bytes are not those of the manifest, or no such chunk.
-        StorageError: they cannot be read, or the object is another one by now.
+        ChecksumError, FormatError: the bytes are not those of the manifest, or are no such chunk.
+        StorageError: they cannot be read, or the object has changed.
     """
     whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
     got = None if checksum is None else xxhash.xxh3_64_intdigest(whole)

@@ -20,7 +20,7 @@ from .chunk_source import ChunkSource
 
 @dataclass(slots=True)
 class _Slot:
-    """A chunk that somebody needs. ``reserved`` bytes of the budget are its own while it is in flight or resident."""
+    """A chunk that is needed. It holds ``reserved`` bytes of the budget while it is in flight or resident."""
 
     uses: int = 0
     queued: bool = False
@@ -31,12 +31,12 @@ class _Slot:
 
 
 class ChunkReader:
-    """Keeps the chunks that are asked for in memory, as far as ``budget_bytes`` reach.
+    """Keeps requested chunks in memory, as far as ``budget_bytes`` allow.
 
-    Chunks are fetched in the order of ``request``, ahead of need, until the budget is full. When a needed chunk does
-    not fit, resident chunks are evicted, the one whose next use is furthest off first (Belady 1966), and fetched again
-    when their turn comes: so a budget smaller than the open windows costs reads, never correctness. At most one chunk
-    a time is held beyond the budget, and only when nothing else can be let go.
+    Chunks are fetched in the order of ``request``, ahead of need, until the budget is full. If a needed chunk does not
+    fit, resident chunks are evicted, the one with the furthest next use first (Belady 1966), and fetched again when
+    their turn comes: a budget smaller than the open windows costs reads, never correctness. At most one chunk at a time
+    is held beyond the budget, and only when nothing else can be evicted.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ChunkReader:
         self._slots: dict[int, _Slot] = {}
         self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
         self._urgent: deque[int] = deque()  # needed now, and not in memory
-        self._current: dict[int, None] = {}  # needed by the span at hand and not yet handed to it
+        self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._reserved = 0
         self._peak = 0
@@ -72,7 +72,7 @@ class ChunkReader:
     # -- called by the assembler ----------------------------------------------------------------------------------
 
     def request(self, chunks: Sequence[int]) -> None:
-        """Say that these chunks will be needed, in order of first use; once for each window that they lie in."""
+        """Announce that these chunks will be needed, in order of first use; once for each window that they lie in."""
         with self._changed:
             for chunk in chunks:
                 slot = self._slots.setdefault(chunk, _Slot())
@@ -86,11 +86,11 @@ class ChunkReader:
 
     @property
     def has_room(self) -> bool:
-        """Whether more than is requested by now would fit."""
+        """Whether more would fit than is requested so far."""
         return self._requested_bytes < self._budget
 
     def release(self, chunks: Sequence[int]) -> None:
-        """Take back one request for each of these chunks; a chunk that nobody needs is dropped."""
+        """Withdraw one request for each of these chunks; a chunk without requests is dropped."""
         with self._changed:
             for chunk in chunks:
                 slot = self._slots[chunk]
@@ -102,7 +102,7 @@ class ChunkReader:
             self._changed.notify_all()
 
     def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
-        """Give each of these chunks, once, as soon as it is in memory, or what its fetch raised."""
+        """Yield each of these chunks once, as soon as it is in memory, or what its fetch raised."""
         with self._changed:
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
@@ -140,7 +140,7 @@ class ChunkReader:
             self._waiting_since = None
 
     def stop(self) -> None:
-        """Begin no more fetches, and wake who waits."""
+        """Start no more fetches, and wake all waiting threads."""
         with self._changed:
             self._closed = True
             self._ahead.clear()
@@ -148,9 +148,9 @@ class ChunkReader:
             self._changed.notify_all()
 
     def close(self, until: float) -> None:
-        """Drop everything, and wait for the threads until ``time.monotonic()`` is ``until``.
+        """Drop everything, and wait for the threads until ``time.monotonic()`` reaches ``until``.
 
-        A request cannot be broken off: one that lasts longer ends in its daemon thread, and its result is dropped.
+        A request cannot be aborted: one that takes longer ends in its daemon thread, and its result is dropped.
         """
         self.stop()
         for thread in self._threads:
@@ -163,7 +163,7 @@ class ChunkReader:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def list_missing(self) -> tuple[list[int], float]:
-        """The chunks that the assembler waits for, those being fetched first, and for how many seconds it has."""
+        """The chunks that the assembler is waiting for, those in flight first, and how many seconds it has waited."""
         with self._changed:
             if self._waiting_since is None:
                 return [], 0.0
@@ -189,13 +189,13 @@ class ChunkReader:
                             return
                         self._changed.wait()
                 self._fetch(chunk)
-        except BaseException as exc:  # noqa: BLE001 - raised by the assembler, which would wait for ever
+        except BaseException as exc:  # noqa: BLE001 - raised by the assembler, which would wait forever
             with self._changed:
                 self._failure = exc
                 self._changed.notify_all()
 
     def _next_admitted(self) -> int | None:
-        """The chunk to fetch next, its bytes reserved; None while there is none or it has no room. Holds the lock."""
+        """The chunk to fetch next, with its bytes reserved; None if there is none or no room for it. Holds the lock."""
         if self._closed:
             return None
         while self._urgent:
@@ -227,7 +227,7 @@ class ChunkReader:
         return None
 
     def _urgent_must_wait(self) -> bool:
-        """Whether something will come in, or be used, that makes room without going past the budget."""
+        """Whether a chunk that is in flight or unused will make room without exceeding the budget."""
         return any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
 
     def _admit(self, slot: _Slot, size: int) -> None:
@@ -241,7 +241,7 @@ class ChunkReader:
         self._peak = max(self._peak, self._reserved)
 
     def _evict(self, wanted: int) -> None:
-        """Drop resident chunks that the span at hand does not wait for, furthest next use first. Holds the lock."""
+        """Drop resident chunks that the current span does not wait for, furthest next use first. Holds the lock."""
         candidates = [c for c, slot in self._slots.items() if slot.block is not None and c not in self._current]
         if not candidates:
             return

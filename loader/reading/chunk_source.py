@@ -1,26 +1,26 @@
-"""One chunk, read from its store and opened as columns: checked, and read once more where its bytes prove wrong."""
+"""One chunk, read from its store and opened as columns: checked, and read once more where its bytes are wrong."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import xxhash
 
-from ...storage import CacheStore, ObjectInfo, Store
+from ...storage import CacheStore, Store
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import ChecksumError, FormatError
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_cores
 from ..metrics import Counters
+from .header_cache import HeaderCache
 from .records import pack_records
 
 
 class ChunkSource:
-    """Reads and opens one chunk at a time; stateless but for the shards' headers. Called by the fetch threads."""
+    """Reads and opens one chunk at a time; its only state is the shards' headers. Called by the fetch threads."""
 
     def __init__(
         self,
@@ -35,14 +35,12 @@ class ChunkSource:
         self._format = shard_format
         self._store = store
         self._counters = counters
-        self._headers: dict[str, Any] = {}
-        self._header_locks: dict[str, threading.Lock] = {}
-        self._lock = threading.Lock()
-        # Many threads fetch, to hide the store's latency; no more of them open chunks at once than there are cores.
+        self._headers = HeaderCache(shard_format, store)
+        # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._may_open = threading.Semaphore(usable_cores())
 
     def load(self, index: int) -> Block:
-        """Fetch and open a chunk; bytes that prove wrong are fetched once more, past any cache, before it is an error.
+        """Fetch and open a chunk. Wrong bytes are fetched once more, past any cache, before they are an error.
 
         Raises:
             StorageError, FormatError, ChecksumError, ConfigError.
@@ -58,18 +56,17 @@ class ChunkSource:
     def _forget(self, chunk: ChunkRef) -> None:
         """Drop what is kept of a chunk, in memory and on the node's disk."""
         try:
-            header = self._header(chunk.shard)  # another thread may have forgotten it a moment ago
+            header = self._headers.get(chunk.shard)  # another thread may have forgotten it a moment ago
         except FormatError:
             return  # then nothing of the chunk was read
-        with self._lock:
-            self._headers.pop(chunk.shard.key, None)
+        self._headers.forget(chunk.shard)
         if isinstance(self._store, CacheStore) and chunk.shard.etag is not None:
             for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 
     def _load(self, index: int, chunk: ChunkRef) -> Block:
         started = time.perf_counter()
-        header = self._header(chunk.shard)
+        header = self._headers.get(chunk.shard)
         ranges = self._format.chunk_ranges(chunk, header, self.columns)
         if len(ranges) == 1:
             parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
@@ -107,21 +104,6 @@ class ChunkSource:
                 "the object is damaged or was rewritten: restore it, or rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
-
-    def _header(self, shard: ObjectInfo) -> Any:
-        with self._lock:
-            if shard.key in self._headers:
-                return self._headers[shard.key]
-            lock = self._header_locks.setdefault(shard.key, threading.Lock())
-        with lock:
-            with self._lock:
-                if shard.key in self._headers:
-                    return self._headers[shard.key]
-            header = self._format.open_shard(self._store, shard)
-            with self._lock:
-                self._headers[shard.key] = header
-                self._header_locks.pop(shard.key, None)
-            return header
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""

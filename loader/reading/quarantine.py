@@ -1,7 +1,7 @@
-"""Chunks that cannot be read: told, replaced by others, up to a limit.
+"""Chunks that cannot be read: reported and replaced by others, up to a limit.
 
-What replaces a bad chunk is a function of the manifest alone, the next chunk that can be read, so that every rank,
-every world size and every resume delivers the same. The samples that take the places keep their own ids.
+A bad chunk is replaced by the next chunk of the manifest that can be read, so every rank, every world size and every
+resume delivers the same samples. The replacing samples keep their own ids.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KEPT_BLOCKS = 4
 
 
 class BadChunkWarning(UserWarning):
-    """A chunk could not be read; samples of another one take its places."""
+    """A chunk could not be read; samples of another chunk replace its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
-    """A chunk that could not be read, and the chunk whose samples took its places (both as manifest ordinals)."""
+    """A chunk that could not be read, and the chunk whose samples replace its own (both as manifest ordinals)."""
 
     chunk: int
     shard: str
@@ -53,10 +53,10 @@ class Quarantine:
             return list(self._records.values())
 
     def replace(self, group: ChunkRows, error: BaseException) -> tuple[ChunkRows, Block]:
-        """Rows of another chunk for those of one that failed with ``error``, which is raised if it is not the data's.
+        """Rows of another chunk for those of one that failed with ``error``; raises ``error`` if it is not the data's.
 
         Raises:
-            DatasetError: more chunks are bad than the limit allows; names the last one.
+            DatasetError: more chunks are bad than the limit allows; names the latest.
         """
         if not self._limit or not isinstance(error, _DATA_ERRORS):
             raise error

@@ -1,8 +1,8 @@
-"""Many narrow columns as one array of records: a row is then gathered by one copy, not by one a column.
+"""Many narrow columns as one array of records: a row is then gathered by one copy, not by one copy per column.
 
-Gathering rows at random costs about one cache miss a value while values lie column by column, and one a row while they
-lie row by row. Chunks of tables are therefore turned into records when they are opened, on the fetch threads, in tiles
-that stay in the cache; and a span of batches is turned back into columns when it is gathered.
+Gathering random rows costs about one cache miss per value if values are stored by column, and one per row if they are
+stored by row. So chunks of tables are turned into records when the fetch threads open them, in tiles that stay in the
+cache, and a span of batches is turned back into columns when it is gathered.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 from ..columns import AnyArray, ArrayColumn, Block, Records
 
-_FEWEST = 4  # columns of one item size that are worth it
-_KINDS = "biuf"  # bool, integers, floats; others have sizes that no integer has, or hold references
+_FEWEST = 4  # columns of one item size from which on it pays
+_KINDS = "biuf"  # bool, integers, floats; other kinds have sizes that no integer has, or hold references
 _TILE_BYTES = 1 << 20
 
 
 def pack_records(block: Block) -> Block:
-    """The block with its scalar columns, where there are enough of one item size, as records."""
+    """The block with its scalar columns as records, wherever enough of them have the same item size."""
     by_size: dict[int, list[str]] = defaultdict(list)
     for name, column in block.columns.items():
         if isinstance(column, ArrayColumn) and column.values.ndim == 1 and column.values.dtype.kind in _KINDS:

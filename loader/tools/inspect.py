@@ -16,6 +16,7 @@ from ..columns import ArrayColumn, Block, BytesColumn, Column, IntArray
 from ..dataset.index import open_manifest
 from ..dataset.manifest import Manifest
 from ..dataset.source import Source
+from ..decoding.image_kind import image_kind
 from ..errors import ConfigError
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
@@ -189,13 +190,14 @@ def shorten(text: str) -> str:
 
 def describe_bytes(data: bytes) -> tuple[str, str]:
     """What bytes are, by their first ones: images with their sides, arrays with their shape, text as it is."""
-    if data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) >= 24:
+    kind = image_kind(data)
+    if kind == "png" and len(data) >= 24:
         width, height = struct.unpack(">II", data[16:24])
         return "PNG", f"{width} x {height} pixels, {len(data):,} bytes"
-    if data[:3] == b"\xff\xd8\xff":
+    if kind == "jpeg":
         sides = _jpeg_sides(data)
         return "JPEG", (f"{sides[0]} x {sides[1]} pixels, " if sides else "") + f"{len(data):,} bytes"
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+    if kind == "webp":
         return "WebP", f"{len(data):,} bytes"
     if data[:6] == b"\x93NUMPY":
         header = data[10 : 10 + 118].split(b"\n")[0].decode("latin-1").strip()

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ import torch
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder, TokensFormat
+from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.errors import (
     ConfigError,
     DatasetError,
@@ -39,12 +41,13 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def ranks(source, world_size, **options):
+def ranks(source: str | Manifest, world_size: int, **options: Any) -> list[DistributedDataLoader]:
     return [DistributedDataLoader(source, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
-def ids_of(batch) -> list[int]:
-    return batch["__id__"].tolist()
+def ids_of(batch: dict[str, Any]) -> list[int]:
+    ids: list[int] = batch["__id__"].tolist()
+    return ids
 
 
 def penstock_threads() -> list[str]:
@@ -102,7 +105,7 @@ def test_the_next_pass_is_the_next_epoch_in_another_order(tars):
 
 
 def test_an_order_depends_on_the_seed_alone(tars):
-    def order(seed, **options):
+    def order(seed: int, **options: Any) -> list[int]:
         with DistributedDataLoader(tars, batch_size=16, seed=seed, with_ids=True, **options) as loader:
             return [sample for batch in loader for sample in ids_of(batch)]
 
@@ -261,11 +264,11 @@ def test_decode_none_gives_the_bytes_of_the_shard(tars):
 
 
 def test_a_transform_sees_samples_and_its_generator_depends_on_the_sample_alone(tars):
-    def transform(sample, rng):
+    def transform(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {"number": int(sample["txt"]), "noise": rng.integers(0, 1 << 30)}
 
-    def noises(world_size):
-        found = {}
+    def noises(world_size: int) -> dict[int, int]:
+        found: dict[int, int] = {}
         for loader in ranks(tars, world_size, batch_size=6, transform=transform, last_batch="partial", workers=2):
             for batch in loader:
                 assert batch["number"].dtype == torch.int64
@@ -279,7 +282,7 @@ def test_a_transform_sees_samples_and_its_generator_depends_on_the_sample_alone(
 
 
 def test_a_collate_gets_the_samples_and_gives_the_batch(tars):
-    def collate(samples):
+    def collate(samples: list[dict[str, Any]]) -> tuple[int, ...]:
         return tuple(sorted(sample["__id__"] for sample in samples))
 
     with DistributedDataLoader(tars, batch_size=16, collate=collate, with_ids=True) as loader:
@@ -287,7 +290,7 @@ def test_a_collate_gets_the_samples_and_gives_the_batch(tars):
 
 
 def test_an_error_in_a_transform_names_the_sample_and_ends_the_pass(tars):
-    def transform(sample):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("no such thing")
 
     with DistributedDataLoader(tars, batch_size=16, transform=transform) as loader:
@@ -299,7 +302,7 @@ def test_an_error_in_a_transform_names_the_sample_and_ends_the_pass(tars):
 def test_after_an_error_another_pass_goes_on_from_the_same_position(tars):
     broken = {"is": True}
 
-    def transform(sample):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
         if broken["is"] and int(sample["txt"]) % 100 == 50:
             raise RuntimeError("broken")
         return sample
@@ -372,8 +375,8 @@ def test_images_are_decoded_into_their_slot_the_same_on_any_number_of_ranks(tmp_
                 tar.addfile(member, io.BytesIO(data))
     decode = {"jpg": ImageDecoder(size=24, crop="random", flip=0.5)}
 
-    def images(world_size):
-        found = {}
+    def images(world_size: int) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
         for loader in ranks(str(tmp_path / "d"), world_size, batch_size=5, decode=decode, last_batch="partial"):
             for batch in loader:
                 assert batch["jpg"].shape[1:] == (3, 24, 24)
@@ -420,7 +423,7 @@ def test_an_exception_in_the_users_loop_leaves_a_loader_that_can_go_on(tars):
     with DistributedDataLoader(tars, batch_size=16, last_batch="partial", with_ids=True) as loader:
         seen = []
 
-        def fail():
+        def fail() -> None:
             for batch in loader:
                 seen.extend(ids_of(batch))
                 raise ZeroDivisionError
@@ -433,8 +436,8 @@ def test_an_exception_in_the_users_loop_leaves_a_loader_that_can_go_on(tars):
 
 
 def test_closing_from_another_thread_wakes_the_waiting_one(tars):
-    def slow(sample):
-        time.sleep(0.2)
+    def slow(sample: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(1)
         return sample
 
     loader = DistributedDataLoader(tars, batch_size=64, transform=slow, workers=1)
@@ -443,7 +446,7 @@ def test_closing_from_another_thread_wakes_the_waiting_one(tars):
     with pytest.raises(LoaderClosedError):
         for _ in loader:
             pass
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # an epoch takes five minutes
     loader.close()
     assert penstock_threads() == []
 
@@ -457,7 +460,7 @@ def test_closing_from_another_thread_wakes_the_waiting_one(tars):
         ({"batch_size": -3}, ConfigError, "batch_size=-3"),
         ({"batch_size": 2.5}, ConfigError, "batch_size=2.5"),
         ({"batch_size": 1000}, PartitionError, "above the data set's 312"),
-        ({"batch_size": 1, "rank": 0, "world_size": 500}, PartitionError, "500 ranks"),
+        ({"batch_size": 1, "rank": 0, "world_size": 500}, PartitionError, "world_size=500"),
         ({"global_batch_size": 64, "rank": 0, "world_size": 6}, PartitionError, "use 66, or give batch_size= per rank"),
         ({"batch_size": 4, "rank": 3, "world_size": 3}, ConfigError, "from 0 to world_size - 1"),
         ({"batch_size": 4, "rank": 3}, ConfigError, "give both"),
@@ -524,7 +527,7 @@ def test_bad_chunks_are_replaced_alike_on_any_number_of_ranks_up_to_the_limit(tm
             file.write(b"x" * 512)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-    def deliver(world_size, **options):
+    def deliver(world_size: int, **options: Any) -> list[list[int]]:
         steps = []
         for loader in ranks(manifest, world_size, global_batch_size=12, with_ids=True, **options):
             with loader:
@@ -542,7 +545,7 @@ def test_bad_chunks_are_replaced_alike_on_any_number_of_ranks_up_to_the_limit(tm
         deliver(1)
 
 
-def test_metrics_count_what_was_done_and_name_the_bottleneck(tars):
+def test_metrics_count_what_was_done_and_where_the_time_went(tars):
     with DistributedDataLoader(tars, batch_size=16, last_batch="partial") as loader:
         for _ in loader:
             time.sleep(0.02)
@@ -550,7 +553,8 @@ def test_metrics_count_what_was_done_and_name_the_bottleneck(tars):
         assert metrics.samples == sum(SIZES)
         assert metrics.batches == len(loader)
         assert metrics.fetched_bytes > 0
-        assert metrics.bottleneck == "consumer"
+        assert metrics.consumer_busy_s >= 0.02 * (len(loader) - 1)
+        assert metrics.peak_bytes > 0
         json.dumps(metrics.to_dict())
 
 

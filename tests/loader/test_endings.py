@@ -19,12 +19,12 @@ from penstock import DistributedDataLoader
 
 SCRIPT = Path(__file__).parent / "endings_script.py"
 SIZES = [37, 5, 80, 1, 64, 50, 50]
-END_S = 4.0  # what "at once" may last on a machine that is busy with other tests
+END_S = 30.0  # how long "at once" may last on a busy machine; a run that is not told to end lasts much longer
 SETTINGS = {
     "threads": [],
     "processes": ["processes=2"],
     "cached slow store": ["latency_s=0.2", "cache_dir=CACHE"],
-    "stuck store": ["latency_s=30"],
+    "stuck store": ["latency_s=600"],
 }
 
 
@@ -88,7 +88,7 @@ def end_of(run: subprocess.Popen[str]) -> tuple[str, float]:
     """What a run that was told to end writes to stderr, and how long it takes to end."""
     assert shared_memory(run.pid) == []
     started = time.monotonic()
-    _, errors = run.communicate(timeout=30)
+    _, errors = run.communicate(timeout=4 * END_S)
     took_s = time.monotonic() - started
     assert_group_ends(run.pid)
     return errors, took_s
@@ -135,7 +135,7 @@ def test_close_does_not_wait_for_a_store_that_hangs(tars, tmp_path, nothing_left
     took_s = json.loads(run.stdout.readline())["took_s"]
     errors, _ = end_of(run)
     assert (run.returncode, errors) == (0, "")
-    assert took_s < 2
+    assert took_s < END_S
 
 
 def test_a_killed_run_leaves_no_process_and_the_next_starts_at_once(tars, tmp_path, nothing_left):
@@ -156,7 +156,7 @@ def test_after_sigkill_of_one_of_two_ranks_nothing_is_left_and_the_epoch_is_resu
     assert said[0]["state"] == said[1]["state"]
     groups = [os.getpgid(rank["process"]) for rank in said]
     os.kill(said[0]["process"], signal.SIGKILL)
-    assert run.wait(30) == 1
+    assert run.wait(4 * END_S) == 1
     run.stdout.close()
     for group in groups:
         assert_group_ends(group)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import pytest
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
 from penstock.loader.errors import ConfigError
+from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
 
 SAMPLES = 100
@@ -20,11 +24,11 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def load(source: str, **options) -> DistributedDataLoader:
+def load(source: str, **options: Any) -> DistributedDataLoader:
     return DistributedDataLoader(source, **{"batch_size": 10, "with_ids": True, "rank": 0, "world_size": 1, **options})
 
 
-def ids(batches) -> list[int]:
+def ids(batches: Iterable[dict[str, Any]]) -> list[int]:
     return [sample for batch in batches for sample in batch["__id__"].tolist()]
 
 
@@ -94,7 +98,7 @@ def test_an_interrupt_while_a_batch_is_waited_for_loses_none(tars, monkeypatch):
     get = Pipeline.get
     calls = 0
 
-    def interrupted(pipeline: Pipeline):
+    def interrupted(pipeline: Pipeline) -> Delivery:
         nonlocal calls
         calls += 1
         item = get(pipeline)

@@ -86,9 +86,9 @@ def test_samples_become_a_batch_of_their_fields():
         {"jpg": np.zeros((4, 4, 3), np.uint8), "cls": 1, "txt": "a"},
         {"jpg": np.ones((4, 4, 3), np.uint8), "cls": 2, "txt": "b", "extra": 1.0},
     ]
-    batch = collate_samples(samples, images={"jpg"})
+    batch = collate_samples(samples)
     assert list(batch) == ["jpg", "cls", "txt", "extra"]
-    assert batch["jpg"].shape == (2, 3, 4, 4)
+    assert batch["jpg"].shape == (2, 4, 4, 3)
     assert batch["cls"].tolist() == [1, 2]
     assert batch["txt"] == ["a", "b"]
     assert batch["extra"] == [None, 1.0]

@@ -5,25 +5,26 @@ import json
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import webdataset
 from PIL import Image
 
-from penstock.loader.decoding.decode import FieldDecoder, check_choice, field_decoder
+from penstock.loader.decoding.decode import DecodeChoice, FieldDecoder, check_choice, field_decoder
 from penstock.loader.decoding.images import ImageDecoder
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 
 
-def npy(array: np.ndarray, **options) -> bytes:
+def npy(array: np.ndarray, **options: Any) -> bytes:
     sink = io.BytesIO()
     np.save(sink, array, **options)
     return sink.getvalue()
 
 
-def npz(**arrays) -> bytes:
+def npz(**arrays: np.ndarray) -> bytes:
     sink = io.BytesIO()
     np.savez(sink, **arrays)
     return sink.getvalue()
@@ -35,7 +36,7 @@ def png(width: int = 12, height: int = 8) -> bytes:
     return sink.getvalue()
 
 
-def decode(field: str, data: bytes, choice="auto"):
+def decode(field: str, data: bytes, choice: DecodeChoice = "auto") -> Any:
     decoder = field_decoder(field, choice)
     assert decoder is not None
     return decoder(memoryview(data), None)
@@ -95,7 +96,7 @@ def test_auto_leaves_what_it_does_not_know_as_bytes(field):
 class Bomb:
     """Unpickling it ends the test."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("something was unpickled",)
 
 
@@ -139,7 +140,7 @@ def test_a_callable_gets_bytes_and_the_samples_generator_if_it_has_a_parameter_f
     assert not plain.takes_rng
     assert decode("x", b"1", {"x": type}) is bytes
 
-    def noisy(data, *, rng):
+    def noisy(data: bytes, *, rng: np.random.Generator) -> tuple[bytes, float]:
         return data, rng.random()
 
     decoder = field_decoder("x", {"x": noisy})
@@ -167,10 +168,10 @@ def test_a_field_decoder_of_the_users_own_is_taken_as_it_is():
         slot = ((2,), np.dtype(np.uint8))
         is_image = False
 
-        def __call__(self, data, rng):
+        def __call__(self, data: memoryview, rng: np.random.Generator | None) -> np.ndarray:
             return np.frombuffer(data, np.uint8, 2)
 
-        def decode_into(self, data, out, rng):
+        def decode_into(self, data: memoryview, out: np.ndarray, rng: np.random.Generator | None) -> None:
             out[:] = self(data, rng)
 
     decoder = field_decoder("x", {"x": Fixed()})
@@ -206,7 +207,7 @@ def test_what_cannot_be_decoded_is_an_error_that_names_field_and_cause(field, da
 
 
 def test_whatever_a_users_function_raises_names_the_field():
-    def fails(data):
+    def fails(data: bytes) -> None:
         raise KeyError("nothing here")
 
     with pytest.raises(DecodeError, match=r"field 'x': KeyError: 'nothing here' \(3 bytes\)"):

@@ -4,6 +4,7 @@ import io
 import math
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ PHOTO = Image.fromarray(load_sample_image("china.jpg"))
 FLOWER = Image.fromarray(load_sample_image("flower.jpg"))
 
 
-def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
+def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     sink = io.BytesIO()
     image.save(sink, kind, **({"quality": 92} if kind == "JPEG" else {}) | options)
     return sink.getvalue()

@@ -11,7 +11,9 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +64,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def assert_equal(one, other):
+def assert_equal(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype
@@ -89,7 +91,7 @@ def assert_equal(one, other):
     ],
 )
 def test_processes_give_what_threads_give_in_the_same_order(tars, options):
-    def epochs(**how):
+    def epochs(**how: Any) -> list[Any]:
         with DistributedDataLoader(tars, batch_size=16, **options, **how) as loader:
             return [*loader, *loader]
 
@@ -100,7 +102,7 @@ def test_processes_give_what_threads_give_in_the_same_order(tars, options):
 def test_images_decoded_by_processes_are_those_of_threads(images):
     decode = {"jpg": ImageDecoder(size=24, crop="random", flip=0.5)}
 
-    def batches(**how):
+    def batches(**how: Any) -> list[Any]:
         with DistributedDataLoader(images, batch_size=4, decode=decode, **how) as loader:
             return list(loader)
 
@@ -125,7 +127,7 @@ def test_processes_do_not_import_torch_and_outlive_a_move(tars):
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_errors_name_the_sample_and_are_alike_from_threads_and_processes(tars, processes):
-    def first_error(kind, **options):
+    def first_error(kind: type[Exception], **options: Any) -> Exception:
         with (
             DistributedDataLoader(tars, batch_size=64, shuffle=False, processes=processes, **options) as loader,
             pytest.raises(kind) as caught,
@@ -142,7 +144,7 @@ def test_errors_name_the_sample_and_are_alike_from_threads_and_processes(tars, p
 
 
 def test_what_cannot_be_sent_back_is_an_error_of_our_own(tars):
-    def first_error(transform):
+    def first_error(transform: Callable[..., Any]) -> DecodeError:
         with (
             DistributedDataLoader(tars, batch_size=64, shuffle=False, processes=1, transform=transform) as loader,
             pytest.raises(DecodeError) as caught,
@@ -185,12 +187,12 @@ def test_a_worker_killed_while_idle_is_an_error_of_the_next_batch_and_no_hang(ta
 
 
 def test_closing_ends_workers_that_are_busy(tars):
-    loader = DistributedDataLoader(tars, batch_size=64, processes=2, transform=row_functions.sleep_a_while)
+    loader = DistributedDataLoader(tars, batch_size=64, processes=2, transform=row_functions.sleep_for_minutes)
     threading.Timer(1.0, loader.close).start()
     started = time.monotonic()
     with pytest.raises(LoaderClosedError):
         list(loader)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 60
     loader.close()
     assert children() == []
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
@@ -220,7 +222,7 @@ def test_workers_that_ignore_signals_end_with_their_killed_parent(tars, tmp_path
             os.kill(pid, signal.SIGINT)
         assert parent.stdout.readline()
         parent.kill()
-    until = time.monotonic() + 3
+    until = time.monotonic() + 30
     while any(is_running(pid) for pid in workers):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -237,7 +239,7 @@ def test_a_script_without_a_guard_runs_with_threads_and_is_told_what_to_do_with_
         f"loader = DistributedDataLoader({tars!r}, batch_size=16, processes={processes}, transform=mark)\n"
         "print(sum(1 for batch in loader))\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     if processes:
         assert done.returncode == 1
         assert "ConfigError" in done.stderr

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.loader.errors import ConfigError, PartitionError
 from penstock.loader.order.plan import (
     EpochPlan,
+    IntArray,
     Order,
     Share,
     auto_lanes,
@@ -68,7 +69,16 @@ def naive_sample_at(sizes: np.ndarray, order: Order, epoch: int, position: int) 
     raise AssertionError("position past the end")
 
 
-def rank_batches(sizes, order, epoch, share: Share, *, first=0, last_batch="partial", steps_at_once=3):
+def rank_batches(
+    sizes: IntArray,
+    order: Order,
+    epoch: int,
+    share: Share,
+    *,
+    first: int = 0,
+    last_batch: str = "partial",
+    steps_at_once: int = 3,
+) -> list[IntArray]:
     """Every batch of a rank, as arrays of sample ids, through spans as the loader plans them."""
     spans = EpochSpans(EpochPlan(sizes, order, epoch), share)
     ids_of = first_ids(sizes)

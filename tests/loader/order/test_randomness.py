@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -65,11 +64,5 @@ def test_numpy_integers_are_as_good_as_ints():
     assert sample_rng(0, 1, np.int64(77)).random() == sample_rng(0, 1, 77).random()
 
 
-def test_it_costs_less_than_ten_microseconds():
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for sample_id in range(200):
-            sample_rng(0, 0, sample_id)
-        best = min(best, time.perf_counter() - start)
-    assert best / 200 < 10e-6
+def test_making_one_reads_no_entropy_of_the_system() -> None:
+    assert not isinstance(sample_rng(0, 0, 0).bit_generator.seed_seq, np.random.SeedSequence)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.loader.order.plan import EpochPlan, Order, Share, count_steps
-from penstock.loader.order.spans import EpochSpans, chunks_by_first_use
+from penstock.loader.order.spans import EnteredWindow, EpochSpans, Span, chunks_by_first_use
 
 sizes_of_chunks = st.lists(st.integers(1, 12), min_size=1, max_size=30).map(lambda sizes: np.array(sizes, np.int64))
 orders = st.builds(
@@ -19,7 +21,9 @@ orders = st.builds(
 )
 
 
-def plan_all(spans: EpochSpans, first: int, at_once: int, last_batch: str = "partial"):
+def plan_all(
+    spans: EpochSpans, first: int, at_once: int, last_batch: str = "partial"
+) -> Iterator[tuple[Span, list[EnteredWindow]]]:
     total = spans.plan.num_samples
     left = count_steps(total, first, spans.share.global_batch_size, last_batch)
     while left:

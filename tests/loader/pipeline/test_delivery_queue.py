@@ -24,7 +24,7 @@ def test_two_deliveries_are_taken_whatever_their_size_and_no_third_beyond_the_by
     third.join(0.05)
     assert third.is_alive()
     assert queue.get().start == 0
-    third.join(5)  # one waits, and there may always be two
+    third.join(60)  # one waits, and there may always be two
     assert not third.is_alive()
     assert [queue.get().start for _ in range(2)] == [1, 2]
 
@@ -38,7 +38,7 @@ def test_the_number_of_deliveries_is_bounded_too():
     fourth.join(0.05)
     assert fourth.is_alive()
     assert [queue.get().start for _ in range(4)] == [0, 1, 2, 3]
-    fourth.join(5)
+    fourth.join(60)
     assert not fourth.is_alive()
 
 
@@ -74,8 +74,8 @@ def test_closing_wakes_producer_and_consumer():
         queue.close()
         queue.close()
     for thread in threads:
-        thread.join(5)
-    assert sorted(map(str, results)) == ["False", "the loader was closed while a batch was waited for"]
+        thread.join(60)
+    assert sorted(map(str, results)) == ["False", "the loader was closed while it waited for a batch"]
     assert not full.put(delivery(3, 1))
     with pytest.raises(LoaderClosedError):
         full.get()

@@ -1,10 +1,13 @@
 """The pinned ring: on a device made up of late copies, and on a real one where there is one."""
 
+from __future__ import annotations
+
 import itertools
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,38 +21,38 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 class LateEvent:
     """Passes when someone waits for it, or when ``let_pass`` is set: only then are the copies before it done."""
 
-    def __init__(self, copies, gate=None):
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]], gate: threading.Event | None = None) -> None:
         self._copies = copies
         self._gate = gate
         self.waits = 0
 
-    def run(self):
+    def run(self) -> None:
         for target, source in self._copies:
             target.copy_(source)
         self._copies = []
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         self.waits += 1
         if self._gate is not None:
-            self._gate.wait(10)
+            self._gate.wait(60)
         self.run()
 
 
 class LateDevice:
     """Reads the pinned memory as late as a device may: when the copy's event is waited for, and no sooner."""
 
-    def __init__(self, gate=None):
-        self.allocated = []
-        self.sources = []
-        self.events = []
-        self.handed = []
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.allocated: list[int] = []
+        self.sources: list[Sequence[torch.Tensor]] = []
+        self.events: list[LateEvent] = []
+        self.handed: list[int] = []
         self._gate = gate
 
-    def allocate_pinned(self, nbytes):
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         self.allocated.append(nbytes)
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def start_copies(self, sources):
+    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], LateEvent]:
         self.sources.append(sources)
         targets = [
             torch.empty_strided(source.size(), source.stride(), dtype=source.dtype).fill_(99) for source in sources
@@ -58,12 +61,12 @@ class LateDevice:
         self.events.append(event)
         return targets, event
 
-    def hand_over(self, tensors, event):
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: LateEvent) -> None:
         event.run()
         self.handed.append(len(tensors))
 
 
-def feeder(slots=3, gate=None):
+def feeder(slots: int = 3, gate: threading.Event | None = None) -> tuple[DeviceFeeder, LateDevice]:
     device = LateDevice(gate)
     return DeviceFeeder("cuda", slots=slots, backend=device), device
 
@@ -211,9 +214,9 @@ def test_close_while_the_feeder_waits_for_a_slot_ends_both():
     gate = threading.Event()
     ring, device = feeder(slots=1, gate=gate)
     ring.stage({"x": torch.ones(3)})
-    outcome = []
+    outcome: list[object] = []
 
-    def feed():
+    def feed() -> None:
         try:
             while True:
                 outcome.append(ring.stage({"x": torch.ones(3)}))
@@ -223,15 +226,15 @@ def test_close_while_the_feeder_waits_for_a_slot_ends_both():
 
     feeding = threading.Thread(target=feed, daemon=True)
     feeding.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while device.events[0].waits == 0:
         assert time.monotonic() < deadline, "staging never waited for the only slot"
         time.sleep(0.001)
     closing = threading.Thread(target=ring.close)
     closing.start()
     gate.set()
-    closing.join(10)
-    feeding.join(10)
+    closing.join(60)
+    feeding.join(60)
     assert not closing.is_alive()
     assert not feeding.is_alive()
     assert isinstance(outcome[-1], LoaderClosedError)
@@ -242,7 +245,7 @@ def test_a_copy_that_fails_leaves_the_ring_usable():
     ring, device = feeder(slots=2)
     start_copies = device.start_copies
 
-    def fail(sources):
+    def fail(sources: Sequence[torch.Tensor]) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     device.start_copies = fail
@@ -295,7 +298,7 @@ def test_batches_fed_by_another_thread_are_never_mixed_under_slow_kernels():
     room = threading.Semaphore(4)
     rows = 4 << 20
 
-    def feed():
+    def feed() -> None:
         for number in range(60):
             room.acquire()
             ready.append(ring.stage({"x": torch.full((rows,), number, dtype=torch.int32)}))

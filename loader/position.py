@@ -1,0 +1,107 @@
+"""Where a loader is in its run: its order, its epoch, and how much of the epoch is consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from .dataset.manifest import Manifest
+from .order.plan import Order, auto_lanes, auto_window, count_steps, require_steps
+from .order.state import LoaderState
+
+
+class Position:
+    """The order of a loader, and the first sample of it that has not been handed out.
+
+    The first ``consumed`` positions of ``epoch`` have been handed out. Where no batch is left of an epoch, ``epoch``
+    stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` tells where that
+    next batch is. Used by the training loop's thread only.
+
+    Raises:
+        ConfigError: no order has such a seed, number of lanes or window.
+        PartitionError: an epoch has no batch.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        seed: int,
+        shuffle: bool,
+        lanes: int | Literal["auto"],
+        window: int | Literal["auto"],
+        world_size: int,
+        global_batch_size: int,
+        last_batch: str,
+    ) -> None:
+        self._manifest = manifest
+        self._global_batch_size = global_batch_size
+        self._last_batch = last_batch
+        # What "auto" chose is no condition on a state that is loaded later: its own lanes and window are taken over.
+        self._fixed_lanes = None if lanes == "auto" else lanes
+        self._fixed_window = None if window == "auto" else window
+        if lanes == "auto":
+            lanes = auto_lanes(shuffle=shuffle, world_size=world_size)
+        order = Order(seed=seed, shuffle=shuffle, lanes=lanes, window=1 if window == "auto" else window)
+        if window == "auto":
+            chunk_bytes = float(manifest.memory.mean())
+            order = replace(order, window=auto_window(lanes=order.lanes, mean_chunk_bytes=chunk_bytes))
+        self.order = order
+        self.steps_per_epoch = require_steps(manifest.num_samples, global_batch_size, last_batch, world_size=world_size)
+        self.epoch, self.consumed = 0, 0
+
+    @property
+    def steps_left(self) -> int:
+        """Batches from here to the epoch's end."""
+        return count_steps(self._manifest.num_samples, self.consumed, self._global_batch_size, self._last_batch)
+
+    @property
+    def upcoming(self) -> tuple[int, int]:
+        """Where the next batch is, as (epoch, consumed): here, or at the beginning of the next epoch."""
+        return (self.epoch, self.consumed) if self.steps_left else (self.epoch + 1, 0)
+
+    def advance(self, epoch: int, consumed: int) -> None:
+        """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
+        self.epoch, self.consumed = epoch, consumed
+
+    def move(self, epoch: int, consumed: int) -> None:
+        """Go to a position; to the next epoch's beginning if no batch is left there."""
+        self.epoch, self.consumed = epoch, consumed
+        self.epoch, self.consumed = self.upcoming
+
+    def to_state(self) -> LoaderState:
+        """The upcoming position with what makes it good for another loader: the data set's identity and the order."""
+        epoch, consumed = self.upcoming
+        return LoaderState(
+            fingerprint=self._manifest.fingerprint,
+            num_samples=self._manifest.num_samples,
+            seed=self.order.seed,
+            shuffle=self.order.shuffle,
+            lanes=self.order.lanes,
+            window=self.order.window,
+            epoch=epoch,
+            consumed=consumed,
+        )
+
+    def check_state(self, state: Mapping[str, Any]) -> LoaderState:
+        """Read a state that is to be continued here.
+
+        Raises:
+            StateMismatchError: the state is of another data set, seed or order; names what differs.
+        """
+        loaded = LoaderState.from_dict(state)
+        loaded.check(
+            fingerprint=self._manifest.fingerprint,
+            num_samples=self._manifest.num_samples,
+            seed=self.order.seed,
+            shuffle=self.order.shuffle,
+            lanes=self._fixed_lanes,
+            window=self._fixed_window,
+        )
+        return loaded
+
+    def load(self, state: LoaderState) -> None:
+        """Take over the order and position of a state that ``check_state`` returned."""
+        self.order = state.order
+        self.move(state.epoch, state.consumed)

@@ -1,0 +1,40 @@
+"""What a loader owns and must release, however it ends: its pipeline, worker processes, store and delivery log."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .decoding.worker_pool import WorkerPool
+from .pipeline.delivery_log import DeliveryLog
+from .pipeline.pipeline import Pipeline
+
+
+class Resources:
+    """Kept apart from the loader so that the loader's finalizer can hold it. ``close`` may be called by any thread."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.pipeline: Pipeline | None = None
+        self.workers: WorkerPool | None = None
+        self.log: DeliveryLog | None = None
+        self._closing = threading.RLock()
+
+    def stop_pipeline(self) -> None:
+        """End the pipeline, if there is one, and drop what it read ahead."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+
+    def close(self) -> None:
+        """Release everything; safe at any time, and twice. Waits where another thread is closing."""
+        with self._closing:
+            if self.pipeline is not None:
+                self.pipeline.stop()
+            for owned in (self.workers, self.store):  # before the pipeline's threads, which wait for these two
+                if owned is not None:
+                    owned.close()
+            self.stop_pipeline()
+            if self.log is not None:
+                self.log.close()
+            self.workers = self.log = self.store = None

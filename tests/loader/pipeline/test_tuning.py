@@ -1,0 +1,62 @@
+"""How memory and threads are divided, and who is told that memory is short."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from made_manifest import make_manifest
+from tar_dataset import write_tars
+
+from penstock import DistributedDataLoader
+from penstock.loader.order.plan import Order
+from penstock.loader.pipeline.tuning import MemoryLimitWarning, PipelineOptions, tune
+
+MANIFEST = make_manifest([[1000] * 40])  # chunks of 7,000 bytes of memory
+
+
+def options(memory_limit: int | None, *, world_size: int = 1, is_local: bool = True, lanes: int = 4) -> PipelineOptions:
+    return tune(
+        MANIFEST,
+        Order(lanes=lanes, window=2),
+        world_size=world_size,
+        memory_limit=memory_limit,
+        workers=3,
+        is_local=is_local,
+        device=torch.device("cpu"),
+    )
+
+
+def test_chunks_batches_and_spans_share_the_memory_limit() -> None:
+    tuned = options(8 << 20)
+    assert (tuned.chunk_budget_bytes, tuned.batch_budget_bytes, tuned.span_bytes) == (6 << 20, 1 << 20, 1 << 20)
+    assert (tuned.decode_threads, tuned.device) == (3, torch.device("cpu"))
+
+
+def test_auto_follows_what_the_order_keeps_open() -> None:
+    assert options(None, lanes=16).chunk_budget_bytes > options(None, lanes=4).chunk_budget_bytes
+
+
+def test_remote_stores_are_asked_by_more_threads_than_local_ones() -> None:
+    assert options(8 << 20, is_local=False).fetch_threads > options(8 << 20).fetch_threads
+
+
+def test_a_limit_below_the_open_windows_warns_and_one_above_does_not() -> None:
+    with pytest.warns(MemoryLimitWarning, match=r"5 lanes of this rank keep about 70,000 bytes.*memory_limit=80,000"):
+        options(80_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options(100_000)
+        options(80_000, world_size=4)
+
+
+def test_the_warning_points_to_the_loop_over_the_loader(tmp_path: Path) -> None:
+    write_tars(tmp_path, [200, 200])
+    with (
+        DistributedDataLoader(str(tmp_path), batch_size=4, memory_limit="10kB") as loader,
+        pytest.warns(MemoryLimitWarning) as caught,
+    ):
+        next(iter(loader))
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
