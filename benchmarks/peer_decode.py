@@ -124,7 +124,7 @@ class _Ours:
     """penstock's fused decoder, on one image at a time."""
 
     def __init__(self, what: str) -> None:
-        from ..loader.decoding.images import ImageDecoder
+        from ..loader import ImageDecoder
 
         self._decoder = ImageDecoder(size=_SIDE, crop="random", flip=0.5) if what == "random-224" else ImageDecoder()
         self._rng = np.random.default_rng()

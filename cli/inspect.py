@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect
+from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
 from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 
@@ -25,7 +25,7 @@ class InspectArguments(SourceArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
-    seen = inspect(
+    seen = inspect_dataset(
         given.chosen_source(),
         storage_options=given.options(),
         format=given.chosen_format(),

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import DistributedDataLoader, ImageDecoder
-from penstock.loader.tools.pack import pack
+from penstock import DistributedDataLoader, ImageDecoder, pack
 
 CLASSES = 4
 

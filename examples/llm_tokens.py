@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import DistributedDataLoader, TokensFormat
-from penstock.loader.tools.pack import pack
+from penstock import DistributedDataLoader, TokensFormat, pack
 
 SEQ_LEN = 129  # 128 inputs, and the targets that are one token further
 

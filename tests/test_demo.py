@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.loader.tools.audit import audit
+from penstock import audit
 
 pytest.importorskip("sklearn", reason="install penstock[demo] for the digits")
 

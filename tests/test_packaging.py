@@ -41,7 +41,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_type_checkers_see_every_room() -> None:
     types = ROOT / ".types" / "penstock"
-    assert {path.name for path in types.iterdir()} == {"__init__.py", "py.typed", *ROOMS}
+    assert {path.name for path in types.iterdir()} == {"__init__.py", "__init__.pyi", "py.typed", *ROOMS}
     assert all(path.exists() for path in types.iterdir())
 
 

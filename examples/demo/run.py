@@ -27,8 +27,8 @@ import screen
 from digits import write_digits
 from s3_server import ServerError, run_s3_server
 
-from penstock import PenstockError
-from penstock.loader.tools.audit import AuditReport, audit
+from penstock import PenstockError, audit
+from penstock.loader import AuditReport
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
 LEAST_ACCURACY = 0.97

@@ -21,12 +21,19 @@ from torch import nn
 from torch.nn import functional
 
 from penstock import DistributedDataLoader
-from penstock.trainer import DistributedTrainer, Evaluation, TrainerConfig, World, close_world, open_world
-from penstock.trainer.checkpoint.checkpointer import CheckpointConfig
-from penstock.trainer.evaluate import EvaluateConfig
-from penstock.trainer.parallel.precision import PrecisionConfig
-from penstock.trainer.report.observers import ReportConfig
-from penstock.trainer.schedule import ScheduleConfig
+from penstock.trainer import (
+    CheckpointConfig,
+    DistributedTrainer,
+    EvaluateConfig,
+    Evaluation,
+    PrecisionConfig,
+    ReportConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    World,
+    close_world,
+    open_world,
+)
 
 GLOBAL_BATCH_SIZE = 48  # the same on 2 ranks and on 3
 CHECKPOINT_EVERY = 10

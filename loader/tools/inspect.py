@@ -37,7 +37,7 @@ class FieldView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What ``inspect`` saw. Sizes are in bytes; those of samples are of the ``sizes_of`` that were read."""
+    """What ``inspect_dataset`` saw. Sizes are in bytes; those of samples are of the ``sizes_of`` that were read."""
 
     url: str
     format: str
@@ -75,7 +75,7 @@ class Spread:
         )
 
 
-def inspect(
+def inspect_dataset(
     source: Source | Manifest,
     *,
     storage_options: Mapping[str, Any] | None = None,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock import pack
 from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import CONTENDERS, OURS
@@ -23,8 +24,7 @@ from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, su
 from penstock.benchmarks.report import format_duration, plot_ratios, short_number
 from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
 from penstock.cli.bench import _without_secrets
-from penstock.loader.errors import ConfigError
-from penstock.loader.tools.pack import pack
+from penstock.loader import ConfigError
 
 SAMPLES = 150
 

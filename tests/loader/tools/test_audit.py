@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from made_manifest import make_manifest
 
-from penstock.loader.errors import ConfigError, DatasetError
+from penstock import audit
+from penstock.loader import ConfigError, DatasetError
 from penstock.loader.pipeline import delivery_log
 from penstock.loader.pipeline.delivery_log import DeliveryLog
-from penstock.loader.tools.audit import audit
 
 MANIFEST = make_manifest([[50, 50]])
 SAMPLES = 100

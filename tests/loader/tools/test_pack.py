@@ -12,17 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock import Manifest, open_manifest, open_store, pack, verify
+from penstock.loader import ConfigError, DatasetError, FormatError, UnfinishedDatasetError, pack_once
 from penstock.loader.columns import ArrayColumn
-from penstock.loader.dataset.build import UnfinishedDatasetError
-from penstock.loader.dataset.index import open_manifest
-from penstock.loader.dataset.manifest import MANIFEST_NAME, Manifest
-from penstock.loader.errors import ConfigError, DatasetError, FormatError
+from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.loader.formats.detect import make_format
 from penstock.loader.reading.checksum import read_chunk
-from penstock.loader.tools.pack import pack, pack_once
-from penstock.loader.tools.verify import verify
-from penstock.storage import AccessDeniedError, open_store
-from penstock.storage.memory import Fault, MemoryStore
+from penstock.storage import AccessDeniedError, Fault, MemoryStore
 
 
 def read_samples(url: str) -> list[dict[str, Any]]:
