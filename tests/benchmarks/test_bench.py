@@ -149,6 +149,7 @@ def run_tool(*arguments: str, cache: Path) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_peer_delivers_every_sample_once_and_is_measured(pictures, tmp_path):
     peers = [name for name in CONTENDERS if name != OURS and importlib.util.find_spec(CONTENDERS[name][1])]
@@ -175,6 +176,7 @@ def test_every_peer_delivers_every_sample_once_and_is_measured(pictures, tmp_pat
     assert plot.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures, tmp_path):
     result = run_tool(str(pictures), "--rounds", "1", "--batch-size", "32", cache=tmp_path / "cache")
     summary = result["summary"][OURS]

@@ -266,7 +266,10 @@ def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     assert err.strip() == "penstock index: interrupted"
 
 
-def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_names_are_shown_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no path is so long that it breaks in a bracket
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("see [bold] and [/red]")
     target = tmp_path / "out[red]"
