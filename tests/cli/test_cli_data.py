@@ -177,8 +177,8 @@ def test_raw_token_files_are_read_with_a_length(tmp_path: Path, capsys: pytest.C
         (["pack", "{tmp}", "{tmp}/out"], "nothing to pack"),
         (["pack", "{tmp}/none.jsonl", "{tmp}/out"], "no such file"),
         (["index", "gopher://x/y"], "gopher"),
-        (["index", "{tmp}", "--storage-option", "secret-word"], "key=value"),
-        (["unknown"], "no command 'unknown'"),
+        (["index", "{tmp}", "--storage-option", "secret-word"], "KEY=VALUE"),
+        (["unknown"], "unknown command 'unknown'"),
     ],
 )
 def test_errors_are_one_message_and_code_two(
