@@ -35,6 +35,7 @@ from .reading.quarantine import BadChunkWarning as BadChunkWarning
 from .tools.audit import AuditReport as AuditReport
 from .tools.audit import EpochAccount as EpochAccount
 from .tools.audit import audit as audit
+from .tools.flaws import Flaw as Flaw
 from .tools.inspect import FieldView as FieldView
 from .tools.inspect import Inspection as Inspection
 from .tools.inspect import Spread as Spread
@@ -42,6 +43,5 @@ from .tools.inspect import inspect_dataset as inspect_dataset
 from .tools.pack import PackSummary as PackSummary
 from .tools.pack import pack as pack
 from .tools.pack import pack_once as pack_once
-from .tools.verify import Flaw as Flaw
 from .tools.verify import VerifyResult as VerifyResult
 from .tools.verify import verify as verify

@@ -12,6 +12,7 @@ import pyarrow as pa
 from .order.plan import IntArray
 
 __all__ = [
+    "KEY_COLUMN",
     "AnyArray",
     "ArrayColumn",
     "Block",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+KEY_COLUMN = "__key__"
 
 
 @dataclass(frozen=True, slots=True)
