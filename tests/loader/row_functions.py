@@ -6,18 +6,21 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
+
+Sample = dict[str, Any]
 
 
 class OddError(Exception):
     """Can be pickled, but not made again from its pickle."""
 
-    def __init__(self, one, two):
+    def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} and {two}")
 
 
-def augment(sample, rng):
+def augment(sample: Sample, rng: np.random.Generator) -> Sample:
     number = int(sample["txt"])
     return {
         "number": number,
@@ -28,50 +31,50 @@ def augment(sample, rng):
     }
 
 
-def make_tensors(sample):
+def make_tensors(sample: Sample) -> Sample:
     import torch
 
     number = int(sample["txt"])
     return {"full": torch.full((2, 3), number, dtype=torch.float32), "half": torch.ones(3, dtype=torch.bfloat16)}
 
 
-def fail_at_seven(sample):
+def fail_at_seven(sample: Sample) -> Sample:
     if sample["txt"] == "7":
         raise LookupError("seven is not wanted")
     return sample
 
 
-def keep(sample):
+def keep(sample: Sample) -> Sample:
     return sample
 
 
-def fail_oddly(sample):
+def fail_oddly(sample: Sample) -> Sample:
     raise OddError("this", "that")
 
 
-def make_unsendable(sample):
+def make_unsendable(sample: Sample) -> Sample:
     return {"lock": threading.Lock()} if sample["txt"] == "7" else sample
 
 
-def return_a_list(sample):
+def return_a_list(sample: Sample) -> list[Sample]:
     return [sample]
 
 
-def kill_at_hundred(sample):
+def kill_at_hundred(sample: Sample) -> Sample:
     if sample["txt"] == "100":
         os.kill(os.getpid(), signal.SIGKILL)
     return sample
 
 
-def sleep_a_while(sample):
-    time.sleep(0.2)
+def sleep_for_minutes(sample: Sample) -> Sample:
+    time.sleep(300)
     return sample
 
 
-def rest_a_moment(sample):
+def rest_a_moment(sample: Sample) -> Sample:
     time.sleep(0.01)
     return sample
 
 
-def reverse_bytes(data):
+def reverse_bytes(data: bytes) -> bytes:
     return data[::-1]
