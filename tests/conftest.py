@@ -114,7 +114,7 @@ def s3_url(s3_endpoint: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def make_bucket(name: str, options: dict[str, Any]) -> None:
-    """Create a bucket: a PUT of its URL, signed by obstore, which has no verb for it."""
+    """Create a bucket: a PUT of its URL, signed by obstore, which has no call for it."""
     import urllib.request
     from datetime import timedelta
 

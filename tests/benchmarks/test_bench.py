@@ -84,7 +84,7 @@ def test_the_summary_names_the_peer_that_comes_closest_and_the_usual_bottleneck(
     assert best_peer({OURS: summary[OURS]}) is None
 
 
-def test_touch_counts_samples_and_payload_without_the_loaders_own_fields() -> None:
+def test_samples_and_payload_are_counted_without_the_loaders_own_fields() -> None:
     batch = {"__key__": ["a", "b"], "jpg": [b"123", b"4567"], "x": torch.zeros(2, 3, dtype=torch.float32)}
     assert batch_stats(batch) == (2, 7 + 24)
     assert batch_stats([{"__key__": "a", "jpg": b"123"}, {"__key__": "b", "jpg": b"4567"}]) == (2, 7)
