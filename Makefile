@@ -4,15 +4,18 @@ PYTHON ?= python3
 STORE ?= local
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Compiling all of torch and its kind takes minutes; what is imported is compiled then.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --timeout 60 -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean servers
+.PHONY: help demo test quick lint bench clean servers
 
 help:
 	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
 	@echo 'make demo STORE=s3    the same, with the shards on a real S3 server; or STORE=s3://bucket/prefix'
-	@echo 'make test             install what the tests need, and run them; ARGS="-k resume" goes to pytest'
+	@echo 'make test             install what the tests need, and run them all; ARGS="-k resume" goes to pytest'
+	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
 	@echo 'make bench            throughput against other loaders on made-up data; ARGS="--store s3" from a real S3 server'
 	@echo 'make clean            remove the virtual environment and everything that was made'
@@ -20,8 +23,12 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo/run.py --store $(STORE)
 
+# Slow tests run one after another on one of the two workers: servers and ranks do not take the cores from each other.
 test: $(VENV)/.test servers
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
+
+quick: $(VENV)/.test
+	$(PYTEST) -n auto --maxprocesses=8 -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -48,16 +55,19 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo 'on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
 
-# One stamp for each set of extras: installing is skipped until what it depends on changes.
+# One stamp for each set of extras: installing is skipped until what it depends on changes. HOLDS names the sets that
+# are parts of the one installed: `make lint` and then `make test` install once.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing penstock[$(EXTRAS)] into $(VENV), which takes some minutes the first time'
 	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
-	@touch $@
+	@touch $@ $(HOLDS)
 
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.test: EXTRAS := test
+$(VENV)/.test: HOLDS := $(VENV)/.demo
 $(VENV)/.lint: EXTRAS := test,lint
-$(VENV)/.bench: EXTRAS := bench,images,images
+$(VENV)/.lint: HOLDS := $(VENV)/.test $(VENV)/.demo
+$(VENV)/.bench: EXTRAS := bench,images
 
 clean:
 	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,1 +1,1 @@
-"""Throughput measurements of the loader, alone and against its peers."""
+"""Throughput measurements of the loader, alone and against other loaders."""

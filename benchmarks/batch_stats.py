@@ -1,4 +1,4 @@
-"""What the consumer does with a batch, the same for every contender: find how many samples and bytes are in it."""
+"""What the consumer does with a batch, the same for every contender: count its samples and bytes."""
 
 from __future__ import annotations
 

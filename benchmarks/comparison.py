@@ -1,4 +1,4 @@
-"""The tool's plan: who is measured, in which order, and what is kept of it. Contenders alternate, round by round."""
+"""The comparison: who is measured, in which order, and which results are kept. Contenders alternate, round by round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda text: None) -> dict[str, Any]:
-    """Measure as configured; gives the result as data for JSON.
+    """Measure as configured. Returns the result as JSON-serialisable data.
 
     A peer that is not installed, or cannot take the data, or does not deliver every sample exactly once, is not
     measured; the result says why.

@@ -1,4 +1,4 @@
-"""What the tool is to measure, checked."""
+"""The validated configuration of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .job import Decode, PeerDecode, PeerLayout
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure. A run ends after ``epochs`` passes or ``seconds``, whichever is first; None is no limit.
+    """What to measure. A run ends after ``epochs`` passes or ``seconds``, whichever comes first; None is no limit.
 
     ``startup`` measures the time to the first batch by itself too, fresh and after a resume in mid-epoch.
     ``conversions`` is the folder or URL that peers' copies of the data are kept in; None chooses one. ``peer_layout``

@@ -1,4 +1,4 @@
-"""Made-up data sets for the four cases that loaders are compared on: pictures raw, tokens, click-log rows, pictures.
+"""Generated data sets for the four cases that loaders are compared on: raw images, tokens, click-log rows, images.
 
 The same bytes for the same size every time. What is compressed compresses as real data does: pictures are smoothed
 noise at several scales, categories of the click log follow a power law.
@@ -58,7 +58,7 @@ def write_photos(folder: str, samples: int) -> None:
 
 
 def _shard_bytes(total: int) -> int:
-    """16 shards or more, so that small data sets too have a shard for every worker of a peer, but none above 64 MiB."""
+    """At least 16 shards, so that even small data sets have a shard for each worker of a peer; none above 64 MiB."""
     return max(1 << 18, min(64 << 20, total // 16))
 
 
@@ -68,7 +68,7 @@ def _labelled(pictures: list[bytes], samples: int) -> Iterator[dict[str, Any]]:
 
 
 def make_pictures(count: int, height: int, width: int, *, quality: int) -> list[bytes]:
-    """JPEGs whose spectrum falls off as a photograph's does, some upright, some wide.
+    """JPEGs whose spectrum falls off like a photograph's, some in portrait and some in landscape format.
 
     Raises:
         ConfigError: OpenCV is not installed.
@@ -76,7 +76,7 @@ def make_pictures(count: int, height: int, width: int, *, quality: int) -> list[
     try:
         import cv2
     except ImportError as exc:
-        raise ConfigError("making pictures needs OpenCV; pip install 'penstock[images]'") from exc
+        raise ConfigError("generating images needs OpenCV; pip install 'penstock[images]'") from exc
     rng = np.random.default_rng(0)
     encoded = []
     for number in range(count):
@@ -177,7 +177,7 @@ CASES = {
 
 
 def make_case(case: Case, root: Path, scale: float) -> Path:
-    """The folder of a case's data set at a scale, written where it is not there yet."""
+    """The folder of a case's data set at a given scale; generated if it does not exist."""
     samples = max(64, int(case.samples * scale))
     folder = root / f"{case.data}-{samples}"
     done = folder.with_suffix(".done")

@@ -1,4 +1,4 @@
-"""One measurement as a message: what is to be run in a fresh process, and what comes back from it."""
+"""One measurement as a message: what to run in a fresh process, and what it returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mode = Literal["epoch", "first-batch", "check"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process is to measure. Sent on its standard input, since storage options may hold credentials.
+    """What a process measures. Sent on its standard input, since storage options may hold credentials.
 
     ``mode``: "epoch" reads until ``epochs`` passes or ``seconds`` are over, whichever is first; "first-batch" stops
     after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one run gave.
+    """The result of one run.
 
     ``samples_per_s`` and ``mb_per_s`` (10^6 bytes of payload) count from the first batch on, so that nobody's start-up
     is in them; ``first_batch_s`` is that start-up: from making the loader, imports done, to its first batch. Waits are

@@ -1,4 +1,4 @@
-"""The layout of a data set's samples: which fields, of what kind, so that peers can be given the same."""
+"""The layout of a data set's samples, their fields and kinds, so that peers get the same."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def image_fields(layout: Layout) -> Sequence[str]:
     """
     names = [name for name, field in layout.items() if field.get("image")]
     if not names:
-        raise ConfigError(f"--decode 224 is for images, but the fields {sorted(layout)} hold none")
+        raise ConfigError(f"--decode 224 needs images, but none of the fields {sorted(layout)} holds any")
     return names

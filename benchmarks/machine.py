@@ -1,4 +1,4 @@
-"""Where a measurement was made: the machine and the versions that it depends on."""
+"""The machine and the package versions that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, cores and memory that this process may use, kernel, and how busy the machine is at the moment."""
+    """CPU, cores and memory that this process may use, kernel, and current load."""
     return {
         "cpu": _cpu_name(),
         "cores": usable_cores(),
@@ -39,7 +39,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def list_versions() -> dict[str, str]:
-    """Versions of Python, penstock and the packages that matter; those not installed are left out."""
+    """Versions of Python, penstock and the relevant packages that are installed."""
     from .. import __version__
 
     versions = {"python": platform.python_version(), "penstock": __version__}

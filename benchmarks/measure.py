@@ -38,7 +38,7 @@ def measure(job: Job) -> Measurement:
 
 
 class _Run:
-    """Reads batches and keeps what was seen."""
+    """Reads batches and collects the measurements."""
 
     def __init__(self, job: Job, contender: Contender, started: float) -> None:
         self._job = job
@@ -60,7 +60,7 @@ class _Run:
                 return
 
     def _read_epoch(self) -> bool:
-        """Read one pass; False if the run is over before the pass is."""
+        """Read one pass. Returns False if the run ended before the pass did."""
         job = self._job
         middle = job.num_samples // 2
         in_epoch = 0
@@ -116,7 +116,7 @@ class _Run:
 
 
 def _cpu_s() -> float:
-    """Of this process and of the children that it has waited for."""
+    """CPU time of this process and of the children that it has waited for."""
     both = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 

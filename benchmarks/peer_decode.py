@@ -1,4 +1,4 @@
-"""What peers do with the fields of a sample: the same decoding as ours, by the libraries that their users take."""
+"""How peers decode the fields of a sample: the same decoding as ours, with the libraries that their users use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SampleDecoder:
 
 
 def make_decoder(layout: Layout, decode: Decode, choice: PeerDecode) -> SampleDecoder | None:
-    """The decoder of samples for ``--decode``; None where they stay as they are."""
+    """The decoder of samples for ``--decode``; None to leave them as they are."""
     if decode == "none":
         return None
     functions = {name: _function_of(name, field, decode, choice) for name, field in layout.items()}
@@ -69,7 +69,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def collate(samples: Sequence[Mapping[str, Any]], *, widen: bool = False) -> dict[str, Any]:
-    """Samples to a batch, a field a tensor where its values allow it; ``widen`` turns unsigned numbers into int64."""
+    """Collate samples: a field becomes a tensor if its values allow it; ``widen`` turns unsigned numbers into int64."""
     batch: dict[str, Any] = {}
     for name, first in samples[0].items():
         if name.startswith("__"):
@@ -95,7 +95,7 @@ def collate_wide(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def image_function(what: str, choice: PeerDecode) -> ImageFunction:
     """The function that decodes an image: ``what`` is "full", or "random-224" for a random 224 x 224 crop, flipped."""
     if choice == "auto":
-        raise ConfigError("which decoder peers use is to be settled before they are made")
+        raise ConfigError("the peers' decoder must be chosen before the peers are made")
     if choice == "penstock":
         return _Ours(what)
     return _PillowCrop() if (what, choice) == ("random-224", "pil") else _of_library(what, choice)
@@ -108,7 +108,7 @@ def _of_library(what: str, choice: PeerDecode) -> ImageFunction:
 
 
 def fastest_image_function(images: Sequence[bytes], what: str) -> PeerDecode:
-    """Whichever of Pillow and OpenCV decodes ``images`` in less time here, the better of two tries each."""
+    """Whichever of Pillow and OpenCV decodes ``images`` faster on this machine, best of two tries each."""
     took: dict[PeerDecode, float] = {}
     choices: tuple[PeerDecode, ...] = ("pil", "opencv")
     for choice in choices * 2:
@@ -125,7 +125,7 @@ class _Ours:
     """penstock's fused decoder, on one image at a time."""
 
     def __init__(self, what: str) -> None:
-        from ..loader.decoding.images import ImageDecoder
+        from ..loader import ImageDecoder
 
         self._decoder = ImageDecoder(size=_SIDE, crop="random", flip=0.5) if what == "random-224" else ImageDecoder()
         self._rng = np.random.default_rng()
@@ -147,7 +147,7 @@ class _RandomCrop:
 
 
 class _PillowCrop(_RandomCrop):
-    """Pillow with what makes it fast: the JPEG is decoded at a fraction of its size where that is enough (draft)."""
+    """Pillow at its fastest: decodes a JPEG at a fraction of its size where that is enough (draft)."""
 
     def __call__(self, data: bytes) -> Pixels:
         from PIL import Image
@@ -193,7 +193,7 @@ class _OpenCVCrop(_RandomCrop):
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) from a JPEG's frame header, None where it is no JPEG; a decoder would take far longer."""
+    """(height, width) from a JPEG's frame header, None if it is not a JPEG; a decoder would take far longer."""
     if image_kind(data) != "jpeg":
         return None
     place = 2

@@ -1,4 +1,4 @@
-"""Peers made ready: the data set in their format, kept for later; every sample delivered; their best settings."""
+"""Preparing peers: convert the data set to their format, check what they deliver, and find their best settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHARDS = 16  # at least so many, if they are not too small: workers read whole 
 def prepare_peers(
     config: BenchConfig, manifest: Manifest, layout: Layout, ours: Job, say: Callable[[str], None]
 ) -> tuple[dict[str, Job], dict[str, str]]:
-    """The jobs of the peers that can be measured, and of the others why they cannot."""
+    """The jobs of the peers that can be measured, and why the others cannot."""
     if config.decode != "none" and any(field.get("image") for field in layout.values()):
         ours = replace(ours, peer_decode=_settle_decoder(config, manifest, layout))
     say("penstock: checking that every sample is delivered")
@@ -55,7 +55,7 @@ def prepare_peers(
             check = run_job(replace(job, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
             if (check.samples, check.checksum) != (truth.samples, truth.checksum):
                 refused[name] = (
-                    f"one epoch gave {check.samples} samples, of {truth.samples}, with the content's sum "
+                    f"one epoch delivered {check.samples} samples of {truth.samples}, with checksum "
                     f"{check.checksum} instead of {truth.checksum}"
                 )
                 continue
@@ -83,7 +83,7 @@ def _settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout) -> 
 
 
 def _choose_workers(job: Job, say: Callable[[str], None]) -> Job:
-    """The job with the number of worker processes that is fastest here: none, a worker a core, or two."""
+    """The job with the fastest number of worker processes on this machine: none, one per core, or two per core."""
     rates = {}
     for workers in (0, job.workers, 2 * job.workers):
         say(f"{job.contender}: trying {workers} workers")
@@ -93,7 +93,7 @@ def _choose_workers(job: Job, say: Callable[[str], None]) -> Job:
 
 
 def _convert(job: Job, config: BenchConfig, manifest: Manifest) -> Job:
-    """The job on the peer's own copy of the data, which is made if it is not there yet."""
+    """The job on the peer's own copy of the data, which is made if it does not exist."""
     if job.contender == "webdataset" and manifest.format == "tar" and _is_plain_tar(manifest):
         shape = {"keys": [info.key for info in manifest.shards], "rows": None}
         return replace(job, url=_local(manifest.url), shape=shape, format=None)
@@ -124,7 +124,9 @@ def _conversions(given: str | None, manifest: Manifest) -> str:
     if is_s3(manifest.url):
         parts = urlsplit(manifest.url)
         if not parts.path.strip("/"):
-            raise ConfigError(f"{manifest.url} is a whole bucket; say where peers' copies may go, with --conversions")
+            raise ConfigError(
+                f"{manifest.url} is a whole bucket; choose a place for the peers' copies with --conversions"
+            )
         return manifest.url.rstrip("/") + ".bench"
     return str(cache_home() / "bench")
 
@@ -138,7 +140,7 @@ def _read_marker(store: Store) -> dict[str, Any] | None:
 
 
 def _make(job: Job, config: BenchConfig, store: Store, root: str, manifest: Manifest) -> dict[str, Any]:
-    """Convert in a folder of the local disk, put what came of it in its place, and the marker last."""
+    """Convert in a folder on the local disk, put the result in its place, and write the marker last."""
     shard_bytes = max(_LEAST_SHARD_BYTES, min(_MOST_SHARD_BYTES, int(manifest.memory.sum()) // _SHARDS))
     remote = "://" in root
     if not remote:

@@ -25,7 +25,7 @@ _MEDIANS = (
 
 
 def summarize(runs: Runs) -> dict[str, Any]:
-    """Of each contender's runs: medians, the bottleneck named most, and the ratio of ours to it in each round.
+    """Each contender's medians, its most frequent bottleneck, and the ratio of ours to it in each round.
 
     ``runs`` maps a contender to its "epoch", "fresh" and "resumed" measurements, one a round.
     """
@@ -55,16 +55,16 @@ def _summarize_one(name: str, runs: Runs) -> dict[str, Any]:
 
 
 def round_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """How many times theirs ours is, round by round; a peer that delivered nothing gives infinity."""
+    """The ratio of ours to theirs, round by round; infinity where a peer delivered nothing."""
     return [own / other if other else float("inf") for own, other in zip(ours, theirs, strict=True)]
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' ratios: what both had to bear in a round, a busy neighbour say, drops out."""
+    """The median of the rounds' ratios: load that slows both in a round cancels out."""
     return statistics.median(round_ratios(ours, theirs))
 
 
 def best_peer(summary: Mapping[str, Any]) -> str | None:
-    """The peer that comes closest to ours, or beats it most; None where there is no peer."""
+    """The peer that comes closest to ours, or beats it most; None if there is no peer."""
     peers = [name for name in summary if "ratio" in summary[name]]
     return min(peers, key=lambda name: summary[name]["ratio"], default=None)

@@ -44,7 +44,7 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 
 
 def print_result(result: Mapping[str, Any], screen: Console) -> None:
-    """The data, the machine, and a column for each contender; then who was left out, and why."""
+    """Print the data, the machine and a column for each contender; then which contenders were not measured, and why."""
     data, machine, summary = result["data"], result["machine"], result["summary"]
     fields = ", ".join(data["fields"])
     screen.print(Text(data["url"], style="bold"))
@@ -78,7 +78,7 @@ def _ratio(summary: Mapping[str, Any]) -> str:
 
 
 def plot_ratios(results: Sequence[Mapping[str, Any]], path: Path, *, titles: Sequence[str] = ()) -> None:
-    """Bars of samples/s for every contender, one panel a result, with the ratio of ours to the best peer above.
+    """Plot samples/s of every contender as bars, one panel per result, titled with the ratio of ours to the best peer.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The credentials of an S3 source in the words of other libraries, and signed URLs for those that only speak HTTP."""
+"""The credentials of an S3 source as other libraries name them, and signed URLs for those that only speak HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_s3(url: str) -> bool:
 
 
 def aws_environment(storage_options: Mapping[str, str]) -> dict[str, str]:
-    """What boto3 is to find in its environment to reach the same server with the same key."""
+    """The environment variables with which boto3 reaches the same server with the same key."""
     config, _ = configure("s3", storage_options)
     names = {
         "access_key_id": "AWS_ACCESS_KEY_ID",
@@ -33,7 +33,7 @@ def aws_environment(storage_options: Mapping[str, str]) -> dict[str, str]:
 
 
 def sign_urls(root: str, keys: list[str], storage_options: Mapping[str, str]) -> list[str]:
-    """HTTP URLs that anyone may read the objects ``keys`` of ``root`` with, for half a day.
+    """Signed HTTP URLs of the objects ``keys`` of ``root``, valid for half a day.
 
     Raises:
         ConfigError: ``root`` is not in S3.

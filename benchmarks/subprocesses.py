@@ -22,7 +22,7 @@ _SIGNATURE = re.compile(r"(?<=X-Amz-)(Signature|Credential|Security-Token)=[^&'\
 
 
 class MeasurementError(PenstockError):
-    """A measured process failed; its last words are in the message."""
+    """A measured process failed; the message has its last output."""
 
 
 def run_job(job: Job, *, timeout_s: float = 3600.0) -> Measurement:
@@ -39,7 +39,7 @@ def run_job(job: Job, *, timeout_s: float = 3600.0) -> Measurement:
 
 
 def run_module(module: str, message: str, what: str, *, timeout_s: float) -> tuple[dict[str, Any], int]:
-    """Run ``python -m module RESULT`` with ``message`` on its standard input: (what it wrote, its tree's peak memory).
+    """Run ``python -m module RESULT`` with ``message`` on its standard input. Returns (result, peak memory).
 
     Raises:
         MeasurementError: it failed or took too long.
@@ -67,7 +67,7 @@ def run_module(module: str, message: str, what: str, *, timeout_s: float) -> tup
 
 
 class _MemoryWatch:
-    """Samples the memory of a process tree on a thread of its own, while it is entered."""
+    """Samples the memory of a process tree on a thread while the context is open."""
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0
@@ -89,7 +89,7 @@ class _MemoryWatch:
 
 
 def find_tree(pid: int) -> list[int]:
-    """A process and all its descendants that live now."""
+    """A process and all its living descendants."""
     tree, unseen = [], [pid]
     while unseen:
         each = unseen.pop()
@@ -103,7 +103,7 @@ def find_tree(pid: int) -> list[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of anonymous and shared memory that a process answers for: pages shared by n processes count 1/n each."""
+    """Bytes of a process's anonymous and shared memory; a page shared by n processes counts 1/n for each."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it has ended meanwhile

@@ -42,14 +42,14 @@ PeerName = Literal["webdataset", "mosaicml-streaming", "litdata"]
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteConfig:
-    """Compare penstock with its peers on four made-up data sets, and print what came of it against the targets.
+    """Compare penstock with its peers on four generated data sets, and print the results beside the targets.
 
     The S3 server is the one of PENSTOCK_TEST_S3_ENDPOINT (with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), else one
     that is started for each case.
     """
 
     store: Literal["local", "s3"] = "local"
-    """Where the data lie."""
+    """Where the data is stored."""
 
     cases: tuple[CaseName, ...] = ("raw", "tokens", "rows", "rows-packed", "images")
     """Which comparisons to make."""
@@ -58,26 +58,26 @@ class SuiteConfig:
     """Which peers to compare with."""
 
     scale: float = 1.0
-    """Size of the data sets: 1 is some gigabytes in all."""
+    """Scale of the data sets: 1 is a few gigabytes in total."""
 
     rounds: int = 3
-    """How often each contender is measured in each case."""
+    """Measurements of each contender in each case."""
 
     seconds: float = 10.0
-    """How long each run reads: pass after pass from the local disk, one pass at most from S3."""
+    """Length of each run: as many passes as fit from the local disk, at most one pass from S3."""
 
     workers: int | None = None
-    """Threads of penstock, processes of peers; penstock has one a core, peers what is fastest, if not given."""
+    """Threads of penstock, processes of peers; by default one per core for penstock, the fastest number for peers."""
 
     data: Path = field(default_factory=lambda: cache_home() / "bench-data")
-    """Folder for the made-up data sets, which are kept."""
+    """Folder for the generated data sets, which are kept."""
 
     results: Path = _ROOT / "benchmarks" / "results"
     """Folder for results and plots."""
 
 
 def run_suite(config: SuiteConfig, screen: Console) -> list[dict[str, Any]]:
-    """Run the cases one after the other; each result is written as soon as it is there."""
+    """Run the cases one after another; each result is written as soon as it is complete."""
     results = []
     config.results.mkdir(parents=True, exist_ok=True)
     for name in config.cases:
@@ -154,7 +154,7 @@ def _s3_server() -> Iterator[dict[str, str]]:
 
 
 def _make_bucket(name: str, options: Mapping[str, str]) -> None:
-    """Create a bucket, or find it there: a PUT of its URL, signed by obstore, which has no verb for it."""
+    """Create a bucket unless it exists: a PUT of its URL, signed by obstore, which has no call for it."""
     import obstore
     from obstore.store import S3Store
 
@@ -180,7 +180,7 @@ def judge(case: Case, summary: Mapping[str, Any]) -> tuple[str | None, float | N
 
 
 def print_targets(results: Sequence[Mapping[str, Any]], screen: Console) -> bool:
-    """The table of all cases against their targets; gives whether all were reached."""
+    """Print a table of all cases and their targets. Returns whether all targets were reached."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name, justify in (("case", "left"), ("penstock", "right"), ("best peer", "left"), ("its", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]

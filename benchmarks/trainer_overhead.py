@@ -33,7 +33,7 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Stack(nn.Module):
-    """Linear layers with a shortcut each; ``layers * width * (width + 1)`` parameters and a few at the ends."""
+    """Linear layers with residual connections; ``layers * width * (width + 1)`` parameters and a few at the ends."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def make_loader(world: World, rows: int, batch_size: int, width: int) -> ArrayLo
 
 
 def time_bare(world: World, loader: ArrayLoader) -> float:
-    """Seconds of one epoch of the loop that everyone writes."""
+    """Seconds of one epoch of a plain PyTorch loop."""
     model = Stack(_WIDTH, 8)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.world_size > 1 else model
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
@@ -76,7 +76,7 @@ def time_bare(world: World, loader: ArrayLoader) -> float:
 
 
 def time_trainer(world: World, loader: ArrayLoader) -> float:
-    """Seconds of the same epoch with the trainer, all that it does in each step included."""
+    """Seconds of the same epoch with the trainer, including everything that it does in a step."""
     loader.set_epoch(0)
     with tempfile.TemporaryDirectory() as folder:
         options = {"epochs": 1, "output_dir": folder, "precision": {"dtype": "fp32"}, "report": {"quiet": True}}
@@ -106,9 +106,9 @@ def measure_overhead(world: World) -> None:
         bare, ours = (statistics.median(column) / _STEPS * 1e3 for column in columns)
         best_bare, best_ours = (min(column) / _STEPS * 1e3 for column in columns)
         low, middle, high = statistics.quantiles((trained / plain for plain, trained in pairs), n=4)
-        print(f"{world.world_size} ranks, {_ROUNDS} pairs of runs of {_STEPS} steps of {batch_size} rows a rank")
-        print(f"bare DDP loop {bare:8.2f} ms a step (median) {best_bare:8.2f} (fastest)")
-        print(f"trainer       {ours:8.2f} ms a step (median) {best_ours:8.2f} (fastest)")
+        print(f"{world.world_size} ranks, {_ROUNDS} pairs of runs of {_STEPS} steps of {batch_size} rows per rank")
+        print(f"bare DDP loop {bare:8.2f} ms per step (median) {best_bare:8.2f} (fastest)")
+        print(f"trainer       {ours:8.2f} ms per step (median) {best_ours:8.2f} (fastest)")
         print(f"overhead      {middle - 1:8.2%} (median of pairs; quartiles {low - 1:.2%} to {high - 1:.2%})")
         print(f"              {best_ours / best_bare - 1:8.2%} (of the fastest runs)")
 

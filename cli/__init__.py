@@ -12,11 +12,11 @@ from typing import Any
 
 # A command is a module of this folder with ``run(arguments) -> exit code``; the text is its line in the overview.
 COMMANDS = {
-    "index": "find the samples of a data set, and keep what was found beside the data",
-    "pack": "write a folder, a table or text as shards, in any store",
-    "inspect": "show what a data set is made of: format, fields, sizes, its first sample",
-    "verify": "read and check everything, and name every bad shard",
-    "plan": "tell what a run will be like, on any number of ranks, without reading data",
+    "index": "find the samples of a data set and store the index beside the data",
+    "pack": "write a folder, a table or text as shards to any store",
+    "inspect": "show the format, fields and sizes of a data set, and its first sample",
+    "verify": "read and check all data, and list every bad shard",
+    "plan": "predict batches, reads and memory on any number of ranks, without reading data",
     "bench": "measure how fast a data set is read, alone or against other loaders",
     "audit": "prove that every sample of a run was delivered exactly once",
 }
@@ -25,7 +25,7 @@ OK, FOUND_BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main() -> None:
-    """The entry point. After Ctrl-C the process leaves at once, whatever requests are still under way."""
+    """The entry point. After Ctrl-C the process exits at once, even with requests in flight."""
     code = run(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; gives its exit code: 0 fine, 1 bad data found, 2 a wrong call or an error told, 130 Ctrl-C."""
+    """Run one command. Returns its exit code: 0 success, 1 bad data found, 2 wrong usage or an error, 130 Ctrl-C."""
     given = list(arguments)
     if given[:1] in (["--version"], ["-V"]):
         from .. import __version__
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         return OK if given else USAGE
     name, *rest = given
     if name not in COMMANDS:
-        print(f"penstock: there is no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"penstock: unknown command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return USAGE
     return _run_command(name, rest)
 
@@ -67,7 +67,7 @@ def _run_command(name: str, rest: list[str]) -> int:
         print(f"penstock {name}: {exc}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:
-        # The reader of our output has seen enough (``| head``); nothing may be written to it any more, at exit either.
+        # The reader closed the pipe (``| head``): nothing may be written to it any more, not at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
@@ -76,7 +76,7 @@ def _run_command(name: str, rest: list[str]) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning reads as a message, not as a line of source code."""
+    """Print a warning as a message, without the line of source code."""
     print(f"penstock: warning: {message}", file=sys.stderr)
 
 
@@ -97,4 +97,4 @@ def _print_overview() -> None:
         table.add_row(name, summary)
     console.print(table)
     console.print()
-    console.print("`penstock COMMAND --help` explains a command, with an example.", markup=False)
+    console.print("Run `penstock COMMAND --help` for the options of a command and an example.", markup=False)

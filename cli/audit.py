@@ -1,4 +1,4 @@
-"""``penstock audit``: prove from the delivery logs that every sample came exactly once."""
+"""``penstock audit``: prove from the delivery logs that every sample was delivered exactly once."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import tyro
 from rich.table import Table
 
 from ..loader.tools.audit import AuditReport, audit
-from .common import console, parse, print_json
+from .common import Flag, console, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditArguments:
-    """Account for every sample that a run delivered, over all its attempts and world sizes.
+    """Account for every sample that a run delivered, across all attempts and world sizes.
 
-    Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. What a killed attempt delivered after its
-    last checkpoint came to nothing, and was delivered again by the next: it is counted as replayed. Ends with 0 when
-    every sample came exactly once, and with 1 when one is missing or came twice.
+    Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. Samples that a killed attempt delivered
+    after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Exits with 0 if
+    every sample was delivered exactly once, and with 1 if any is missing or duplicated.
 
     example:  penstock audit runs/digits/audit
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-    """The folder that audit_dir= named."""
+    """Folder that was passed as audit_dir=."""
 
-    json: bool = False
+    json: Flag = False
     """Print the result as JSON."""
 
 
@@ -63,6 +63,6 @@ def show_report(report: AuditReport) -> None:
     screen.print(table)
     screen.print()
     if report.is_exact:
-        screen.print("every sample of what was reached was delivered exactly once", style="green")
+        screen.print("every sample reached was delivered exactly once", style="green")
     else:
-        screen.print("samples are missing or came more than once", style="red")
+        screen.print("samples are missing or were delivered more than once", style="red")

@@ -1,4 +1,4 @@
-"""``penstock bench``: how fast a data set is read, by which stage that is bounded, and how peers do on it."""
+"""``penstock bench``: how fast a data set is read, which stage limits it, and how other loaders compare."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..benchmarks.comparison import bench
 from ..benchmarks.config import BenchConfig
 from ..benchmarks.report import plot_ratios, print_result
 from ..loader.errors import ConfigError
-from .common import SourceArguments, console, parse, print_json
+from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArguments(SourceArguments):
     """Measure how fast a data set is read: samples/s, MB/s, time to the first batch, waits, memory, CPU, bottleneck.
 
-    Every run has a process of its own, imports are not timed, and contenders alternate, so that a busy machine is
-    equally bad for all. --against converts the data set for the peers once, sets each up as its manual recommends for
-    speed, and checks that it delivers every sample exactly once before it is timed.
+    Each run is a separate process, imports are not timed, and contenders alternate, so that other load on the machine
+    affects all of them alike. --against converts the data set once for each peer, configures each peer as its manual
+    recommends for speed, and checks that it delivers every sample exactly once before timing it.
 
     example:  penstock bench s3://bucket/train/ --batch-size 256 --decode 224
 
@@ -36,54 +36,54 @@ class BenchArguments(SourceArguments):
     batch_size: int = 64
     """Samples per batch."""
 
-    epochs: int | None = None
+    epochs: OptionalNumber = None
     """Passes over the data in each run; 1 if neither this nor --seconds is given."""
 
-    seconds: float | None = None
-    """End a run after so long, pass after pass unless --epochs is given too."""
+    seconds: Annotated[float | None, tyro.conf.arg(metavar="S", help_behavior_hint="")] = None
+    """Read for this long, in as many passes as fit; with --epochs, whichever ends first."""
 
     decode: Literal["none", "auto", "224"] = "auto"
-    """Raw bytes; by extension and type; or images to 224 x 224, randomly cropped and flipped."""
+    """none: raw bytes; auto: by extension and type; 224: images to 224 x 224, randomly cropped and flipped."""
 
-    workers: int | None = None
-    """Threads of penstock, worker processes of peers; as many as there are cores if not given."""
+    workers: OptionalNumber = None
+    """Threads of penstock, worker processes of peers; one per core if not given."""
 
-    cache_dir: str | None = None
-    """Let penstock keep fetched chunks in this folder. Peers always keep theirs on the local disk."""
+    cache_dir: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Cache penstock's chunks in this folder. Peers always cache on the local disk."""
 
-    against: Annotated[str, tyro.conf.arg(metavar="PEER,...")] = ""
+    against: Annotated[str, tyro.conf.arg(metavar="PEER,...", help_behavior_hint="")] = ""
     """Peers to compare with: webdataset, mosaicml-streaming, litdata."""
 
     peer_decode: Literal["auto", "pil", "opencv", "penstock"] = "auto"
-    """What peers decode images with; auto tries PIL and OpenCV, and takes the faster."""
+    """Image decoder of the peers; auto takes the faster of PIL and OpenCV."""
 
-    conversions: str | None = None
-    """Folder or URL for the copies in peers' formats; a cache folder, or a sibling of the data in S3, if not given."""
+    conversions: Annotated[str | None, tyro.conf.arg(metavar="PLACE", help_behavior_hint="")] = None
+    """Folder or URL for the copies in the peers' formats; a cache folder, or beside the data in S3, if not given."""
 
     peer_layout: Literal["plain", "packed"] = "plain"
-    """Give peers a field a column and a record a sample, or what an expert would: columns and rows packed in arrays."""
+    """plain: one column per field, one record per sample; packed: columns and rows packed into arrays by hand."""
 
     rounds: int = 3
-    """How often each contender is measured."""
+    """Measurements of each contender."""
 
-    startup: bool = True
-    """Measure the time to the first batch in runs of its own too, from fresh and after a resume in mid-epoch."""
+    startup: Flag = True
+    """Skip the runs that measure the time to the first batch, from a fresh start and after a mid-epoch resume."""
 
     step_ms: float = 0.0
-    """Let the consumer take so long over each batch, as training would."""
+    """Simulated training step: milliseconds that the consumer spends on each batch."""
 
-    out: Path | None = None
-    """Write the result, with all rounds, as JSON to this file too."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write the result, with all rounds, to this JSON file."""
 
-    plot: Path | None = None
-    """Draw the comparison into this file (.png, .svg or .pdf)."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Plot the comparison to this file (.png, .svg or .pdf)."""
 
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(BenchArguments, "bench", arguments)
     against = tuple(name.strip() for name in given.against.split(",") if name.strip())
     if given.plot is not None and not against:
-        raise ConfigError("--plot draws a comparison: name peers with --against")
+        raise ConfigError("--plot needs peers to compare with; name them with --against")
     config = BenchConfig(
         source=given.chosen_source(),
         against=against,
@@ -119,18 +119,18 @@ def run(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being done, in a line that goes away; nothing where nobody watches."""
+    """Show progress in a transient line on stderr, if it is a terminal."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("looking at the data") as status:
+    with Console(stderr=True).status("reading the data set") as status:
         yield status.update
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The command line as it was given, but for the values of storage options."""
+    """The command line as given, without the values of storage options."""
     words = ["penstock", "bench"]
     hide = False
     for word in arguments:

@@ -1,4 +1,4 @@
-"""What the commands share: reading their arguments, storage options, numbers for people, tables."""
+"""What the commands share: argument parsing, storage options, human-readable numbers, tables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from ..loader.formats.shard import ShardFormat
 Arguments = TypeVar("Arguments")
 FormatName = Literal["tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32", "int64"]
+# Options that need no default in their help: flags, and settings whose text says what happens without them.
+Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+OptionalNumber = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 StorageOptions = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE", help_behavior_hint="")
 ]
@@ -29,45 +32,45 @@ def _choices(literal: Any) -> str:
 
 
 def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Arguments:
-    """Fill the dataclass of a command; ``--help`` and wrong arguments end the process, with 0 and 2."""
+    """Parse arguments into a command's dataclass; ``--help`` exits with 0, wrong arguments exit with 2."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     return tyro.cli(kind, prog=f"penstock {command}", args=list(arguments), config=style)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceArguments:
-    """What every command that reads a data set is told."""
+    """Arguments of every command that reads a data set."""
 
     source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
-    """URLs or paths: of a folder of shards, of shards, or a quoted pattern like "s3://b/x-{000..099}.tar"."""
+    """URLs or paths of a folder of shards or of single shards, or a quoted pattern like "s3://b/x-{000..099}.tar"."""
 
     format: Annotated[FormatName | None, tyro.conf.arg(metavar=_choices(FormatName), help_behavior_hint="")] = None
-    """Read the shards as this format instead of finding it out."""
+    """Format of the shards; detected if not given."""
 
     seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Tokens in a sequence, for token files."""
+    """Sequence length in tokens, for token files."""
 
     dtype: Annotated[TokenType | None, tyro.conf.arg(metavar=_choices(TokenType), help_behavior_hint="")] = None
-    """Type of a token, for raw token files (uint16 if not given)."""
+    """Data type of a token, for raw token files; uint16 if not given."""
 
     storage_option: StorageOptions = ()
-    """Setting of the store, such as endpoint=http://host:9000; may be repeated. Leave secrets to the environment."""
+    """Option of the store, such as endpoint=http://host:9000; repeatable. Pass secrets in the environment instead."""
 
-    json: bool = False
+    json: Flag = False
     """Print the result as JSON."""
 
     def chosen_source(self) -> str | list[str]:
-        """A shell has expanded an unquoted ``{000..099}`` into words before we see it."""
+        """One URL, or several: the shell expands an unquoted ``{000..099}`` into words."""
         if not self.source:
-            raise ConfigError("no source is given; name a URL or a path")
+            raise ConfigError("no source; give a URL or a path")
         return self.source[0] if len(self.source) == 1 else list(self.source)
 
     def chosen_format(self) -> ShardFormat | None:
-        """The format that the arguments ask for; None where they leave it to the data."""
+        """The format that the arguments select; None to detect it."""
         if self.seq_len is None and self.dtype is None:
             return None if self.format is None else make_format(self.format)
         if self.format not in (None, "tokens"):
-            raise ConfigError(f"--seq-len and --dtype are for token files, not for --format {self.format}")
+            raise ConfigError(f"--seq-len and --dtype apply to token files, not to --format {self.format}")
         config: dict[str, Any] = {"seq_len": self.seq_len}
         if self.dtype is not None:
             config["dtype"] = self.dtype
@@ -78,12 +81,12 @@ class SourceArguments:
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, str]:
-    """``key=value`` words as a mapping. Raises ConfigError without echoing a value, which may be a secret."""
+    """``KEY=VALUE`` words as a mapping. Raises ConfigError without echoing a value, which may be a secret."""
     options = {}
     for number, pair in enumerate(pairs, start=1):
         key, mark, value = pair.partition("=")
         if not mark or not key:
-            raise ConfigError(f"--storage-option number {number} is not of the form key=value")
+            raise ConfigError(f"--storage-option number {number} is not of the form KEY=VALUE")
         options[key] = value
     return options
 
@@ -95,12 +98,12 @@ def print_json(value: Any) -> None:
 
 
 def console() -> Console:
-    """The terminal. What is printed is data: brackets in it are no markup; styles are given as such."""
+    """The terminal. What is printed is data: brackets in it are not markup."""
     return Console(highlight=False, markup=False)
 
 
 def fact_table() -> Table:
-    """Two columns: what, and how much."""
+    """A table of two columns, label and value."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""``penstock index``: build a manifest and keep it beside the data."""
+"""``penstock index``: build a manifest and store it beside the data."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from ..loader.dataset.source import absolute_urls
 from ..loader.errors import ConfigError
 from ..loader.reading.checksum import sum_chunks
 from ..storage import PenstockError, open_store
-from .common import SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
+from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexArguments(SourceArguments):
-    """Find the samples of a data set, and keep what was found beside the data.
+    """Find the samples of a data set and store the index, the manifest, beside the data.
 
-    Loaders index by themselves what has no manifest; with one they start at once, on every machine.
-    Of a data set that changed, only new and changed shards are read.
+    A loader indexes a data set that has no manifest at its first use, on each machine; with a manifest it starts at
+    once. If a data set has changed, only new and changed shards are read.
 
     example:  penstock index s3://bucket/train/
     """
 
-    no_write: bool = False
-    """Only look: do not keep the manifest beside the data (as penstock-manifest.arrow)."""
+    no_write: Flag = False
+    """Do not write the manifest (penstock-manifest.arrow), only report."""
 
-    checksums: bool = False
-    """Read all data, and keep a checksum for each chunk, which readers then check; kept up where there were some."""
+    checksums: Flag = False
+    """Read all data and store a checksum for each chunk, which loaders then verify; kept up once stored."""
 
-    rebuild: bool = False
-    """Read every shard anew, whatever was kept before."""
+    rebuild: Flag = False
+    """Index every shard again, ignoring the existing manifest."""
 
     threads: int = INDEX_THREADS
-    """Shards indexed at a time."""
+    """Shards indexed in parallel."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     source, options = given.chosen_source(), given.options()
     started = time.monotonic()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StaleManifestWarning)  # to mend it is what this command is for
+        warnings.simplefilter("ignore", StaleManifestWarning)  # this command repairs it
         manifest = open_manifest(
             source,
             storage_options=options,
@@ -60,8 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         urls = absolute_urls(source)
         if len(urls) != 1 or urls[0].rstrip("/") != manifest.url.rstrip("/"):
             raise ConfigError(
-                "a manifest is kept beside a whole folder of shards, and these are some shards of one; "
-                "give the folder, or --no-write to only look"
+                "a manifest describes a whole folder of shards, and SOURCE names only some of them; "
+                "give the folder, or --no-write to only report"
             )
         written = _write(manifest, options)
     _report(given, manifest, written, time.monotonic() - started)
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _had_checksums(url: str, options: dict[str, str] | None) -> bool:
-    """Whether the manifest that is to be replaced has some; a mended one has lost them."""
+    """Whether the manifest that will be replaced has checksums; a repaired one has lost them."""
     try:
         saved = read_saved_manifest(url + MANIFEST_NAME, options)
     except PenstockError:
@@ -109,7 +109,7 @@ def _report(given: IndexArguments, manifest: Manifest, written: str | None, seco
     table.add_row("data set", manifest.url)
     table.add_row("format", manifest.format)
     table.add_row("samples", f"{manifest.num_samples:,}")
-    table.add_row("shards", f"{len(manifest.shards):,} of {format_bytes(size)} in all")
+    table.add_row("shards", f"{len(manifest.shards):,} of {format_bytes(size)} in total")
     table.add_row("chunks", f"{manifest.num_chunks:,} of {format_bytes(size / manifest.num_chunks)} on average")
     table.add_row("checksums", "yes" if manifest.checksums is not None else "no")
     table.add_row("fingerprint", manifest.fingerprint)

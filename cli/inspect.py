@@ -1,4 +1,4 @@
-"""``penstock inspect``: show what a data set is made of."""
+"""``penstock inspect``: show the format, fields and sizes of a data set."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect
+from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
 from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(SourceArguments):
-    """Show what a data set is made of: format, fields, sizes, its first sample.
+    """Show the format, fields and sizes of a data set, and its first sample.
 
     example:  penstock inspect s3://bucket/train/
     """
 
     chunks: int = 16
-    """Chunks, spread over the data set, that are read to learn the sizes of samples."""
+    """Chunks to read for sample sizes, spread over the data set."""
 
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
-    seen = inspect(
+    seen = inspect_dataset(
         given.chosen_source(),
         storage_options=given.options(),
         format=given.chosen_format(),
@@ -54,21 +54,21 @@ def _report(seen: Inspection) -> None:
     spreads.add_column("", style="cyan")
     for name in ("smallest", "median", "mean", "largest"):
         spreads.add_column(name, justify="right")
-    spreads.add_row("bytes of a shard", *_sizes(seen.shard_sizes))
-    spreads.add_row("bytes of a chunk", *_sizes(seen.chunk_sizes))
-    spreads.add_row("bytes of a sample", *_sizes(seen.sample_sizes))
+    spreads.add_row("bytes per shard", *_sizes(seen.shard_sizes))
+    spreads.add_row("bytes per chunk", *_sizes(seen.chunk_sizes))
+    spreads.add_row("bytes per sample", *_sizes(seen.sample_sizes))
     counts = seen.shard_samples
     numbers = (counts.low, counts.median, counts.mean, counts.high)
-    spreads.add_row("samples of a shard", *(f"{number:,.0f}" for number in numbers))
+    spreads.add_row("samples per shard", *(f"{number:,.0f}" for number in numbers))
     screen.print()
     screen.print(spreads)
 
     low, high = format_bytes(seen.sample_sizes.low), format_bytes(seen.sample_sizes.high)
     screen.print()
     if len(seen.histogram) == 1:
-        screen.print(_heading("sizes of samples"), f" all of the {seen.sizes_of:,} read have {low}")
+        screen.print(_heading("sample sizes"), f" all {seen.sizes_of:,} samples read have {low}")
     else:
-        screen.print(_heading("sizes of samples"), f" {seen.sizes_of:,} read; to the right by equal ratios")
+        screen.print(_heading("sample sizes"), f" {seen.sizes_of:,} samples read; logarithmic scale")
         screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}")
 
     fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -78,7 +78,7 @@ def _report(seen: Inspection) -> None:
     for field in seen.fields:
         fields.add_row(Text(field.name), Text(field.kind), Text(field.value))
     screen.print()
-    screen.print(_heading("the first sample"))
+    screen.print(_heading("first sample"))
     screen.print(fields)
 
 

@@ -14,6 +14,7 @@ import tyro
 from ..loader.errors import ConfigError
 from ..loader.tools.pack import PackSummary, pack
 from .common import (
+    Flag,
     StorageOptions,
     console,
     fact_table,
@@ -28,11 +29,11 @@ from .common import (
 
 @dataclass(frozen=True, kw_only=True)
 class PackArguments:
-    """Write a folder of files, a table or text as shards, in any store.
+    """Write a folder of files, a table or text as shards to any store.
 
-    A folder's files are grouped into samples by the part of their name before the first dot; subfolders that hold all
-    of the files are classes, and give each sample a `cls`. A table (.jsonl, .csv, .parquet) has a sample a row.
-    The manifest is written last: an interrupted pack is seen as such, and is run again.
+    Files of a folder are grouped into samples by their name up to the first dot. If every file lies in one of several
+    subfolders, the subfolders are classes and each sample gets a `cls`. Each row of a table (.jsonl, .csv, .parquet)
+    is a sample. The manifest is written last, so that an interrupted pack is detected and can be run again.
 
     example:  penstock pack photos/ s3://bucket/photos/
 
@@ -42,42 +43,42 @@ class PackArguments:
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
-    """Folder (URL or path), or a .jsonl, .csv or .parquet file."""
+    """URL or path of a folder, or of a .jsonl, .csv or .parquet file."""
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET", help_behavior_hint="")]
-    """URL or path of the folder that the shards go to."""
+    """URL or path of the folder to write the shards to."""
 
     format: Literal["tar", "parquet", "tokens"] = "tar"
-    """What to write."""
+    """Format of the shards."""
 
     shard_mib: float = 64.0
-    """Size of a shard, about, in MiB."""
+    """Approximate size of a shard in MiB."""
 
     seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Tokens in a sequence (tokens)."""
+    """Sequence length in tokens; required for --format tokens."""
 
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """Type of a token (tokens)."""
+    """Data type of a token, for --format tokens."""
 
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")] = None
-    """Function from text to a list of integers (tokens)."""
+    """Function from text to a list of integers, for --format tokens."""
 
     field: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Field that holds the text or the integers (tokens); found by name if not given."""
+    """Field that holds the text or the integers, for --format tokens; found by name if not given."""
 
-    no_checksums: bool = False
-    """Leave out the checksums of chunks, which readers would check."""
+    no_checksums: Flag = False
+    """Do not store checksums of chunks."""
 
-    overwrite: bool = False
+    overwrite: Flag = False
     """Replace the shards of a target that is not empty."""
 
     storage_option: StorageOptions = ()
-    """Setting of the target's store, such as endpoint=http://host:9000; may be repeated."""
+    """Option of the target's store, such as endpoint=http://host:9000; repeatable."""
 
     source_storage_option: StorageOptions = ()
-    """Setting of the source's store; may be repeated."""
+    """Option of the source's store; repeatable."""
 
-    json: bool = False
+    json: Flag = False
     """Print the result as JSON."""
 
 
@@ -105,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def import_function(path: str) -> Callable[[str], Any]:
-    """The function of ``module:name``, which may lie in the current folder."""
+    """Import the function ``module:name``; modules in the current folder are found."""
     module, mark, name = path.partition(":")
     if not mark:
         raise ConfigError(f"--tokenizer {path}: write it as module:name")
@@ -120,7 +121,7 @@ def import_function(path: str) -> Callable[[str], Any]:
     finally:
         sys.path.remove(here)
     if not callable(found):
-        raise ConfigError(f"--tokenizer {path}: a {type(found).__name__}, which cannot be called")
+        raise ConfigError(f"--tokenizer {path}: a {type(found).__name__} is not callable")
     return found  # type: ignore[no-any-return]
 
 
@@ -129,13 +130,13 @@ def _report(summary: PackSummary) -> None:
     table.add_row("data set", summary.url)
     table.add_row("samples", f"{summary.samples:,}")
     table.add_row(
-        "shards", f"{format_count(summary.shards, f'{summary.format} shard')} of {format_bytes(summary.bytes)} in all"
+        "shards", f"{format_count(summary.shards, f'{summary.format} shard')} of {format_bytes(summary.bytes)} in total"
     )
     if summary.classes:
         shown = ", ".join(f"{number} = {name}" for number, name in enumerate(summary.classes[:10]))
         table.add_row("classes", shown + (f", ... ({len(summary.classes)})" if len(summary.classes) > 10 else ""))
     if summary.dropped:
-        table.add_row("left out", summary.dropped)
+        table.add_row("dropped", summary.dropped)
     table.add_row("fingerprint", summary.fingerprint)
     rate = summary.bytes / max(summary.seconds, 1e-9)
     table.add_row("took", f"{format_seconds(summary.seconds)}, {format_bytes(rate)}/s")

@@ -1,4 +1,4 @@
-"""``penstock plan``: what a run will be like, on any number of ranks, without reading data."""
+"""``penstock plan``: predict batches, reads and memory on any number of ranks, without reading data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..loader.errors import ConfigError
 from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.order.forecast import Forecast, forecast
 from ..loader.order.plan import Order, auto_lanes, auto_window
-from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
+from .common import Flag, OptionalNumber, SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(SourceArguments):
-    """Tell what a run will be like, for one or several world sizes: batches, skew, reads, memory. Reads no data.
+    """Predict batches, skew, reads and memory of a run for one or several world sizes, without reading data.
 
-    Of a data set that exists, or of one made up with --samples, --shards and --sample-bytes.
+    The data set may be an existing one, or a hypothetical one given by --samples, --shards and --sample-bytes.
 
     example:  penstock plan s3://bucket/train/ --world-size 8 64 1024 --batch-size 32
 
@@ -34,42 +34,42 @@ class PlanArguments(SourceArguments):
     source: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE ...]", help_behavior_hint="")
     ] = ()
-    """URL or path of a folder of shards, of one shard, or a quoted pattern; none for a made-up data set."""
+    """URL or path of a folder of shards or of one shard, or a quoted pattern; none for a hypothetical data set."""
 
     world_size: tuple[int, ...] = (1, 8, 64)
     """Numbers of ranks to compare."""
 
     batch_size: int = 32
-    """Samples per rank and batch."""
+    """Samples per batch on each rank."""
 
-    global_batch_size: int | None = None
-    """Samples of all ranks together per batch, instead of --batch-size."""
+    global_batch_size: OptionalNumber = None
+    """Samples per batch over all ranks, instead of --batch-size."""
 
-    lanes: int | None = None
-    """Lanes of the order (a power of two); chosen for each world size if not given."""
+    lanes: OptionalNumber = None
+    """Lanes of the order, a power of two; chosen for each world size if not given."""
 
-    window: int | None = None
-    """Chunks of a lane whose samples are mixed; chosen if not given."""
+    window: OptionalNumber = None
+    """Chunks of a lane to shuffle together; chosen if not given."""
 
-    shuffle: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """Plan an order that is not shuffled."""
+    shuffle: Flag = True
+    """Plan for sequential order."""
 
     last_batch: Literal["drop", "pad", "partial"] = "drop"
-    """What becomes of samples that do not fill a global batch."""
+    """What happens to the samples that do not fill a global batch."""
 
-    samples: int | None = None
-    """Samples of a made-up data set."""
+    samples: OptionalNumber = None
+    """Samples of a hypothetical data set."""
 
     shards: int = 1000
-    """Shards of a made-up data set."""
+    """Shards of a hypothetical data set."""
 
     sample_bytes: int = 100_000
-    """Bytes of a sample of a made-up data set."""
+    """Bytes per sample of a hypothetical data set."""
 
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
-    name, chunks = _made_up(given) if given.samples is not None else _existing(given)
+    name, chunks = _hypothetical(given) if given.samples is not None else _existing(given)
     forecasts = [_forecast(given, chunks, world_size) for world_size in given.world_size]
     if given.json:
         print_json([dataclasses.asdict(each) for each in forecasts])
@@ -86,9 +86,9 @@ class _Chunks:
     shards: int
 
 
-def _made_up(given: PlanArguments) -> tuple[str, _Chunks]:
+def _hypothetical(given: PlanArguments) -> tuple[str, _Chunks]:
     if given.source:
-        raise ConfigError("give either a source, or --samples for a made-up data set")
+        raise ConfigError("give either a source, or --samples for a hypothetical data set")
     samples, shards, size = given.samples or 0, given.shards, given.sample_bytes
     if not (samples >= shards >= 1 and size >= 1):
         raise ConfigError(f"--samples {samples} --shards {shards} --sample-bytes {size}: needs samples >= shards >= 1")
@@ -97,7 +97,7 @@ def _made_up(given: PlanArguments) -> tuple[str, _Chunks]:
     count = shards * chunks_of_shard
     in_chunk = np.full(count, samples // count, np.int64)
     in_chunk[: samples % count] += 1
-    return "made up", _Chunks(in_chunk, in_chunk * size, in_chunk * size, shards)
+    return "hypothetical", _Chunks(in_chunk, in_chunk * size, in_chunk * size, shards)
 
 
 def _existing(given: PlanArguments) -> tuple[str, _Chunks]:
@@ -123,12 +123,12 @@ def _forecast(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecas
 _ROWS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
     ("global batch", lambda f: f"{f.global_batch_size:,}"),
     ("batches per rank", lambda f: f"{f.batches_per_rank:,}"),
-    ("samples left out of an epoch", lambda f: f"{f.samples_left_out:,}"),
+    ("samples dropped per epoch", lambda f: f"{f.samples_left_out:,}"),
     ("lanes × window", lambda f: f"{f.lanes:,} × {f.window}"),
     ("skew of a batch, samples", lambda f: f"{f.batch_skew}"),
     ("skew of an epoch, samples", lambda f: f"{f.skew}"),
     ("read amplification", lambda f: f"{f.read_amplification:.2f}"),
-    ("further reads, at the lanes' cuts", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
+    ("extra reads at lane cuts", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
     ("open windows per rank", lambda f: f"{f.open_windows:,}"),
     ("memory of open windows per rank", lambda f: format_bytes(f.window_bytes)),
     ("read before the first batch", lambda f: f"≤ {format_bytes(f.first_batch_bytes)}"),

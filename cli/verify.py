@@ -1,4 +1,4 @@
-"""``penstock verify``: read and check everything."""
+"""``penstock verify``: read and check all data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SHOWN = 50
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments(SourceArguments):
-    """Read every chunk of a data set, check it, and name every bad shard.
+    """Read and check every chunk of a data set, and list every bad shard.
 
-    Compared are sizes and ETags, checksums where the manifest has some, and the number of samples; every chunk is
-    opened. Ends with 0 when all is well and with 1 when something is not.
+    Compares sizes, ETags, sample counts and, if the manifest has them, checksums, and opens every chunk. Exits with 0
+    if no flaw was found and with 1 otherwise.
 
     example:  penstock verify s3://bucket/train/
     """
 
     threads: int = READ_THREADS
-    """Chunks read at a time."""
+    """Chunks read in parallel."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -53,9 +53,12 @@ def _report(result: VerifyResult) -> None:
     chunks, shards = format_count(result.chunks, "chunk"), format_count(result.shards, "shard")
     table.add_row("read", f"{format_count(result.samples, 'sample')} in {chunks} of {shards}")
     table.add_row("", f"{format_bytes(result.bytes)} in {format_seconds(result.seconds)}, {format_bytes(rate)}/s")
-    table.add_row("checksums", "compared" if result.checksums else "none in the manifest; `penstock index --checksums`")
+    table.add_row(
+        "checksums",
+        "compared" if result.checksums else "none; `penstock index --checksums` adds them",
+    )
     if result.ok:
-        table.add_row("result", Text("all is well", style="green"))
+        table.add_row("result", Text("no flaws found", style="green"))
         screen.print(table)
         return
     flawed = f"{format_count(len(result.flaws), 'flaw')} in {format_count(len(result.bad_shards), 'shard')}"

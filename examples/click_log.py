@@ -1,4 +1,4 @@
-"""Train a click model on the rows of a parquet log; columns stay columns on their way from the file to the batch.
+"""Train a click model on the rows of a Parquet log; columns stay columns from the file to the batch.
 
     python examples/click_log.py                                  on a made-up log in a temporary folder
     python examples/click_log.py s3://bucket/clicks/              on yours, with columns of the same names
@@ -46,7 +46,7 @@ def make_log(folder: str, rows: int = 200_000, files: int = 4) -> None:
 
 
 class ClickModel(nn.Module):
-    """An embedding for each category, and a small network over all of them and the numbers."""
+    """An embedding for each category, and a small network over the embeddings and the numbers."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def train(url: str, options: argparse.Namespace) -> None:
                 count += int(valid.sum())
             if os.environ.get("RANK", "0") == "0":
                 waited_s = loader.metrics().consumer_wait_s
-                print(f"epoch {epoch}: {count:,.0f} rows, loss {total / count:.4f}, {waited_s:.2f} s in all waiting")
+                print(f"epoch {epoch}: {count:,.0f} rows, loss {total / count:.4f}, {waited_s:.2f} s waiting")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import DistributedDataLoader, ImageDecoder
-from penstock.loader.tools.pack import pack
+from penstock import DistributedDataLoader, ImageDecoder, pack
 
 CLASSES = 4
 
@@ -81,7 +80,7 @@ def train(url: str, options: argparse.Namespace) -> None:
                 seen += len(images)
             if os.environ.get("RANK", "0") == "0":
                 waited_s = loader.metrics().consumer_wait_s
-                print(f"epoch {epoch}: accuracy {right / seen:.3f}, {waited_s:.1f} s in all spent waiting for data")
+                print(f"epoch {epoch}: accuracy {right / seen:.3f}, {waited_s:.1f} s spent waiting for data")
     if dist.is_initialized():
         dist.destroy_process_group()
 

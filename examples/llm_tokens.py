@@ -1,4 +1,4 @@
-"""Train a small language model on token files, and go on after a stop from the very next sequence.
+"""Train a small language model on token files, and resume at exactly the next sequence after a stop.
 
     python examples/llm_tokens.py                                  on the Python library's own text, packed here
     python examples/llm_tokens.py s3://bucket/tokens/ --dtype uint32 --vocabulary 128256
@@ -25,14 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import DistributedDataLoader, TokensFormat
-from penstock.loader.tools.pack import pack
+from penstock import DistributedDataLoader, TokensFormat, pack
 
 SEQ_LEN = 129  # 128 inputs, and the targets that are one token further
 
 
 def read_texts() -> Iterator[str]:
-    """Source files of Python's library: real text, on every machine."""
+    """Source files of Python's standard library: real text on every machine."""
     for path in islice(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), 150):
         yield path.read_text("utf-8", "replace") + "\0"
 
@@ -82,7 +81,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train for some steps; gives the loader's state, which any number of ranks can go on from."""
+    """Train for some steps. Returns the loader's state, from which any number of ranks can resume."""
     with DistributedDataLoader(
         url, batch_size=options.batch_size, format=TokensFormat(seq_len=SEQ_LEN, dtype=options.dtype, overlap=1)
     ) as loader:

@@ -1,13 +1,15 @@
-"""What tests of every room share: a real S3 server."""
+"""What tests of every room share: the two tiers, a real S3 server."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -15,9 +17,58 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: torch's threads on busy cores wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
 settings.register_profile("penstock", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.load_profile("penstock")
+
+# What makes a test slow: a server, ranks of its own, a kill. `make quick` leaves these out; `make test` runs them one
+# after another on one worker, so that they do not take the cores from each other.
+SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
+SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
+SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "kill", "killpg"}
+SLOW_FILES = {
+    "test_endings.py",
+    "test_examples.py",
+    "test_memory.py",
+    "test_nodes.py",
+    "test_restarts.py",
+    "test_stall.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group("slow"))
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test starts a server or ranks, or kills a process: by its fixtures, parameters, calls or file."""
+    if not isinstance(item, pytest.Function):
+        return False
+    parameters = item.callspec.id if hasattr(item, "callspec") else ""
+    return bool(
+        item.path.name in SLOW_FILES
+        or SLOW_FIXTURES & set(item.fixturenames)
+        or SLOW_CALLS & set(names_in(item.function.__code__))
+        or SLOW_PARAMETERS.search(parameters)
+        or item.get_closest_marker("s3")
+    )
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function's code uses, those of comprehensions and functions inside it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
 
 S3_SERVER = Path(__file__).parent / "servers" / "s3_server.sh"
 
@@ -63,7 +114,7 @@ def s3_url(s3_endpoint: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def make_bucket(name: str, options: dict[str, Any]) -> None:
-    """Create a bucket: a PUT of its URL, signed by obstore, which has no verb for it."""
+    """Create a bucket: a PUT of its URL, signed by obstore, which has no call for it."""
     import urllib.request
     from datetime import timedelta
 

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import penstock.storage.resolve
-from penstock import DistributedDataLoader, ImageDecoder
+from penstock import DistributedDataLoader, ImageDecoder, pack
 from penstock.cli import COMMANDS
-from penstock.loader.tools.pack import pack
 from penstock.storage import MemoryStore, Store
 from penstock.storage.remote import RemoteStore
 

@@ -19,13 +19,14 @@ TRIED = [
 ]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "arguments", "expected"), TRIED)
 def test_example_runs_without_data_of_ones_own(name: str, arguments: list[str], expected: str) -> None:
     if name == "images_from_s3.py":
         pytest.importorskip("simplejpeg", reason="install penstock[images]")
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's threads on busy cores mostly wait for each other
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
     assert done.stderr == ""

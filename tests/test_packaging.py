@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -41,7 +43,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_type_checkers_see_every_room() -> None:
     types = ROOT / ".types" / "penstock"
-    assert {path.name for path in types.iterdir()} == {"__init__.py", "py.typed", *ROOMS}
+    assert {path.name for path in types.iterdir()} == {"__init__.py", "__init__.pyi", "py.typed", *ROOMS}
     assert all(path.exists() for path in types.iterdir())
 
 
@@ -74,8 +76,9 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def test_a_wheel_puts_nothing_but_penstock_into_site_packages(tmp_path: Path) -> None:
-    # From a copy: building writes beside the sources.
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of the project, built from a copy: building writes beside the sources."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -84,7 +87,8 @@ def test_a_wheel_puts_nothing_but_penstock_into_site_packages(tmp_path: Path) ->
     )
     if listed.returncode:
         pytest.skip("not a git checkout: which files belong to the project is not known")
-    copy = tmp_path / "copy"
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "copy"
     for name in filter(None, listed.stdout.decode().split("\0")):
         if name.startswith(("tests/", ".types/")) or not (ROOT / name).is_file():
             continue
@@ -93,10 +97,71 @@ def test_a_wheel_puts_nothing_but_penstock_into_site_packages(tmp_path: Path) ->
     build = "import setuptools.build_meta as backend; print(backend.build_wheel('..'))"
     done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    names = ZipFile(tmp_path / done.stdout.split()[-1]).namelist()
+    return folder / done.stdout.split()[-1]
+
+
+def test_a_wheel_puts_nothing_but_penstock_into_site_packages(wheel: Path) -> None:
+    names = ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}
-    code = {str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    assert {f"penstock/{name}" for name in code | {"__init__.py", "py.typed"}} <= set(names)
+
+
+def test_a_wheel_holds_every_module_face_and_recipe(wheel: Path) -> None:
+    files = {
+        str(path.relative_to(ROOT))
+        for room in ROOMS
+        for kind in ("*.py", "*.pyi", "*.toml")
+        for path in (ROOT / room).rglob(kind)
+    }
+    faces = {"__init__.pyi", *(f"{room}/__init__.pyi" for room in ("loader", "storage", "trainer"))}
+    assert faces - {"__init__.pyi"} <= files
+    wanted = files | faces | {"__init__.py", "py.typed"}
+    assert {f"penstock/{name}" for name in wanted} - set(ZipFile(wheel).namelist()) == set()
+
+
+READ = """
+import sys
+from pathlib import Path
+
+import penstock
+from penstock import DistributedDataLoader, audit, pack, verify
+from penstock.loader import ConfigError
+from penstock.storage import MemoryStore
+from penstock.trainer import TrainerConfig
+
+assert Path(penstock.__file__).is_relative_to(sys.prefix), penstock.__file__
+assert pack(({"cls": i} for i in range(20)), "shards", progress=False).samples == 20
+assert verify("shards", progress=False).ok
+with DistributedDataLoader("shards", batch_size=5, audit_dir="audit") as loader:
+    print(sorted(n for batch in loader for n in batch["cls"].tolist()))
+assert audit("audit").is_exact
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_works_outside_of_the_repository(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    install = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "-qq", "--no-deps"]
+    subprocess.run([*install, "--no-index", wheel], check=True)
+    # What penstock depends on is that of the interpreter that runs this test, whose own penstock is not visible there.
+    found = subprocess.run(
+        [home / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    Path(found.stdout.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PENSTOCK_CACHE"] = str(tmp_path / "cache")
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(home / "bin" / "python", "-c", READ).strip() == str(list(range(20)))
+    assert "penstock COMMAND" in run(home / "bin" / "penstock", "--help")
+    assert "20" in run(home / "bin" / "penstock", "inspect", "shards")
 
 
 def test_test_files_have_names_of_their_own() -> None:

@@ -1,23 +1,6 @@
 """Training steps: consumes any iterable of batches, checkpoints it and resumes it."""
 
-from .arrays import ArrayLoader
-from .config import TrainerConfig
-from .errors import TrainerError
-from .evaluate import Evaluation
-from .ranks.world import World, close_world, open_world
-from .report.progress import Summary
-from .trainer import DistributedTrainer
-from .watch.watchdog import EXIT_STALLED
+import lazy_loader
 
-__all__ = [
-    "EXIT_STALLED",
-    "ArrayLoader",
-    "DistributedTrainer",
-    "Evaluation",
-    "Summary",
-    "TrainerConfig",
-    "TrainerError",
-    "World",
-    "close_world",
-    "open_world",
-]
+# The names and their homes are in __init__.pyi, for type checkers too; each is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

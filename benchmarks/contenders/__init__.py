@@ -24,11 +24,11 @@ class Contender(Protocol):
     """One loader over one data set. Made after its imports are done; making it is part of the timed start-up."""
 
     def epoch(self) -> Iterator[Any]:
-        """One pass over the data set, or what is left of it after a resume, in batches of the loader's own kind."""
+        """One pass over the data set, or the rest of it after a resume, in the loader's own kind of batches."""
         ...
 
     def state(self) -> Any:
-        """The position, as something that JSON can hold; None where the loader cannot tell or resume."""
+        """The position as JSON-serialisable data; None if the loader cannot save or resume it."""
         ...
 
     def report(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def find_module(name: str) -> Any:
         ConfigError: there is no such contender, or it is not installed.
     """
     if name not in CONTENDERS:
-        raise ConfigError(f"there is no contender {name!r}; there are {', '.join(CONTENDERS)}")
+        raise ConfigError(f"unknown contender {name!r}; the contenders are {', '.join(CONTENDERS)}")
     module, _, package = CONTENDERS[name]
     try:
         return importlib.import_module(f".{module}", __name__)

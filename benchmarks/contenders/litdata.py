@@ -28,7 +28,7 @@ def convert(
     """Write optimized chunks: of token sequences by its loader for tokens, of anything else as trees of values."""
     unfit = [name for name, field in layout.items() if field["kind"] == "object"]
     if unfit:
-        raise ConfigError(f"litdata's chunks take no values like those of the fields {unfit}")
+        raise ConfigError(f"litdata's chunks cannot hold the values of the fields {unfit}")
     block = _token_block(layout)
     loader = None if block is None else TokensLoader(block_size=block)
     cache = Cache(str(folder), chunk_bytes=shard_bytes, item_loader=loader)

@@ -26,7 +26,7 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: 
 def convert(
     samples: Iterable[dict[str, Any]], layout: Layout, folder: Path, shard_bytes: int, blocks: bool
 ) -> dict[str, Any]:
-    """Write MDS shards, without compression, which would only cost time."""
+    """Write MDS shards without compression, which would only cost time."""
     columns = {name: _encoding(name, field) for name, field in layout.items()}
     with MDSWriter(out=str(folder), columns=columns, size_limit=shard_bytes) as writer:
         for sample in samples:
@@ -40,12 +40,12 @@ def _encoding(name: str, field: dict[str, Any]) -> str:
         return f"ndarray:{field['dtype']}:{shape}" if shape else str(field["dtype"])
     kinds = {"bytes": "bytes", "text": "str"}
     if field["kind"] not in kinds:
-        raise ConfigError(f"MDS has no column for the values of field {name!r}: {', '.join(field['types'])}")
+        raise ConfigError(f"MDS has no column type for the values of field {name!r}: {', '.join(field['types'])}")
     return kinds[field["kind"]]
 
 
 class _Dataset(StreamingDataset):
-    """Its way to transform samples is to override ``__getitem__``."""
+    """mosaicml-streaming transforms samples by overriding ``__getitem__``."""
 
     decoder: SampleDecoder | None = None
 
@@ -96,7 +96,7 @@ class Mosaicml:
 
 
 def _plain(state: Any) -> Any:
-    """The state with Python's own numbers for numpy's, so that it can be JSON."""
+    """The state with Python numbers in place of numpy's, for JSON."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     return state.item() if isinstance(state, np.generic) else state

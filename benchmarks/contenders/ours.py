@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...loader import DistributedDataLoader
-from ...loader.decoding.decode import DecodeChoice
+from ...loader import DecodeChoice, DistributedDataLoader
 from ...loader.formats.detect import make_format
 from ..job import Job
 from ..layout import image_fields
@@ -55,7 +54,7 @@ def choose_decode(job: Job) -> DecodeChoice:
         return None
     if job.decode == "auto":
         return "auto"
-    from ...loader.decoding.images import ImageDecoder
+    from ...loader import ImageDecoder
 
     image = ImageDecoder(size=224, crop="random", flip=0.5)
     return dict.fromkeys(image_fields(job.fields), image)

@@ -27,8 +27,8 @@ import screen
 from digits import write_digits
 from s3_server import ServerError, run_s3_server
 
-from penstock import PenstockError
-from penstock.loader.tools.audit import AuditReport, audit
+from penstock import PenstockError, audit
+from penstock.loader import AuditReport
 
 TRAIN_SCRIPT = Path(__file__).with_name("train.py")
 LEAST_ACCURACY = 0.97
@@ -39,7 +39,7 @@ Event = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One torchrun: what its ranks reported. ``kill_to_exit_s`` is how long it took after the kill to end them all."""
+    """One torchrun: what its ranks reported. ``kill_to_exit_s`` is the time from the kill to the end of all."""
 
     world_size: int
     exit_code: int = 0
@@ -51,7 +51,7 @@ class Attempt:
 
 
 class AttemptError(Exception):
-    """An attempt ended otherwise than the demo means it to."""
+    """An attempt did not end as the demo expects."""
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
             os.environ.update(environment)
             return run_demo(url, folder, options.epochs)
     except KeyboardInterrupt:
-        screen.say("Stopped", "interrupted; nothing of the demo is left running", style="yellow")
+        screen.say("Stopped", "interrupted; no process of the demo is left running", style="yellow")
         return 130
     except (PenstockError, ServerError, AttemptError) as exc:
         screen.say("Failed", str(exc), style="red")
@@ -108,7 +108,7 @@ def is_complete(report: AuditReport, epochs: int, samples: int) -> bool:
 
 
 def run_attempt(world_size: int, arguments: list[str], log: Path, epochs: int) -> Attempt:
-    """Run torchrun to its end, however it ends, with its progress on the screen and its messages in ``log``."""
+    """Run torchrun until it ends, however it ends, with its progress on the screen and its messages in ``log``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}",
                str(TRAIN_SCRIPT), *arguments]  # fmt: skip
     attempt = Attempt(world_size=world_size)
@@ -140,7 +140,7 @@ def run_attempt(world_size: int, arguments: list[str], log: Path, epochs: int) -
 
 @contextmanager
 def run_process(command: list[str], messages: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, so that Ctrl-C reaches it through here alone, and in good order."""
+    """Start a process in its own session, so that Ctrl-C reaches it only through this program."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=messages, text=True, env=environment, start_new_session=True
@@ -167,7 +167,7 @@ def parse_event(line: str) -> Event:
 
 
 def prepare_folder(folder: Path) -> Path:
-    """Make the demo's folder, without what an earlier run left in it."""
+    """Create the demo's folder and remove what an earlier run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("store", "audit", "training"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -178,7 +178,7 @@ def prepare_folder(folder: Path) -> Path:
 
 @contextmanager
 def open_place(store: str, folder: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Where the shards go, as a URL, and the environment by which ranks reach it."""
+    """The URL to write the shards to, and the environment with which ranks reach it."""
     if store == "local":
         yield str(folder / "store"), {}
     elif store == "s3":
@@ -193,8 +193,8 @@ def open_place(store: str, folder: Path) -> Iterator[tuple[str, Mapping[str, str
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", default="local", help="local (default), s3, or the URL of a prefix to write to")
-    parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="for checkpoints, audit and logs")
-    parser.add_argument("--epochs", type=int, default=12, help="3 or more (default 12)")
+    parser.add_argument("--folder", type=Path, default=Path("demo-run"), help="folder for checkpoints, audit and logs")
+    parser.add_argument("--epochs", type=int, default=12, help="number of epochs, at least 3 (default 12)")
     options = parser.parse_args()
     if options.epochs < 3:
         parser.error(f"--epochs {options.epochs}: must be 3 or more")

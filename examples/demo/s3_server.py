@@ -1,4 +1,4 @@
-"""A real S3 server for as long as the demo runs: Ceph's RADOS gateway, started by the script that the tests use."""
+"""A real S3 server while the demo runs: Ceph's RADOS gateway, started by the script that the tests use."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ACCESS_KEY, SECRET_KEY, REGION = "test", "testsecret", "us-east-1"
 
 
 class ServerError(Exception):
-    """No S3 server can be started here; says why and what would do."""
+    """No S3 server can be started here; the message says why and what to do."""
 
 
 @contextmanager
 def run_s3_server() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """The URL of a new bucket on a server of its own, and the environment in which S3 clients find it."""
+    """The URL of a new bucket on a new server, and the environment with which S3 clients reach it."""
     install_server()
     # A short path: the daemons' sockets may not have long names.
     folder = tempfile.mkdtemp(prefix="penstock-demo-")
@@ -64,7 +64,7 @@ def install_server() -> None:
 
 
 def make_bucket(endpoint: str) -> None:
-    """A PUT of the bucket's URL, signed by obstore, which has no verb for it."""
+    """A PUT of the bucket's URL, signed by obstore, which has no call for it."""
     store = S3Store(
         BUCKET,
         endpoint=endpoint,

@@ -1,4 +1,4 @@
-"""What the demo shows: a line or two for what happens, progress while it lasts, and the account at the end."""
+"""What the demo shows: a line or two for each event, progress meanwhile, and the audit at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 
 def say(label: str, text: str, style: str = "cyan") -> None:
-    """A label in the left margin, and what there is to say beside it, with rich's markup."""
+    """Print a label in the left margin and text, with rich's markup, beside it."""
     line = Table.grid()
     line.add_column(width=MARGIN - 2, justify="right", style=f"bold {style}")
     line.add_column(overflow="fold")
@@ -51,7 +51,7 @@ def show_data(url: str, train: Sequence[int], test: Sequence[int]) -> None:
 
 @contextmanager
 def show_waiting(text: str) -> Iterator[None]:
-    """Say what is waited for; on a terminal with a sign of life, until it is there."""
+    """Show what the demo waits for; on a terminal, with a spinner."""
     if _console.is_terminal:
         with _console.status(f"{' ' * (MARGIN - 2)}{text}"):
             yield
@@ -62,7 +62,7 @@ def show_waiting(text: str) -> Iterator[None]:
 
 @contextmanager
 def show_training(world_size: int, epochs: int) -> Iterator[Callable[[Event], None]]:
-    """Give a function that takes what rank 0 reports, and shows it: as a bar on a terminal, else a line an epoch."""
+    """Yield a function that shows the events that rank 0 reports: as a bar on a terminal, else one line per epoch."""
     say("train", f"torchrun [bold]--nproc-per-node={world_size}[/]")
     columns = (
         TextColumn(" " * (MARGIN - 1)),
@@ -72,7 +72,7 @@ def show_training(world_size: int, epochs: int) -> Iterator[Callable[[Event], No
     )
     tally = _Tally()
     with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as progress:
-        task = progress.add_task("the ranks start", total=None)
+        task = progress.add_task("starting the ranks", total=None)
 
         def show(event: Event) -> None:
             match event.get("event"):
@@ -94,7 +94,7 @@ def show_training(world_size: int, epochs: int) -> Iterator[Callable[[Event], No
 
 
 class _Tally:
-    """The steps of one attempt: where it is, its smoothed loss, and its samples per second since its first step."""
+    """The steps of one attempt: its position, smoothed loss, and samples per second since the first step."""
 
     def __init__(self) -> None:
         self.steps = 1
@@ -132,14 +132,14 @@ def show_kill(kill: Event, checkpoint: Event, ending_s: float) -> None:
 def show_result(end: Event, held_out: int, least_accuracy: float) -> None:
     accuracy, right = end["accuracy"], round(end["accuracy"] * held_out)
     is_enough = accuracy >= least_accuracy
-    short = "" if is_enough else f"; [red]less than {least_accuracy}[/]"
+    short = "" if is_enough else f"; [red]below {least_accuracy}[/]"
     share = f"accuracy [bold]{accuracy:.4f}[/] ({right} of {held_out} held-out digits)"
     say("result", f"loss {end['loss']:.3f}, {share}{short}", style="green" if is_enough else "red")
     _console.print()
 
 
 def show_audit(folder: Path) -> int:
-    """Have ``penstock audit`` account for the run, and show what it says; gives its exit code."""
+    """Run ``penstock audit`` and show its report. Returns its exit code."""
     say("audit", f"[bold]penstock audit {_shorten(str(folder))}[/]")
     environment = {**os.environ, "COLUMNS": str(_console.width - MARGIN)}
     if _console.is_terminal and not _console.no_color:
@@ -154,9 +154,9 @@ def show_audit(folder: Path) -> int:
 
 def show_verdict(is_exact: bool, epochs: int, samples: int) -> None:
     if is_exact:
-        say("exact", f"all {samples:,} samples in each of {epochs} epochs, once each", style="green")
+        say("exact", f"all {samples:,} samples delivered once in each of {epochs} epochs", style="green")
     else:
-        say("not exact", f"some epoch has not all of {samples:,} samples, once each", style="red")
+        say("not exact", f"some epoch did not deliver all {samples:,} samples exactly once", style="red")
     _console.print()
 
 

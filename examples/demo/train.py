@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 examples/demo/train.py --train URL --test URL --output FOLDER
 
-Started again, on any number of ranks, it goes on from the newest checkpoint. Rank 0 prints a line of JSON per step.
+Restarted on any number of ranks, it resumes from the newest checkpoint. Rank 0 prints a line of JSON per step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ from torch import nn
 from torch.nn import functional
 
 from penstock import DistributedDataLoader
-from penstock.trainer import DistributedTrainer, Evaluation, TrainerConfig, World, close_world, open_world
-from penstock.trainer.checkpoint.checkpointer import CheckpointConfig
-from penstock.trainer.evaluate import EvaluateConfig
-from penstock.trainer.parallel.precision import PrecisionConfig
-from penstock.trainer.report.observers import ReportConfig
-from penstock.trainer.schedule import ScheduleConfig
+from penstock.trainer import (
+    CheckpointConfig,
+    DistributedTrainer,
+    EvaluateConfig,
+    Evaluation,
+    PrecisionConfig,
+    ReportConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    World,
+    close_world,
+    open_world,
+)
 
 GLOBAL_BATCH_SIZE = 48  # the same on 2 ranks and on 3
 CHECKPOINT_EVERY = 10
@@ -47,7 +54,7 @@ def read_sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def shift_sample(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Move the digit by up to a pixel. ``rng`` depends on seed, epoch and sample alone: a resume moves it alike."""
+    """Move the digit by up to a pixel. ``rng`` depends only on seed, epoch and sample."""
     shift = rng.integers(-1, 2, size=2)
     read = read_sample(sample)
     read["image"] = np.roll(read["image"], tuple(shift), axis=(1, 2))
@@ -62,7 +69,7 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, world: World) -> None:
-    """Go on from the newest checkpoint, if there is one, to the end of the last epoch; then evaluate."""
+    """Train from the newest checkpoint, if there is one, to the end of the last epoch; then evaluate."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, weight_decay=1e-2)
@@ -116,7 +123,7 @@ def train(options: argparse.Namespace, world: World) -> None:
 
 
 def measure(model: nn.Module, batch: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Sums and counts of the rows that are samples; the last batch is filled up with others."""
+    """Sums and counts over the rows that are samples; the last batch is padded."""
     valid = batch["__valid__"]
     scores, labels = model(batch["image"])[valid], batch["label"][valid]
     right = (scores.argmax(1) == labels).sum()
@@ -125,7 +132,7 @@ def measure(model: nn.Module, batch: dict[str, Any]) -> dict[str, tuple[torch.Te
 
 
 class Reporter:
-    """Tells on standard output what the trainer tells its observers, which it has on rank 0 alone."""
+    """Prints the trainer's events to standard output; the trainer calls observers on rank 0 only."""
 
     def __init__(self, loader: DistributedDataLoader) -> None:
         self._loader = loader
@@ -154,11 +161,11 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", required=True, help="URL of the training shards")
     parser.add_argument("--test", required=True, help="URL of the held-out shards")
-    parser.add_argument("--output", required=True, type=Path, help="folder for checkpoints, to go on from, and metrics")
+    parser.add_argument("--output", required=True, type=Path, help="folder for metrics and checkpoints, to resume from")
     parser.add_argument("--audit", help="folder to log every delivery in")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(":"))), metavar="RANK:EPOCH:STEP",
-                        help="have this rank die by SIGKILL there")  # fmt: skip
+                        help="kill this rank with SIGKILL there")  # fmt: skip
     return parser.parse_args()
 
 

@@ -1,1 +1,1 @@
-"""What works on a whole data set: pack, verify, inspect, audit."""
+"""Tools for whole data sets: pack, verify, inspect, audit."""

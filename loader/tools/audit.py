@@ -1,8 +1,8 @@
-"""What was delivered: a log that every rank writes, and the account of it, attempt by attempt, epoch by epoch.
+"""The account of what a run delivered, by attempt and epoch, from the logs that its ranks wrote.
 
-A run that is killed delivers some batches that its last checkpoint knows nothing of; the attempt that resumes from the
-checkpoint delivers them again. Those deliveries of the killed attempt came to nothing: the account leaves them out, and
-counts them as replayed. What remains must be every sample exactly once.
+A run that is killed has delivered batches after its last checkpoint; the attempt that resumes from the checkpoint
+delivers them again. The account counts those deliveries of the killed attempt as replayed, not as delivered. What
+remains must be every sample exactly once.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Log:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAccount:
-    """One epoch of ``samples`` samples, of which the attempts that count handed out ``reached`` positions.
+    """One epoch of ``samples`` samples, of which ``reached`` positions were handed out.
 
-    ``delivered`` rows, ``missing`` samples of those reached, ``duplicated`` rows beyond the first of a sample, and
-    ``replayed`` rows, handed out by killed attempts after their last checkpoint.
+    ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``: rows beyond the
+    first of a sample; ``replayed``: rows that killed attempts handed out after their last checkpoint.
     """
 
     epoch: int
@@ -58,30 +58,30 @@ class EpochAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The account of a run. ``attempts``: for each, its world size and the (epoch, position) it went on from."""
+    """The account of a run. ``attempts``: the world size, start epoch and start position of each."""
 
     attempts: Sequence[tuple[int, int, int]]
     epochs: Sequence[EpochAccount] = field(default_factory=tuple)
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample of what was reached was delivered exactly once."""
+        """Whether every sample reached was delivered exactly once."""
         return all(not account.missing and not account.duplicated for account in self.epochs)
 
 
 def audit(folder: str | os.PathLike[str]) -> AuditReport:
-    """Account for everything that the logs in a folder say was delivered.
+    """Account for everything that was delivered according to the logs in a folder.
 
     Raises:
-        DatasetError: no logs, unreadable ones, or logs of several data sets.
+        DatasetError: there are no logs, a log is damaged, or the logs are of several data sets.
     """
     logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
     started = [log for log in logs if log is not None]
     if not any(log.records for log in started):
-        raise DatasetError(f"{os.fspath(folder)}: holds no delivery logs; train with audit_dir= first")
+        raise DatasetError(f"{os.fspath(folder)}: no delivery logs; train with audit_dir= first")
     fingerprints = {log.header["fingerprint"] for log in started}
     if len(fingerprints) > 1:
-        raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; give each its own audit_dir=")
+        raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; use one audit_dir= for each")
     num_samples = int(started[0].header["num_samples"])
     attempts = [attempt for group in _attempts(started) for attempt in _passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
@@ -119,7 +119,7 @@ def _account(
 
 
 def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
-    """The logs of one launch together, launches in the order of their start."""
+    """The logs grouped by launch, in order of start."""
     groups: list[list[_Log]] = []
     for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
         fits = (
@@ -135,7 +135,7 @@ def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
 
 
 def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
-    """World size and records of each stretch of an attempt in which positions only went forward."""
+    """World size and records of each stretch of an attempt in which positions only increase."""
     stretches: list[list[_Delivered]] = []
     for log in group:
         index, last = 0, (-1, -1)
@@ -150,7 +150,7 @@ def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
 
 
 def _read_log(path: Path) -> _Log | None:
-    """A log, cut to its whole records; None if a kill cut even the header short."""
+    """A log's complete records; None if a kill truncated even the header."""
     try:
         head, newline, body = path.read_bytes().partition(b"\n")
         if not newline:
@@ -158,7 +158,7 @@ def _read_log(path: Path) -> _Log | None:
         header = json.loads(head)
         lacking = _HEADER.keys() - header.keys()
         if lacking or any(type(header[name]) is not kind for name, kind in _HEADER.items()):
-            raise ValueError("its first line is not a log's")
+            raise ValueError("its first line is not the header of a log")
         words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
     except (OSError, ValueError, AttributeError) as exc:
         raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
@@ -167,12 +167,12 @@ def _read_log(path: Path) -> _Log | None:
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
         if magic != MAGIC or count < 0:
-            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no record begins there")
+            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; expected a record")
         if at + 5 + count > len(words):
-            break  # the record that a kill cut short was not handed out whole
+            break  # a record that a kill truncated was not handed out
         ids = words[at + 5 : at + 5 + count]
         if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or _any_outside(ids, header["num_samples"]):
-            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; no such batch can have been")
+            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         records.append(_Delivered(epoch, start, stop, ids))
         at += 5 + count
     return _Log(header, records)

@@ -1,4 +1,4 @@
-"""A look at a data set: what it is made of, how large its samples are, and the first of them."""
+"""A summary of a data set: format, fields, sizes, and the first sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEXT_CHARS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldView:
-    """A field of a sample: its name, its type, and its value in a line of text."""
+    """A field of a sample: its name, its type, and its value as a line of text."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class FieldView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What ``inspect`` saw. Sizes are in bytes; those of samples are of the ``sizes_of`` that were read."""
+    """What ``inspect_dataset`` found. Sizes are in bytes; ``sizes_of`` samples were read for theirs."""
 
     url: str
     format: str
@@ -76,7 +76,7 @@ class Spread:
         )
 
 
-def inspect(
+def inspect_dataset(
     source: Source | Manifest,
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -136,13 +136,13 @@ def inspect(
 
 
 def sample_sizes(block: Block) -> IntArray:
-    """(samples,) int64: the bytes of each sample's values, taken together."""
+    """(samples,) int64: the total bytes of each sample's values."""
     total = np.zeros(block.samples, np.int64)
     for column in block.columns.values():
         if isinstance(column, BytesColumn):
             total += np.where(column.starts >= 0, column.stops - column.starts, 0)
         else:
-            # Rows of an array are of one size; of strings and lists only the mean is known.
+            # Rows of an array have one size; for strings and lists only the mean is known.
             total += column.nbytes // max(1, block.samples)
     return total
 
@@ -158,7 +158,7 @@ def size_histogram(sizes: IntArray, bins: int = _BINS) -> tuple[IntArray, np.nda
 
 
 def draw_bars(counts: tuple[int, ...]) -> str:
-    """One character a count; the highest is a full block, and only nothing is blank."""
+    """One character per count: the highest is a full block, only 0 is blank."""
     top = max(counts)
     return "".join(_BARS[(count * (len(_BARS) - 1) + top - 1) // top] if count else " " for count in counts)
 

@@ -1,4 +1,4 @@
-"""Writing a data set: samples into shards, shards into a store, and the manifest last."""
+"""Writing a data set: samples to shards, shards to a store, and the manifest last."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PackSource: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSummary:
-    """What ``pack`` wrote. ``classes`` are the names behind the numbers in ``cls``; ``dropped`` what is in no shard."""
+    """What ``pack`` wrote. ``classes`` are the names for the numbers in ``cls``; ``dropped`` says what was dropped."""
 
     url: str
     format: str
@@ -77,18 +77,18 @@ def pack(
 ) -> PackSummary:
     """Write a folder, a table or an iterable of samples as shards of about ``shard_bytes``, and their manifest.
 
-    A folder's files are grouped into samples by what precedes the first dot of their names; where every file lies in
-    one of several subfolders, these are classes and each sample gets a ``cls``. A table (.jsonl, .csv, .parquet) has
-    a sample a row, and so have Arrow record batches, for parquet alone. ``seq_len``, ``dtype``, ``tokenizer`` and
-    ``field`` (the one that holds text or integers) are for tokens alone. ``checksums`` puts one per chunk into the
-    manifest, which readers check.
+    Files of a folder are grouped into samples by their name up to the first dot. If every file lies in one of several
+    subfolders, the subfolders are classes and each sample gets a ``cls``. Each row of a table (.jsonl, .csv, .parquet)
+    is a sample, and so is each row of Arrow record batches, for parquet only. ``seq_len``, ``dtype``, ``tokenizer`` and
+    ``field`` (the field that holds text or integers) apply to tokens only. With ``checksums`` the manifest has one per
+    chunk, which readers verify.
 
-    Every shard is put whole and the manifest last: an interrupted pack is seen as such, and can be run again. A
-    target that holds anything else is refused unless ``overwrite``.
+    Each shard is written whole and the manifest last, so that an interrupted pack is detected and can be run again. A
+    target that is not empty is refused unless ``overwrite``.
 
     Raises:
-        ConfigError: arguments that do not fit each other.
-        DatasetError: nothing to pack, a sample that cannot be written, or a target that is not empty.
+        ConfigError: the arguments contradict each other.
+        DatasetError: the source is empty, a sample cannot be written, or the target is not empty.
     """
     writer, shard_format = _make_writer(format, shard_bytes, seq_len, dtype, tokenizer, field)
     started = time.monotonic()
@@ -100,13 +100,14 @@ def pack(
             before = _check_target(store, shard_format, overwrite=overwrite)
             store.put(MANIFEST_NAME, UNFINISHED)
             with show_progress("packing", None, unit="samples", enabled=progress) as advance:
-                written = list(_put_shards(store, shard_format, _cut(writer, samples, advance), checksums=checksums))
+                shards = _cut(writer, samples, advance)
+                written = list(_put_shards(store, shard_format, shards, writer.suffix, checksums=checksums))
         if not written:
-            raise DatasetError(f"{url}: the source gave no samples, nothing was packed")
+            raise DatasetError(f"{url}: the source has no samples; nothing was packed")
         left = sorted(before - {info.key for info, _, _ in written} - {MANIFEST_NAME})
         if left:
             raise DatasetError(
-                f"{url}: packed, but {len(left)} shards of before are still there ({', '.join(left[:3])}"
+                f"{url}: packed, but {len(left)} earlier shards are still there ({', '.join(left[:3])}"
                 f"{', ...' if len(left) > 3 else ''}) and would be read as part of it; delete them and pack again"
             )
         schema: Mapping[str, Any] = written[0][1].schema
@@ -138,21 +139,21 @@ def pack(
 
 
 def pack_once(source: PackSource, target_url: str | Path, **options: Any) -> PackSummary | None:
-    """``pack`` with its ``options``, unless the target holds something already; then None, and nothing is read.
+    """``pack`` with its ``options`` if the target is empty; otherwise do nothing and return None.
 
-    What an interrupted pack left is packed anew.
+    A target that an interrupted pack left behind is packed again.
 
     Raises:
         ConfigError, DatasetError: as ``pack``.
     """
     if unknown := sorted(set(options) - set(inspect.signature(pack).parameters)):
-        raise ConfigError(f"{', '.join(unknown)}: no option of pack")
+        raise ConfigError(f"{', '.join(unknown)}: unknown options of pack")
     store = open_store(str(target_url).rstrip("/") + "/", storage_options=options.get("storage_options"))
     try:
         keys = {info.key for info in store.list()}
         is_whole = bool(keys) and not (MANIFEST_NAME in keys and bytes(store.get(MANIFEST_NAME)) == UNFINISHED)
     except NotFoundError:
-        is_whole = False  # a folder or bucket that the first put makes, or fails to
+        is_whole = False  # the first put creates the folder or bucket, or fails
     finally:
         store.close()
     return None if is_whole else pack(source, target_url, **options)
@@ -170,11 +171,11 @@ def _make_writer(
         raise ConfigError(f"shard_bytes={shard_bytes}: needs 1 or more")
     if name == "tokens":
         if seq_len is None or seq_len < 1:
-            raise ConfigError(f"seq_len={seq_len}: packing tokens needs the length of a sequence, 1 or more")
+            raise ConfigError(f"seq_len={seq_len}: packing tokens needs a sequence length, 1 or more")
         tokens = TokensWriter(shard_bytes, seq_len=seq_len, dtype=dtype, tokenizer=tokenizer, field=field)
         return tokens, make_format("tokens", {"seq_len": seq_len, "dtype": dtype})
     if seq_len is not None or tokenizer is not None or field is not None:
-        raise ConfigError(f"seq_len, tokenizer and field are for format='tokens', not {name!r}")
+        raise ConfigError(f"seq_len, tokenizer and field apply to format='tokens', not {name!r}")
     if name == "tar":
         return TarWriter(shard_bytes), make_format("tar")
     if name == "parquet":
@@ -183,11 +184,11 @@ def _make_writer(
 
 
 def _check_target(store: Store, shard_format: ShardFormat, *, overwrite: bool) -> set[str]:
-    """Check that the target may be written; gives the keys of the shards that are there already."""
+    """Check that the target may be written. Returns the keys of the shards that it holds already."""
     try:
         listing = list(store.list())
     except NotFoundError:
-        return set()  # a folder or bucket that the first put makes, or fails to
+        return set()  # the first put creates the folder or bucket, or fails
     there = {info.key for info in listing}
     if not there:
         return there
@@ -210,10 +211,9 @@ def _cut(writer: ShardWriter, samples: Iterable[Any], advance: Callable[[int], N
 
 
 def _put_shards(
-    store: Store, shard_format: ShardFormat, shards: Iterable[bytes], *, checksums: bool
+    store: Store, shard_format: ShardFormat, shards: Iterable[bytes], suffix: str, *, checksums: bool
 ) -> Iterator[tuple[ObjectInfo, ShardIndex, np.ndarray[Any, Any]]]:
-    """Index, sum and put shards, a few at a time; results in the shards' order."""
-    suffix = {"tar": ".tar", "parquet": ".parquet", "tokens": ".bin"}[shard_format.name]
+    """Index, checksum and put shards, a few at a time; results in the order of the shards."""
 
     def put_one(number: int, data: bytes) -> tuple[ObjectInfo, ShardIndex, np.ndarray[Any, Any]]:
         name = f"shard-{number:06d}{suffix}"

@@ -1,4 +1,4 @@
-"""Samples into shards: one small class a format, each turning samples into the bytes of one shard after another."""
+"""Writers of shards, one class per format: each turns a stream of samples into the bytes of one shard after another."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from ..columns import KEY_COLUMN
 from ..errors import ConfigError, DatasetError
-from .pack_sources import KEY_FIELD, Sample
+from .pack_sources import Sample
 
-# A row group is a chunk: read by one GET, and of one order of size with the chunks of other formats.
+# A row group is a chunk, read by one GET: about as large as the chunks of other formats.
 _ROW_GROUP_BYTES = 4 << 20
 _ROW_GROUP_ROWS = 65_536
 _TABLE_ROWS = 256
 
 
 class ShardWriter(Protocol):
-    """Takes samples; hands out the shards that these filled, and at the end what is left."""
+    """Takes samples; returns the shards that they filled, and at the end what is left."""
 
     suffix: str
 
@@ -32,12 +33,12 @@ class ShardWriter(Protocol):
 
     @property
     def dropped(self) -> str | None:
-        """What was left over and is in no shard, in words."""
+        """What did not fit into a shard and was dropped, in words; None if nothing was."""
         ...
 
 
 class TarWriter:
-    """WebDataset tar: members ``key.field``; without a ``__key__`` the sample's ordinal is its key."""
+    """WebDataset tar: members ``key.field``; a sample without a ``__key__`` gets its ordinal as key."""
 
     suffix = ".tar"
     dropped = None
@@ -55,13 +56,13 @@ class TarWriter:
 
     def add(self, sample: Any) -> list[bytes]:
         if not isinstance(sample, Mapping):
-            raise DatasetError(f"sample {self._count} is a {type(sample).__name__}; tar shards are made of dicts")
-        key = str(sample.get(KEY_FIELD, f"{self._count:09d}"))
+            raise DatasetError(f"sample {self._count} is a {type(sample).__name__}; tar shards need dicts")
+        key = str(sample.get(KEY_COLUMN, f"{self._count:09d}"))
         if not key or "." in key.rpartition("/")[2]:
-            raise DatasetError(f"sample {self._count} has the key {key!r}; a key has no dot in its last part")
+            raise DatasetError(f"sample {self._count} has the key {key!r}; a key must not have a dot in its last part")
         if key == self._last_key:
-            raise DatasetError(f"sample {self._count} has the key {key!r} of the one before it; keys are unique")
-        fields = {name: value for name, value in sample.items() if name != KEY_FIELD and value is not None}
+            raise DatasetError(f"sample {self._count} has the key {key!r} of the one before it; keys must be unique")
+        fields = {name: value for name, value in sample.items() if name != KEY_COLUMN and value is not None}
         if not fields:
             raise DatasetError(f"sample {self._count} ({key}) has no fields")
         members = [(f"{key}.{name}", encode_field(name, value, key)) for name, value in fields.items()]
@@ -87,9 +88,9 @@ class TarWriter:
 
 
 def encode_field(name: str, value: Any, key: str) -> bytes:
-    """A field's value as the bytes of a tar member, by the last part of its name.
+    """Encode a field's value as the bytes of a tar member, by the extension of the field's name.
 
-    bytes stay, str is UTF-8; numbers are written as text; ``.npy`` takes arrays and ``.json`` anything that JSON has.
+    bytes are kept, str becomes UTF-8, numbers are written as text; ``.npy`` takes arrays, ``.json`` any JSON value.
     """
     kind = name.rpartition(".")[2]
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -102,7 +103,7 @@ def encode_field(name: str, value: Any, key: str) -> bytes:
     if kind == "npy":
         array = np.asarray(value)
         if array.dtype.hasobject:
-            raise DatasetError(f"sample {key!r}, field {name!r}: an array of Python objects; give numbers")
+            raise DatasetError(f"sample {key!r}, field {name!r}: an array of Python objects; use an array of numbers")
         sink = io.BytesIO()
         np.save(sink, array, allow_pickle=False)
         return sink.getvalue()
@@ -111,15 +112,15 @@ def encode_field(name: str, value: Any, key: str) -> bytes:
     if isinstance(value, (bool, int, float, np.integer, np.floating)):
         return str(value.item() if isinstance(value, np.generic) else value).encode()
     raise DatasetError(
-        f"sample {key!r}, field {name!r}: cannot write a {type(value).__name__}; give bytes or str, "
-        "or name the field .json or .npy"
+        f"sample {key!r}, field {name!r}: cannot write a {type(value).__name__}; use bytes or str, "
+        "or a field name that ends in .json or .npy"
     )
 
 
 class ParquetWriter:
-    """Parquet with zstd pages and row groups of a chunk's size; takes dicts, and record batches of many samples.
+    """Parquet with zstd pages and row groups of a chunk's size; takes dicts, or record batches of many samples.
 
-    The first rows fix the schema.
+    The first rows determine the schema.
     """
 
     suffix = ".parquet"
@@ -140,7 +141,7 @@ class ParquetWriter:
             self._count += sample.num_rows
             return self._add_table(self._fit(pa.Table.from_batches([sample])))
         if not isinstance(sample, Mapping):
-            raise DatasetError(f"sample {self._count} is a {type(sample).__name__}; parquet shards are made of dicts")
+            raise DatasetError(f"sample {self._count} is a {type(sample).__name__}; Parquet shards need dicts")
         self._rows.append({name: _plain(value) for name, value in sample.items()})
         self._count += 1
         return self._add_table(self._take_rows()) if len(self._rows) >= _TABLE_ROWS else []
@@ -158,7 +159,7 @@ class ParquetWriter:
         if self._schema is not None and (unknown := sorted(set(names) - set(self._schema.names))):
             raise DatasetError(
                 f"samples {first} to {self._count - 1} have the fields {unknown}, which the first {_TABLE_ROWS} lack; "
-                "give every sample the same fields (None where there is no value)"
+                "all samples need the same fields (use None where there is no value)"
             )
         try:
             if self._schema is not None:
@@ -166,7 +167,7 @@ class ParquetWriter:
             return self._fit(pa.table({name: pa.array([row.get(name) for row in rows]) for name in names}))
         except (pa.ArrowException, OverflowError, TypeError) as exc:
             raise DatasetError(
-                f"samples {first} to {self._count - 1} do not fit the columns of those before them: {exc}"
+                f"samples {first} to {self._count - 1} do not fit the columns of earlier samples: {exc}"
             ) from exc
 
     def _fit(self, table: pa.Table) -> pa.Table:
@@ -213,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 class TokensWriter:
-    """Raw little-endian tokens, one text after the other; every shard but the last holds whole sequences."""
+    """Raw little-endian tokens, one text after another; every shard holds whole sequences."""
 
     suffix = ".bin"
 
@@ -275,17 +276,17 @@ class TokensWriter:
             try:
                 value = value.decode()
             except UnicodeDecodeError as exc:
-                raise DatasetError(f"sample {self._count} is no UTF-8 text ({exc}); give text or integers") from exc
+                raise DatasetError(f"sample {self._count} is not UTF-8 text ({exc}); use text or integers") from exc
         if isinstance(value, str):
             if self._tokenizer is None:
-                raise ConfigError("the samples are text: give tokenizer=, a callable from str to integers")
+                raise ConfigError("the samples are text; give tokenizer=, a function from str to a list of integers")
             value = self._tokenizer(value)
         array = np.asarray(value)
         if array.size == 0:
             return np.empty(0, self._dtype)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise DatasetError(
-                f"sample {self._count} is {array.dtype} of shape {array.shape}; tokens are a list of integers"
+                f"sample {self._count} is {array.dtype} of shape {array.shape}; tokens must be a list of integers"
             )
         low, high = int(array.min()), int(array.max())
         if low < 0 or high > self._limit:
@@ -300,8 +301,10 @@ class TokensWriter:
             if self._field not in sample:
                 raise DatasetError(f"sample {self._count} has no field {self._field!r}; it has {sorted(sample)}")
             return sample[self._field]
-        names = [name for name in sample if name != KEY_FIELD]
+        names = [name for name in sample if name != KEY_COLUMN]
         for name in ("tokens", "input_ids", "text", "txt"):
             if name in names:
                 return sample[name]
-        raise ConfigError(f"sample {self._count} has the fields {sorted(names)}; say which holds the text with field=")
+        raise ConfigError(
+            f"sample {self._count} has the fields {sorted(names)}; name the one with the text with field="
+        )

@@ -1,4 +1,4 @@
-"""What can be packed: a folder of files, a table, or any iterable, each as a stream of samples (dicts)."""
+"""The sources of ``pack``: a folder of files, a table, or any iterable, each read as a stream of samples (dicts)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pyarrow.parquet
 import zstandard
 
 from ...storage import NotFoundError, ObjectInfo, Store, open_store, split_url
+from ..columns import KEY_COLUMN
 from ..errors import DatasetError, FormatError
 
 Sample = Mapping[str, Any]
 
-KEY_FIELD = "__key__"
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".csv", ".csv.gz", ".parquet", ".pq")
 _BATCH_ROWS = 8192
 
@@ -31,11 +31,11 @@ def open_samples(
 ) -> Iterator[tuple[Iterator[Any], tuple[str, ...]]]:
     """The samples of a source, and the names of its classes where its folders are classes.
 
-    With ``batches`` those of a Parquet or CSV table come as Arrow record batches, for writers that take these.
+    With ``batches``, a Parquet or CSV table is read as Arrow record batches.
 
     Raises:
-        DatasetError: nothing there.
-        FormatError: a table that cannot be read; names the line where it is known.
+        DatasetError: the folder is empty.
+        FormatError: the table cannot be read; the message names the line if it is known.
     """
     if not isinstance(source, (str, Path)):
         yield iter(source), ()
@@ -50,7 +50,7 @@ def open_samples(
     try:
         listing = [info for info in store.list() if not _is_hidden(info.key)]
         if not listing:
-            raise DatasetError(f"{url}: a folder without files; there is nothing to pack")
+            raise DatasetError(f"{url}: the folder holds no files; there is nothing to pack")
         classes = find_classes(info.key for info in listing)
         yield read_folder(store, listing, classes), classes
     finally:
@@ -62,14 +62,14 @@ def _is_hidden(key: str) -> bool:
 
 
 def _key_of(path: str) -> tuple[str, str]:
-    """'a/b.seg.png' is field 'seg.png' of sample 'a/b', as WebDataset has it."""
+    """(key, field) of a file: 'a/b.seg.png' is field 'seg.png' of sample 'a/b', as in WebDataset."""
     folder, slash, name = path.rpartition("/")
     stem, _, field = name.partition(".")
     return f"{folder}{slash}{stem}", field.lower()
 
 
 def find_classes(keys: Iterable[str]) -> tuple[str, ...]:
-    """The names of the folders, sorted, where every file lies in one of two or more folders; else nothing."""
+    """The sorted names of the folders if every file lies in one of two or more folders; otherwise nothing."""
     folders: set[str] = set()
     for key in keys:
         folder, slash, name = key.partition("/")
@@ -80,9 +80,9 @@ def find_classes(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_folder(store: Store, listing: Iterable[ObjectInfo], classes: tuple[str, ...] = ()) -> Iterator[Sample]:
-    """Files that differ only in what follows the first dot of their names are one sample.
+    """Samples of a folder: files whose names differ only after the first dot form one sample.
 
-    With ``classes`` a sample that has no field ``cls`` gets the ordinal of its folder as one.
+    With ``classes``, a sample without a field ``cls`` gets the ordinal of its folder as ``cls``.
     """
     ordinals = {name: ordinal for ordinal, name in enumerate(classes)}
     order = sorted(listing, key=lambda info: _key_of(info.key))
@@ -90,15 +90,15 @@ def read_folder(store: Store, listing: Iterable[ObjectInfo], classes: tuple[str,
     for info in order:
         key, field = _key_of(info.key)
         if not field:
-            raise DatasetError(f"{store.url}/{info.key}: has no ending that names its field; rename or remove it")
-        if sample.get(KEY_FIELD) != key:
+            raise DatasetError(f"{store.url}/{info.key}: has no extension to name its field; rename or remove it")
+        if sample.get(KEY_COLUMN) != key:
             if sample:
                 yield sample
-            sample = {KEY_FIELD: key}
+            sample = {KEY_COLUMN: key}
             if classes:
                 sample["cls"] = ordinals[key.partition("/")[0]]
         if field in sample and field != "cls":
-            raise DatasetError(f"{store.url}/{info.key}: sample {key!r} has two files for its field {field!r}")
+            raise DatasetError(f"{store.url}/{info.key}: sample {key!r} has two files for field {field!r}")
         sample[field] = bytes(store.get(info.key, etag=info.etag))
     if sample:
         yield sample
@@ -143,9 +143,7 @@ def _read_json_lines(file: Any, name: str) -> Iterator[Sample]:
                 continue
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise FormatError(
-                    name, f"line {number} is a {type(row).__name__}; each line has to be an object {{...}}"
-                )
+                raise FormatError(name, f"line {number} is a {type(row).__name__}; each line must be an object {{...}}")
             yield row
     except (ValueError, EOFError, OSError, zstandard.ZstdError) as exc:
         raise FormatError(name, f"line {number + (not isinstance(exc, ValueError))} cannot be read: {exc}") from exc
@@ -158,7 +156,7 @@ def _open_object(url: str, storage_options: Mapping[str, Any] | None) -> Iterato
             with Path(url).expanduser().open("rb") as local:
                 yield local
         except FileNotFoundError as exc:
-            raise NotFoundError(f"{url}: there is no such file") from exc
+            raise NotFoundError(f"{url}: no such file") from exc
         return
     root, key = split_url(url)
     store = open_store(root, storage_options=storage_options)

@@ -1,19 +1,15 @@
-"""Reading all of a data set to see whether it is whole: every chunk is fetched, summed, opened and counted."""
+"""Checking a whole data set: its shards against its manifest, and every chunk."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
-
 from ...storage import ObjectInfo, PenstockError, Store, open_store
-from ..columns import Block, BytesColumn, ObjectColumn
 from ..dataset.build import (
     PendingIndex,
     assemble,
@@ -27,25 +23,16 @@ from ..dataset.manifest import Manifest
 from ..dataset.source import Selection, Source, select
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import make_format
-from ..formats.shard import ChunkRef, ShardFormat
+from ..formats.shard import ShardFormat
 from ..progress import show_progress
-from ..reading.checksum import READ_THREADS, read_chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flaw:
-    """What is wrong with a shard: where (None: the shard as a whole), what kind of error, and in words."""
-
-    shard: str
-    offset: int | None
-    length: int | None
-    kind: str
-    problem: str
+from ..reading.checksum import READ_THREADS
+from .flaws import Flaw, error_flaw, shard_flaw
+from .verify_chunks import check_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What ``verify`` read and what it found; ``checksums`` says whether the manifest had some to compare."""
+    """What ``verify`` read and found. ``checksums``: whether the manifest had checksums to compare."""
 
     url: str
     format: str
@@ -74,10 +61,10 @@ def verify(
     threads: int = READ_THREADS,
     progress: bool = True,
 ) -> VerifyResult:
-    """Read and check every chunk of a data set; flaws are gathered, not raised.
+    """Read and check every chunk of a data set; flaws are collected, not raised.
 
-    A manifest beside the data is taken at its word: shards that differ from it, are missing, or are not in it are
-    flaws. Without one the shards are indexed first, and one that cannot be is a flaw.
+    A manifest beside the data is the reference: shards that differ from it, are missing, or are not listed in it are
+    flaws. Without a manifest the shards are indexed first, and a shard that cannot be indexed is a flaw.
 
     Raises:
         DatasetError, ConfigError, StorageError: there is no data set to check.
@@ -99,7 +86,7 @@ def verify(
         if not isinstance(source, Manifest):
             manifest = _find_manifest(store, selection, given, threads, progress, flaws)
         if manifest is not None:
-            _check_chunks(store, manifest, threads, progress, flaws)
+            check_chunks(store, manifest, threads, progress, flaws)
     finally:
         store.close()
     order = {shard.key: place for place, shard in enumerate(manifest.shards)} if manifest else {}
@@ -124,7 +111,7 @@ def _find_manifest(
     if saved is not None and selection.chosen is None:
         flaws += _compare_listing(saved, selection.listing, given or make_format(saved.format, saved.config), store)
         there = {info.key: info for info in selection.listing}
-        # A copy of a data set has ETags of its own: it is read by these, and the checksums tell whether it is the same.
+        # A copy of a data set has other ETags: read it by those, and let the checksums tell whether it is the same.
         return replace(saved, shards=tuple(there.get(shard.key, shard) for shard in saved.shards))
     prepared = prepare_index(store, selection, given)
     if isinstance(prepared, Manifest):
@@ -140,13 +127,13 @@ def _compare_listing(
     for shard in saved.shards:
         info = there.get(shard.key)
         if info is None:
-            flaws.append(_flaw(shard.key, "NotFoundError", "is in the manifest, and gone"))
+            flaws.append(shard_flaw(shard.key, "NotFoundError", "is in the manifest but missing"))
         elif info.size != shard.size:
             problem = f"has {info.size} bytes, the manifest says {shard.size}"
-            flaws.append(_flaw(shard.key, "ObjectChangedError", problem))
+            flaws.append(shard_flaw(shard.key, "ObjectChangedError", problem))
         elif saved.checksums is None and not same_object(info, shard):
-            problem = f"has ETag {info.etag}, the manifest says {shard.etag}, and has no checksums to compare"
-            flaws.append(_flaw(shard.key, "ObjectChangedError", problem))
+            problem = f"has ETag {info.etag}, the manifest says {shard.etag} and has no checksums to compare"
+            flaws.append(shard_flaw(shard.key, "ObjectChangedError", problem))
     known = {shard.key for shard in saved.shards}
     for task in shard_format.shards(store, listing):
         if task.info.key in known:
@@ -154,18 +141,18 @@ def _compare_listing(
         try:
             samples = sum(span.samples for span in index_one(store, shard_format, task).chunks)
         except PenstockError as exc:
-            flaws.append(_flaw_of(task.info.key, exc))
+            flaws.append(error_flaw(task.info.key, exc))
             continue
         if samples:
-            problem = f"has {samples} samples and is not in the manifest; run `penstock index`"
-            flaws.append(_flaw(task.info.key, "Unlisted", problem))
+            problem = f"has {samples} samples but is not in the manifest; run `penstock index`"
+            flaws.append(shard_flaw(task.info.key, "Unlisted", problem))
     return flaws
 
 
 def _index_tolerantly(
     store: Store, pending: PendingIndex, threads: int, progress: bool, flaws: list[Flaw]
 ) -> Manifest | None:
-    """Index what can be; a shard that cannot is a flaw and is left out."""
+    """Index the shards; one that cannot be indexed is a flaw and is skipped."""
     found = {}
     with (
         show_progress("indexing", len(pending.missing), unit="shards", enabled=progress) as advance,
@@ -180,7 +167,7 @@ def _index_tolerantly(
             try:
                 found[position] = future.result()
             except PenstockError as exc:
-                flaws.append(_flaw_of(key, exc))
+                flaws.append(error_flaw(key, exc))
             advance(1)
     good = [place for place in range(len(pending.tasks)) if place in found or place in pending.known]
     whole = PendingIndex(
@@ -194,112 +181,8 @@ def _index_tolerantly(
     try:
         return assemble(whole, indexes)
     except FormatError as exc:
-        flaws.append(_flaw_of(exc.shard, exc))
+        flaws.append(error_flaw(exc.shard, exc))
     except DatasetError:
         if not flaws:
             raise
     return None
-
-
-def _check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool, flaws: list[Flaw]) -> None:
-    shard_format = make_format(manifest.format, manifest.config)
-    skipped = {flaw.shard for flaw in flaws if flaw.offset is None}
-    headers = _Headers(store, shard_format)
-    pool = ThreadPoolExecutor(threads, "penstock-verify")
-    patient = True
-    try:
-        with show_progress("verifying", manifest.num_bytes, unit="B", enabled=progress) as advance:
-            running: dict[Any, int] = {}
-            waiting = iter(range(manifest.num_chunks))
-            exhausted = False
-            while running or not exhausted:
-                # A few chunks ahead of the threads, not all of them: a data set may have a million.
-                while not exhausted and len(running) < 4 * threads:
-                    index = next(waiting, None)
-                    if index is None:
-                        exhausted = True
-                    elif manifest.shards[int(manifest.shard_index[index])].key not in skipped:
-                        running[pool.submit(_check_chunk, store, manifest, shard_format, headers, index)] = index
-                done = wait(running, return_when=FIRST_COMPLETED).done if running else ()
-                for future in done:
-                    chunk = manifest.chunk(running.pop(future))
-                    problem = future.result()
-                    if problem is not None:
-                        flaws.append(problem)
-                    advance(chunk.length)
-    except KeyboardInterrupt:
-        patient = False
-        raise
-    finally:
-        pool.shutdown(wait=patient, cancel_futures=True)
-
-
-class _Headers:
-    """What a format needs of a shard to open its chunks, got once a shard; the lock guards the latest few."""
-
-    def __init__(self, store: Store, shard_format: ShardFormat) -> None:
-        self._store, self._format = store, shard_format
-        self._lock = threading.Lock()
-        self._kept: dict[str, Any] = {}
-
-    def of(self, shard: ObjectInfo) -> Any:
-        with self._lock:
-            if shard.key in self._kept:
-                return self._kept[shard.key]
-        header = self._format.open_shard(self._store, shard)
-        with self._lock:
-            self._kept[shard.key] = header
-            while len(self._kept) > 64:
-                self._kept.pop(next(iter(self._kept)))
-        return header
-
-
-def _check_chunk(
-    store: Store, manifest: Manifest, shard_format: ShardFormat, headers: _Headers, index: int
-) -> Flaw | None:
-    chunk = manifest.chunk(index)
-    try:
-        checksum = None if manifest.checksums is None else int(manifest.checksums[index])
-        block = read_chunk(store, shard_format, headers.of(chunk.shard), chunk, manifest.schema, checksum=checksum)
-        _touch_values(block, chunk)
-        if block.samples != chunk.samples:
-            raise FormatError(
-                chunk.shard.key,
-                f"the chunk holds {block.samples} samples, the manifest says {chunk.samples}",
-                offset=chunk.offset,
-            )
-    except Exception as exc:  # noqa: BLE001 - whatever a shard's bytes do to its reader is a flaw of theirs to report
-        return _flaw_of(chunk.shard.key, exc, chunk)
-    return None
-
-
-def _touch_values(block: Block, chunk: ChunkRef) -> None:
-    """Look at what opening a chunk leaves for later: text is decoded, Arrow arrays are checked through."""
-    for name, column in block.columns.items():
-        try:
-            if isinstance(column, ObjectColumn):
-                column.values.validate(full=True)
-            elif isinstance(column, BytesColumn) and column.text:
-                for start, stop in zip(column.starts.tolist(), column.stops.tolist(), strict=True):
-                    if start >= 0:
-                        str(column.buffer[start:stop], "utf-8")
-        except (pa.ArrowException, UnicodeDecodeError) as exc:
-            raise FormatError(chunk.shard.key, f"column {name!r}: {exc}", offset=chunk.offset) from exc
-
-
-def _flaw(shard: str, kind: str, problem: str) -> Flaw:
-    return Flaw(shard=shard, offset=None, length=None, kind=kind, problem=problem)
-
-
-def _flaw_of(shard: str, error: BaseException, chunk: ChunkRef | None = None) -> Flaw:
-    problem = error.problem if isinstance(error, FormatError) else str(error)
-    offset = error.offset if isinstance(error, FormatError) else None
-    if offset is None and chunk is not None:
-        offset = chunk.offset
-    return Flaw(
-        shard=shard,
-        offset=offset,
-        length=chunk.length if chunk else None,
-        kind=type(error).__name__,
-        problem=problem or type(error).__name__,
-    )

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from penstock import pack
 from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import CONTENDERS, OURS
@@ -23,8 +25,7 @@ from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, su
 from penstock.benchmarks.report import format_duration, plot_ratios, short_number
 from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
 from penstock.cli.bench import _without_secrets
-from penstock.loader.errors import ConfigError
-from penstock.loader.tools.pack import pack
+from penstock.loader import ConfigError
 
 SAMPLES = 150
 
@@ -49,20 +50,22 @@ def measured(name: str, rate: float, *, first_s: float = 1.0, bottleneck: str | 
     )
 
 
-def runs_of(name: str, rates: list[float], *, resumed_s: list[float] | None = None, bottleneck: str | None = None):
+def runs_of(
+    name: str, rates: list[float], *, resumed_s: list[float] | None = None, bottleneck: str | None = None
+) -> dict[str, list[Measurement]]:
     epoch = [measured(name, rate, bottleneck=bottleneck) for rate in rates]
     resumed = [measured(name, 1.0, first_s=seconds) for seconds in resumed_s or []]
     return {"epoch": epoch, "fresh": epoch, "resumed": resumed}
 
 
-def test_ratios_are_taken_within_a_round_before_the_median():
+def test_ratios_are_taken_within_a_round_before_the_median() -> None:
     # The second round ran on a machine half as fast: the ratio is 3 in every round all the same.
     assert round_ratios([300.0, 150.0, 600.0], [100.0, 50.0, 200.0]) == [3.0, 3.0, 3.0]
     assert median_ratio([300.0, 100.0, 600.0], [100.0, 100.0, 100.0]) == 3.0
     assert round_ratios([1.0], [0.0]) == [float("inf")]
 
 
-def test_the_summary_names_the_peer_that_comes_closest_and_the_usual_bottleneck():
+def test_the_summary_names_the_peer_that_comes_closest_and_the_usual_bottleneck() -> None:
     summary = summarize(
         {
             OURS: runs_of(OURS, [100.0, 200.0, 300.0], resumed_s=[1.1, 1.1, 9.0], bottleneck="decode"),
@@ -81,13 +84,13 @@ def test_the_summary_names_the_peer_that_comes_closest_and_the_usual_bottleneck(
     assert best_peer({OURS: summary[OURS]}) is None
 
 
-def test_touch_counts_samples_and_payload_without_the_loaders_own_fields():
+def test_samples_and_payload_are_counted_without_the_loaders_own_fields() -> None:
     batch = {"__key__": ["a", "b"], "jpg": [b"123", b"4567"], "x": torch.zeros(2, 3, dtype=torch.float32)}
     assert batch_stats(batch) == (2, 7 + 24)
     assert batch_stats([{"__key__": "a", "jpg": b"123"}, {"__key__": "b", "jpg": b"4567"}]) == (2, 7)
 
 
-def test_the_checksum_sees_a_changed_sample_but_no_order_and_no_grouping():
+def test_the_checksum_sees_a_changed_sample_but_no_order_and_no_grouping() -> None:
     a, b = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.float32) * 7
     apart = {"a": torch.from_numpy(a), "b": torch.from_numpy(b)}
     grouped = {"ab": torch.from_numpy(np.stack([a, b], axis=1)[::-1].copy())}
@@ -96,7 +99,7 @@ def test_the_checksum_sees_a_changed_sample_but_no_order_and_no_grouping():
     assert checksum({"jpg": [b"x", b"y"]}) != checksum({"jpg": [b"x", b"x"]})
 
 
-def test_scalar_columns_of_one_type_become_one_array_for_peers():
+def test_scalar_columns_of_one_type_become_one_array_for_peers() -> None:
     scalar = {"kind": "array", "shape": [], "mean_bytes": 4.0}
     layout = {"a": scalar | {"dtype": "float32"}, "b": scalar | {"dtype": "float32"}, "n": scalar | {"dtype": "int32"}}
     grouped, groups = group_scalars(layout)
@@ -105,23 +108,23 @@ def test_scalar_columns_of_one_type_become_one_array_for_peers():
     assert list(grouped) == ["n", "float32s"]
 
 
-def test_numbers_are_short_enough_for_a_plot():
+def test_numbers_are_short_enough_for_a_plot() -> None:
     assert [short_number(value) for value in (7, 9_940, 123_456, 2_500_000)] == ["7", "9.9k", "123k", "2.5M"]
     assert [format_duration(value) for value in (2e-5, 0.0123, 1.5)] == ["20 us", "12.3 ms", "1.50 s"]
 
 
-def test_the_kept_command_line_holds_no_storage_option_values():
+def test_the_kept_command_line_holds_no_storage_option_values() -> None:
     words = _without_secrets(["s3://b/x", "--storage-option", "secret_key=hush", "--storage-option=token=hush"])
     assert words[2:] == ["s3://b/x", "--storage-option", "secret_key=...", "--storage-option=token=..."]
 
 
 @pytest.mark.parametrize("wrong", [{"against": ("dali",)}, {"rounds": 0}, {"workers": 0}, {"against": (OURS,)}])
-def test_a_comparison_that_cannot_be_made_is_refused_at_once(wrong):
+def test_a_comparison_that_cannot_be_made_is_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BenchConfig(source="x", **wrong)
 
 
-def test_the_process_tree_and_its_memory_are_found_from_outside():
+def test_the_process_tree_and_its_memory_are_found_from_outside() -> None:
     code = "import subprocess, sys, time; x = bytearray(64 << 20); p = subprocess.Popen(['sleep', '60']); print(p.pid,"
     code += " flush=True); sys.stdin.read(); p.kill(); p.wait()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -133,7 +136,7 @@ def test_the_process_tree_and_its_memory_are_found_from_outside():
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench") / "pictures"
     rng = np.random.default_rng(0)
     samples = ({"__key__": f"{i:06d}", "bin": rng.bytes(500 + i), "cls": i % 10} for i in range(SAMPLES))
@@ -141,16 +144,17 @@ def pictures(tmp_path_factory) -> Path:
     return folder
 
 
-def run_tool(*arguments: str, cache: Path) -> dict:
+def run_tool(*arguments: str, cache: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "penstock.cli", "bench", *arguments, "--json"]
     environment = {**os.environ, "PENSTOCK_CACHE": str(cache)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_peer_delivers_every_sample_once_and_is_measured(pictures, tmp_path):
+def test_every_peer_delivers_every_sample_once_and_is_measured(pictures: Path, tmp_path: Path) -> None:
     peers = [name for name in CONTENDERS if name != OURS and importlib.util.find_spec(CONTENDERS[name][1])]
     missing = sorted(set(CONTENDERS) - {OURS, *peers})
     if not peers:
@@ -175,7 +179,9 @@ def test_every_peer_delivers_every_sample_once_and_is_measured(pictures, tmp_pat
     assert plot.stat().st_size > 1000
 
 
-def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures, tmp_path):
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures: Path, tmp_path: Path) -> None:
     result = run_tool(str(pictures), "--rounds", "1", "--batch-size", "32", cache=tmp_path / "cache")
     summary = result["summary"][OURS]
     assert summary["samples"] == SAMPLES
@@ -186,13 +192,13 @@ def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures, tmp_pat
     assert {"python", "torch", "numpy"} <= set(result["versions"])
 
 
-def test_a_contender_that_fails_is_reported_with_its_last_words(tmp_path):
+def test_a_contender_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     job = Job(contender=OURS, url=str(tmp_path / "nothing"), num_samples=1, scratch="")
     with pytest.raises(MeasurementError, match=r"(?s)exit code 1.*there is no folder .*nothing"):
         run_job(replace(job, mode="first-batch"))
 
 
-def test_a_plot_shows_a_panel_for_each_result(tmp_path):
+def test_a_plot_shows_a_panel_for_each_result(tmp_path: Path) -> None:
     summary = summarize({OURS: runs_of(OURS, [4.0]), "litdata": runs_of("litdata", [2.0])})
     result = {"data": {"url": "x/photos"}, "summary": summary}
     one, two = tmp_path / "one.png", tmp_path / "two.png"

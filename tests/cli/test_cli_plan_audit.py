@@ -37,7 +37,7 @@ def tokens(tmp_path: Path) -> Path:
 MADE_UP = ("plan", "--samples", 100_000, "--shards", 50, "--sample-bytes", 20_000)
 
 
-def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys):
+def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *MADE_UP, "--world-size", 1, 8, 1024, "--batch-size", 32)
     assert code == 0
     (ranks,) = [line.split() for line in out.splitlines() if line.strip().startswith("ranks")]
@@ -49,7 +49,7 @@ def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys):
     assert lines["skew of an epoch, samples"] == ["0", "0", "0"]
 
 
-def test_plan_gives_a_program_the_same_numbers(capsys):
+def test_plan_gives_a_program_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     code, told = call_json(capsys, *MADE_UP, "--world-size", 8, 6, "--global-batch-size", 48)
     assert code == 0
     assert [each["world_size"] for each in told] == [8, 6]
@@ -59,7 +59,7 @@ def test_plan_gives_a_program_the_same_numbers(capsys):
     assert told[0]["skew"] == 0
 
 
-def test_plan_of_a_data_set_that_is_there_reads_its_index(capsys, tokens):
+def test_plan_of_a_data_set_that_is_there_reads_its_index(capsys: pytest.CaptureFixture[str], tokens: Path) -> None:
     code, (told,) = call_json(capsys, "plan", tokens, "--seq-len", 8, "--world-size", 2, "--batch-size", 5)
     assert code == 0
     assert (told["samples"], told["shards"], told["batches_per_rank"]) == (300, 3, 30)
@@ -79,7 +79,9 @@ def test_plan_of_a_data_set_that_is_there_reads_its_index(capsys, tokens):
         ((*MADE_UP, "--world-size", 10, "--batch-size", 100_000), "is above the data set's 100000 samples"),
     ],
 )
-def test_plans_that_cannot_be_are_refused_with_what_would_do(capsys, arguments, message):
+def test_plans_that_cannot_be_are_refused_with_what_would_do(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     code, out, err = call(capsys, *arguments)
     assert code != 0
     assert message in " ".join(err.split())
@@ -118,17 +120,19 @@ def open_loader(tokens: Path, folder: Path, rank: int, world_size: int) -> Distr
     )
 
 
-def test_audit_proves_a_resumed_run_and_ends_with_zero(capsys, logs):
+def test_audit_proves_a_resumed_run_and_ends_with_zero(capsys: pytest.CaptureFixture[str], logs: Path) -> None:
     code, out, _ = call(capsys, "audit", logs)
     assert code == 0
-    assert "every sample of what was reached was delivered exactly once" in " ".join(out.split())
+    assert "every sample reached was delivered exactly once" in " ".join(out.split())
     rows = [line.split() for line in out.splitlines()]
     assert ["1", "3", "0", "0"] in rows
     assert ["2", "2", "0", "108"] in rows
     assert ["0", "300", "300", "300", "0", "0", "18"] in rows
 
 
-def test_audit_ends_with_one_when_a_ranks_deliveries_are_missing(capsys, logs):
+def test_audit_ends_with_one_when_a_ranks_deliveries_are_missing(
+    capsys: pytest.CaptureFixture[str], logs: Path
+) -> None:
     sorted(logs.iterdir())[-1].unlink()
     code, told = call_json(capsys, "audit", logs)
     assert code == 1
@@ -137,11 +141,13 @@ def test_audit_ends_with_one_when_a_ranks_deliveries_are_missing(capsys, logs):
     assert epoch["missing"] == 300 - epoch["delivered"] > 0
     code, out, _ = call(capsys, "audit", logs)
     assert code == 1
-    assert "missing or came more than once" in " ".join(out.split())
+    assert "missing or were delivered more than once" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("content", [None, b"no log\n"])
-def test_audit_of_a_folder_without_good_logs_is_refused(capsys, tmp_path, content):
+def test_audit_of_a_folder_without_good_logs_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None
+) -> None:
     if content is not None:
         (tmp_path / "x.deliveries").write_bytes(content)
     code, out, err = call(capsys, "audit", tmp_path)

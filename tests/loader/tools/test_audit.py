@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_manifest import make_manifest
 
-from penstock.loader.errors import ConfigError, DatasetError
+from penstock import audit
+from penstock.loader import ConfigError, DatasetError
 from penstock.loader.pipeline import delivery_log
 from penstock.loader.pipeline.delivery_log import DeliveryLog
-from penstock.loader.tools.audit import audit
 
 MANIFEST = make_manifest([[50, 50]])
 SAMPLES = 100
@@ -23,7 +24,7 @@ def order_of(epoch: int) -> np.ndarray:
 
 
 @pytest.fixture(autouse=True)
-def launch(monkeypatch: pytest.MonkeyPatch):
+def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets which launch, and which restart of it, the logs that follow are of; clocks never stand still."""
     clock = iter(range(10**18, 2 * 10**18, 10**6))
     monkeypatch.setattr(delivery_log.time, "time_ns", lambda: next(clock))
@@ -37,7 +38,14 @@ def launch(monkeypatch: pytest.MonkeyPatch):
     return set_launch
 
 
-def log_attempt(folder: Path, world_size: int, *stretches, batch: int = 10, ranks=None, short=()) -> None:
+def log_attempt(
+    folder: Path,
+    world_size: int,
+    *stretches: tuple[int, int, int],
+    batch: int = 10,
+    ranks: Collection[int] | None = None,
+    short: Collection[int] = (),
+) -> None:
     """Log global batches of ``stretches`` (epoch, start, stop); ``short`` ranks are killed before their last batch."""
     logs = [DeliveryLog(folder, manifest=MANIFEST, rank=rank, world_size=world_size) for rank in range(world_size)]
     for epoch, start, stop in stretches:
@@ -51,11 +59,11 @@ def log_attempt(folder: Path, world_size: int, *stretches, batch: int = 10, rank
         log.close()
 
 
-def accounts(folder: Path):
+def accounts(folder: Path) -> list[tuple[int, ...]]:
     return [(a.epoch, a.reached, a.delivered, a.missing, a.duplicated, a.replayed) for a in audit(folder).epochs]
 
 
-def test_an_unbroken_run_is_exact(tmp_path):
+def test_an_unbroken_run_is_exact(tmp_path: Path) -> None:
     log_attempt(tmp_path, 3, (0, 0, 100), (1, 0, 100), (2, 0, 30))
     report = audit(tmp_path)
     assert report.is_exact
@@ -64,7 +72,9 @@ def test_an_unbroken_run_is_exact(tmp_path):
 
 
 @pytest.mark.parametrize("under_torchrun", [False, True])
-def test_attempts_of_other_world_sizes_go_on_from_their_checkpoints(tmp_path, launch, under_torchrun):
+def test_attempts_of_other_world_sizes_go_on_from_their_checkpoints(
+    tmp_path: Path, launch: Callable[..., None], under_torchrun: bool
+) -> None:
     for restart, (world_size, *stretches) in enumerate(
         [(3, (0, 0, 70)), (2, (0, 40, 100), (1, 0, 20)), (2, (1, 10, 60)), (4, (1, 60, 100))]
     ):
@@ -78,7 +88,7 @@ def test_attempts_of_other_world_sizes_go_on_from_their_checkpoints(tmp_path, la
     assert accounts(tmp_path) == [(0, 100, 100, 0, 0, replayed), (1, 100, 100, 0, 0, 10)]
 
 
-def test_a_checkpoint_older_than_the_attempt_before_it_makes_both_replayed(tmp_path):
+def test_a_checkpoint_older_than_the_attempt_before_it_makes_both_replayed(tmp_path: Path) -> None:
     log_attempt(tmp_path, 2, (0, 0, 50))
     log_attempt(tmp_path, 2, (0, 50, 70))
     log_attempt(tmp_path, 2, (0, 20, 100))
@@ -86,7 +96,7 @@ def test_a_checkpoint_older_than_the_attempt_before_it_makes_both_replayed(tmp_p
     assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 50)]
 
 
-def test_a_state_loaded_back_in_one_process_is_an_attempt_of_its_own(tmp_path):
+def test_a_state_loaded_back_in_one_process_is_an_attempt_of_its_own(tmp_path: Path) -> None:
     log_attempt(tmp_path, 2, (0, 0, 60), (0, 30, 100))
     report = audit(tmp_path)
     assert report.is_exact
@@ -94,21 +104,21 @@ def test_a_state_loaded_back_in_one_process_is_an_attempt_of_its_own(tmp_path):
     assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 30)]
 
 
-def test_a_rank_whose_deliveries_are_missing_is_found(tmp_path):
+def test_a_rank_whose_deliveries_are_missing_is_found(tmp_path: Path) -> None:
     log_attempt(tmp_path, 2, (0, 0, 100), ranks={0})
     report = audit(tmp_path)
     assert not report.is_exact
     assert accounts(tmp_path) == [(0, 100, 50, 50, 0, 0)]
 
 
-def test_a_resume_that_skips_is_found(tmp_path):
+def test_a_resume_that_skips_is_found(tmp_path: Path) -> None:
     log_attempt(tmp_path, 2, (0, 0, 40))
     log_attempt(tmp_path, 2, (0, 50, 100))
     assert accounts(tmp_path) == [(0, 100, 90, 10, 0, 0)]
     assert not audit(tmp_path).is_exact
 
 
-def test_a_sample_delivered_twice_is_found(tmp_path):
+def test_a_sample_delivered_twice_is_found(tmp_path: Path) -> None:
     log = DeliveryLog(tmp_path, manifest=MANIFEST, rank=0, world_size=1)
     log.record(0, 0, 4, np.array([5, 6, 7, 8]))
     log.record(0, 4, 8, np.array([9, 5, 10, 11]))
@@ -118,7 +128,7 @@ def test_a_sample_delivered_twice_is_found(tmp_path):
     assert accounts(tmp_path) == [(0, 8, 8, 1, 1, 0)]
 
 
-def test_a_rank_killed_before_its_first_batch_belongs_to_its_own_attempt(tmp_path):
+def test_a_rank_killed_before_its_first_batch_belongs_to_its_own_attempt(tmp_path: Path) -> None:
     log_attempt(tmp_path, 2, (0, 0, 10), short=(1,))  # rank 1 logs nothing
     # In the next attempt rank 1 starts before rank 0.
     logs = [DeliveryLog(tmp_path, manifest=MANIFEST, rank=rank, world_size=2) for rank in (1, 0)]
@@ -132,7 +142,7 @@ def test_a_rank_killed_before_its_first_batch_belongs_to_its_own_attempt(tmp_pat
     assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 5)]
 
 
-def test_a_log_cut_anywhere_by_a_kill_is_read_up_to_its_last_whole_record(tmp_path):
+def test_a_log_cut_anywhere_by_a_kill_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
     log_attempt(tmp_path, 1, (0, 0, 40))
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -152,7 +162,7 @@ def test_a_log_cut_anywhere_by_a_kill_is_read_up_to_its_last_whole_record(tmp_pa
     [(0, 1), (1, -1), (2, -5), (2, 11), (3, 101), (4, -1), (5, -1), (5, 100)],
     ids=["magic", "epoch", "start", "start>stop", "stop", "count", "id<0", "id"],
 )
-def test_a_damaged_record_is_named_with_its_place(tmp_path, word, value):
+def test_a_damaged_record_is_named_with_its_place(tmp_path: Path, word: int, value: int) -> None:
     log_attempt(tmp_path, 1, (0, 0, 10))
     (path,) = tmp_path.iterdir()
     data = bytearray(path.read_bytes())
@@ -164,14 +174,14 @@ def test_a_damaged_record_is_named_with_its_place(tmp_path, word, value):
 
 
 @pytest.mark.parametrize("header", [b"[]", b"{}", b"not json", b'{"rank": "0"}', b"\xff"])
-def test_a_file_that_is_no_log_is_named(tmp_path, header):
+def test_a_file_that_is_no_log_is_named(tmp_path: Path, header: bytes) -> None:
     log_attempt(tmp_path, 1, (0, 0, 10))
     (tmp_path / "0-rank0-1.deliveries").write_bytes(header + b"\n")
     with pytest.raises(DatasetError, match=r"0-rank0-1\.deliveries: not a readable delivery log"):
         audit(tmp_path)
 
 
-def test_a_folder_without_deliveries_is_refused(tmp_path):
+def test_a_folder_without_deliveries_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no delivery logs"):
         audit(tmp_path)
     DeliveryLog(tmp_path, manifest=MANIFEST, rank=0, world_size=1).close()
@@ -179,7 +189,7 @@ def test_a_folder_without_deliveries_is_refused(tmp_path):
         audit(tmp_path)
 
 
-def test_logs_of_two_data_sets_are_refused(tmp_path):
+def test_logs_of_two_data_sets_are_refused(tmp_path: Path) -> None:
     log_attempt(tmp_path, 1, (0, 0, 10))
     log = DeliveryLog(tmp_path, manifest=make_manifest([[1]]), rank=0, world_size=1)
     log.record(0, 0, 1, np.array([0]))
@@ -188,13 +198,13 @@ def test_logs_of_two_data_sets_are_refused(tmp_path):
         audit(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"audit_dir=.*file"):
         DeliveryLog(tmp_path / "file", manifest=MANIFEST, rank=0, world_size=1)
 
 
-def test_a_full_disk_is_told_with_the_logs_name():
+def test_a_full_disk_is_told_with_the_logs_name() -> None:
     log = DeliveryLog.__new__(DeliveryLog)
     log._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the log closes it
     with pytest.raises(DatasetError, match=r"/dev/full: a delivery cannot be logged"):
@@ -202,7 +212,7 @@ def test_a_full_disk_is_told_with_the_logs_name():
     log.close()
 
 
-def test_a_header_says_who_wrote_the_log(tmp_path):
+def test_a_header_says_who_wrote_the_log(tmp_path: Path) -> None:
     log = DeliveryLog(tmp_path, manifest=MANIFEST, rank=3, world_size=5)
     log.close()
     (path,) = tmp_path.iterdir()

@@ -12,17 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock import Manifest, open_manifest, open_store, pack, verify
+from penstock.loader import ConfigError, DatasetError, FormatError, UnfinishedDatasetError, pack_once
 from penstock.loader.columns import ArrayColumn
-from penstock.loader.dataset.build import UnfinishedDatasetError
-from penstock.loader.dataset.index import open_manifest
-from penstock.loader.dataset.manifest import MANIFEST_NAME, Manifest
-from penstock.loader.errors import ConfigError, DatasetError, FormatError
+from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.loader.formats.detect import make_format
 from penstock.loader.reading.checksum import read_chunk
-from penstock.loader.tools.pack import pack, pack_once
-from penstock.loader.tools.verify import verify
-from penstock.storage import AccessDeniedError, open_store
-from penstock.storage.memory import Fault, MemoryStore
+from penstock.storage import AccessDeniedError, Fault, MemoryStore
 
 
 def read_samples(url: str) -> list[dict[str, Any]]:
@@ -188,7 +184,7 @@ def test_packing_once_leaves_shards_of_others_alone(tmp_path: Path) -> None:
 
 
 def test_packing_once_refuses_what_is_no_option_of_pack(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="shard_byte: no option of pack"):
+    with pytest.raises(ConfigError, match="shard_byte: unknown options of pack"):
         pack_once([{"txt": "a"}], tmp_path / "out", shard_byte=4000)
     assert not (tmp_path / "out").exists()
 
@@ -227,10 +223,10 @@ def test_shards_of_before_that_would_be_read_along_are_told(memory_store: Memory
 @pytest.mark.parametrize(
     ("samples", "arguments", "message"),
     [
-        ([], {}, "gave no samples"),
+        ([], {}, "has no samples"),
         ([3], {}, "sample 0 is a int"),
-        ([{"__key__": "a.b", "txt": ""}], {}, "no dot"),
-        ([{"__key__": "a", "txt": ""}] * 2, {}, "keys are unique"),
+        ([{"__key__": "a.b", "txt": ""}], {}, "must not have a dot"),
+        ([{"__key__": "a", "txt": ""}] * 2, {}, "keys must be unique"),
         ([{"__key__": "a"}], {}, "no fields"),
         ([{"txt": object()}], {}, "cannot write a object"),
         ([{"npy": [object()]}], {}, "Python objects"),
@@ -239,7 +235,7 @@ def test_shards_of_before_that_would_be_read_along_are_told(memory_store: Memory
         ([[70_000]], {"format": "tokens", "seq_len": 1}, "use dtype='uint32'"),
         ([[-1]], {"format": "tokens", "seq_len": 1}, "token -1"),
         ([[1.5]], {"format": "tokens", "seq_len": 1}, "list of integers"),
-        ([[1]], {"format": "tokens", "seq_len": 2}, "gave no samples"),
+        ([[1]], {"format": "tokens", "seq_len": 2}, "has no samples"),
     ],
 )
 def test_samples_that_cannot_be_written_are_named(
@@ -255,7 +251,7 @@ def test_samples_that_cannot_be_written_are_named(
         ({"format": "zip"}, "tar, parquet or tokens"),
         ({"shard_bytes": 0}, "shard_bytes=0"),
         ({"format": "tokens"}, "seq_len=None"),
-        ({"seq_len": 3}, "for format='tokens'"),
+        ({"seq_len": 3}, "apply to format='tokens'"),
         ({"format": "tokens", "seq_len": 2, "dtype": "float32"}, "uint16 or uint32"),
         ({"format": "tokens", "seq_len": 2}, "give tokenizer="),
         ({"format": "tokens", "seq_len": 2, "field": "body"}, "no field 'body'"),

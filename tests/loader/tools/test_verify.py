@@ -6,15 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock import open_manifest, pack, verify
+from penstock.loader import DatasetError, inspect_dataset
 from penstock.loader.columns import ArrayColumn, Block, BytesColumn
-from penstock.loader.dataset.index import open_manifest
 from penstock.loader.dataset.manifest import MANIFEST_NAME
-from penstock.loader.errors import DatasetError
 from penstock.loader.reading.checksum import sum_chunks
-from penstock.loader.tools.inspect import describe_bytes, draw_bars, inspect, sample_sizes, size_histogram
-from penstock.loader.tools.pack import pack
-from penstock.loader.tools.verify import verify
-from penstock.storage.memory import MemoryStore
+from penstock.loader.tools.inspect import describe_bytes, draw_bars, sample_sizes, size_histogram
+from penstock.storage import MemoryStore
 
 PutShards = Callable[..., list[int]]
 
@@ -117,7 +115,7 @@ def test_nothing_to_verify_is_an_error(memory_store: MemoryStore) -> None:
 
 
 def test_inspect_counts_what_is_there(packed: MemoryStore) -> None:
-    seen = inspect(packed.url)
+    seen = inspect_dataset(packed.url)
     assert (seen.format, seen.samples, seen.checksums) == ("tar", 100, True)
     assert seen.schema["fields"] == ["cls", "txt"]
     assert seen.sizes_of == sum(seen.histogram) == 100

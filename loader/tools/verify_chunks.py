@@ -1,0 +1,106 @@
+"""Reading every chunk of a data set: each is fetched, compared with its checksum, opened and counted."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any
+
+import pyarrow as pa
+
+from ...storage import ObjectInfo, Store
+from ..columns import Block, BytesColumn, ObjectColumn
+from ..dataset.manifest import Manifest
+from ..errors import FormatError
+from ..formats.detect import make_format
+from ..formats.shard import ChunkRef, ShardFormat
+from ..progress import show_progress
+from ..reading.checksum import read_chunk
+from .flaws import Flaw, error_flaw
+
+
+def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool, flaws: list[Flaw]) -> None:
+    """Check all chunks but those of shards that are known to be bad, and append what is wrong to ``flaws``."""
+    shard_format = make_format(manifest.format, manifest.config)
+    skipped = {flaw.shard for flaw in flaws if flaw.offset is None}
+    headers = _Headers(store, shard_format)
+    pool = ThreadPoolExecutor(threads, "penstock-verify")
+    patient = True
+    try:
+        with show_progress("verifying", manifest.num_bytes, unit="B", enabled=progress) as advance:
+            running: dict[Any, int] = {}
+            waiting = iter(range(manifest.num_chunks))
+            exhausted = False
+            while running or not exhausted:
+                # A few chunks ahead of the threads, not all of them: a data set may have a million.
+                while not exhausted and len(running) < 4 * threads:
+                    index = next(waiting, None)
+                    if index is None:
+                        exhausted = True
+                    elif manifest.shards[int(manifest.shard_index[index])].key not in skipped:
+                        running[pool.submit(_check_chunk, store, manifest, shard_format, headers, index)] = index
+                done = wait(running, return_when=FIRST_COMPLETED).done if running else ()
+                for future in done:
+                    chunk = manifest.chunk(running.pop(future))
+                    problem = future.result()
+                    if problem is not None:
+                        flaws.append(problem)
+                    advance(chunk.length)
+    except KeyboardInterrupt:
+        patient = False
+        raise
+    finally:
+        pool.shutdown(wait=patient, cancel_futures=True)
+
+
+class _Headers:
+    """The headers that a format needs to open chunks: those of the latest shards, guarded by a lock."""
+
+    def __init__(self, store: Store, shard_format: ShardFormat) -> None:
+        self._store, self._format = store, shard_format
+        self._lock = threading.Lock()
+        self._kept: dict[str, Any] = {}
+
+    def of(self, shard: ObjectInfo) -> Any:
+        with self._lock:
+            if shard.key in self._kept:
+                return self._kept[shard.key]
+        header = self._format.open_shard(self._store, shard)
+        with self._lock:
+            self._kept[shard.key] = header
+            while len(self._kept) > 64:
+                self._kept.pop(next(iter(self._kept)))
+        return header
+
+
+def _check_chunk(
+    store: Store, manifest: Manifest, shard_format: ShardFormat, headers: _Headers, index: int
+) -> Flaw | None:
+    chunk = manifest.chunk(index)
+    try:
+        checksum = None if manifest.checksums is None else int(manifest.checksums[index])
+        block = read_chunk(store, shard_format, headers.of(chunk.shard), chunk, manifest.schema, checksum=checksum)
+        _touch_values(block, chunk)
+        if block.samples != chunk.samples:
+            raise FormatError(
+                chunk.shard.key,
+                f"the chunk holds {block.samples} samples, the manifest says {chunk.samples}",
+                offset=chunk.offset,
+            )
+    except Exception as exc:  # noqa: BLE001 - whatever a shard's bytes do to its reader is a flaw of theirs to report
+        return error_flaw(chunk.shard.key, exc, chunk)
+    return None
+
+
+def _touch_values(block: Block, chunk: ChunkRef) -> None:
+    """Check what opening a chunk defers: decode text, validate Arrow arrays in full."""
+    for name, column in block.columns.items():
+        try:
+            if isinstance(column, ObjectColumn):
+                column.values.validate(full=True)
+            elif isinstance(column, BytesColumn) and column.text:
+                for start, stop in zip(column.starts.tolist(), column.stops.tolist(), strict=True):
+                    if start >= 0:
+                        str(column.buffer[start:stop], "utf-8")
+        except (pa.ArrowException, UnicodeDecodeError) as exc:
+            raise FormatError(chunk.shard.key, f"column {name!r}: {exc}", offset=chunk.offset) from exc

@@ -1,0 +1,36 @@
+"""What ``penstock.trainer`` exports, imported when it is first used; names are added here alone."""
+
+from .arrays import ArrayLoader as ArrayLoader
+from .checkpoint.checkpointer import CheckpointConfig as CheckpointConfig
+from .checkpoint.state import export_safetensors as export_safetensors
+from .compression.compression import CompressionConfig as CompressionConfig
+from .config import TrainerConfig as TrainerConfig
+from .errors import CheckpointError as CheckpointError
+from .errors import CheckpointMismatchError as CheckpointMismatchError
+from .errors import CompressionError as CompressionError
+from .errors import NonFiniteLossError as NonFiniteLossError
+from .errors import RecipeError as RecipeError
+from .errors import StallError as StallError
+from .errors import TrainerConfigError as TrainerConfigError
+from .errors import TrainerError as TrainerError
+from .errors import WorldError as WorldError
+from .evaluate import EvaluateConfig as EvaluateConfig
+from .evaluate import Evaluation as Evaluation
+from .evaluate import MetricFunction as MetricFunction
+from .parallel.activation import ActivationConfig as ActivationConfig
+from .parallel.activation import CompileConfig as CompileConfig
+from .parallel.averaging import AveragingConfig as AveragingConfig
+from .parallel.model import OptimizerFactory as OptimizerFactory
+from .parallel.model import ParallelConfig as ParallelConfig
+from .parallel.precision import PrecisionConfig as PrecisionConfig
+from .ranks.world import World as World
+from .ranks.world import close_world as close_world
+from .ranks.world import open_world as open_world
+from .report.observers import Observer as Observer
+from .report.observers import ReportConfig as ReportConfig
+from .report.progress import Summary as Summary
+from .schedule import ScheduleConfig as ScheduleConfig
+from .step import LossFunction as LossFunction
+from .step import StepConfig as StepConfig
+from .trainer import DistributedTrainer as DistributedTrainer
+from .watch.watchdog import EXIT_STALLED as EXIT_STALLED
