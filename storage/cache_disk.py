@@ -4,7 +4,7 @@ Layout below ``folder/uid-N/v1``::
 
     entries/ab/<hash>   content, then a trailer: magic, length, xxh3 of the content
     locks/<stripe>      empty files for flock; never deleted, for a deleted lock file locks nobody out
-    temporary/<random>  entries being written, each under its writer's flock
+    temporary/*         entries being written, each under its writer's flock
     used                8 bytes: the bytes of all entries, about; every sweep sets it right
 
 The least recently used entries go first, by their files' mtime, which a hit renews. A sweep looks at every entry, but
@@ -14,21 +14,19 @@ frees a tenth of the limit, so its cost is spread over as many writes.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import stat
 import struct
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import xxhash
 
 from .errors import AccessDeniedError, CacheFullError
+from .files import lock_file, replacing, try_flock, write_all
 
 _LOG = logging.getLogger(__name__)
 _TRAILER = struct.Struct("<8sQQ")
@@ -37,6 +35,7 @@ _USED = struct.Struct("<q")
 
 STRIPES = 4096
 LOCK_WAIT_S = 60.0
+ACCOUNT_WAIT_S = 1.0
 # Hits renew an entry's age this seldom: a system call saved is a tenth of a small hit.
 RENEW_S = 30.0
 KEEP_SHARE = 0.9
@@ -104,7 +103,7 @@ class CacheDisk:
 
     def write(self, name: str, data: memoryview) -> bool:
         """Keep an entry; False where it could not be, which is no error of the run."""
-        size = len(data) + _TRAILER.size
+        size = data.nbytes + _TRAILER.size
         if size > self.limit_bytes * KEEP_SHARE or time.monotonic() < self._paused_until:
             return False
         for attempt in (1, 2):
@@ -128,20 +127,9 @@ class CacheDisk:
             path.unlink()
             self._account(-size)
 
-    @contextmanager
-    def lock(self, name: str, *, wait_s: float = LOCK_WAIT_S) -> Iterator[bool]:
-        """Hold the lock of an entry; gives False where another kept it for ``wait_s``, or it can't be had."""
-        try:
-            fd = os.open(
-                self._locks / f"{int(name[:8], 16) % STRIPES:03x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-        except OSError:
-            yield False
-            return
-        try:
-            yield _try_flock(fd, wait_s)
-        finally:
-            os.close(fd)  # and so release the lock
+    def lock(self, name: str, *, wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[bool]:
+        """Hold the lock of an entry; yields False where another kept it for ``wait_s``, or it cannot be had."""
+        return lock_file(self._locks / f"{int(name[:8], 16) % STRIPES:03x}", wait_s=wait_s)
 
     def sweep(self, target_bytes: int) -> int:
         """Delete the least recently used entries until at most ``target_bytes`` are left; returns the bytes freed.
@@ -150,7 +138,7 @@ class CacheDisk:
         """
         fd = os.open(self._locks / "sweep", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if not _try_flock(fd, 0):
+            if not try_flock(fd, 0):
                 return 0
             entries: list[tuple[float, int, str]] = []
             for shelf in os.scandir(self._entries):
@@ -183,25 +171,12 @@ class CacheDisk:
 
     def _write_entry(self, name: str, data: memoryview) -> None:
         path = self._path(name)
-        fd, temporary = tempfile.mkstemp(dir=self._temporary)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # says that the writer lives
-            trailer = _TRAILER.pack(_MAGIC, len(data), xxhash.xxh3_64_intdigest(data))
-            for part in (data, trailer):
-                rest = memoryview(part)
-                while len(rest):
-                    rest = rest[os.write(fd, rest) :]
-            try:
-                os.rename(temporary, path)  # noqa: PTH104
-            except FileNotFoundError:
-                Path(path).parent.mkdir(exist_ok=True)
-                os.rename(temporary, path)  # noqa: PTH104
-        except BaseException:
-            with suppress(OSError):
-                Path(temporary).unlink()
-            raise
-        finally:
-            os.close(fd)
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(path))  # noqa: PTH102, PTH120 - 2 microseconds, not 20
+        with replacing(path, mode=0o600, temporary_folder=self._temporary) as fd:
+            try_flock(fd, 0)  # says that the writer lives
+            write_all(fd, data)
+            write_all(fd, _TRAILER.pack(_MAGIC, data.nbytes, xxhash.xxh3_64_intdigest(data)))
 
     def _account(self, change: int, *, total: int | None = None) -> None:
         """Add to the bytes used, or set them; sweep where they pass the limit."""
@@ -210,7 +185,8 @@ class CacheDisk:
         except OSError:
             return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not try_flock(fd, ACCOUNT_WAIT_S):
+                return  # its holder was stopped, or there are no locks here; a sweep sets the number right
             raw = os.pread(fd, _USED.size, 0)
             used = total if total is not None else change + (_USED.unpack(raw)[0] if len(raw) == _USED.size else 0)
             os.pwrite(fd, _USED.pack(max(0, used)), 0)
@@ -252,7 +228,7 @@ class CacheDisk:
             with suppress(OSError):
                 fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    if _try_flock(fd, 0):
+                    if try_flock(fd, 0):
                         Path(entry.path).unlink()
                 finally:
                     os.close(fd)
@@ -266,22 +242,6 @@ def _check_owner(root: Path) -> None:
             f"the cache folder {root} is not this user's alone (owner {status.st_uid}, mode {mode:o}); "
             "what others can write can't be trusted: remove it, or give another cache_dir="
         )
-
-
-def _try_flock(fd: int, wait_s: float) -> bool:
-    """Take an exclusive flock, asking again for ``wait_s``; polled, so that no thread hangs in the kernel."""
-    until, pause_s = time.monotonic() + wait_s, 0.001
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-        except OSError:  # a file system without locks
-            return False
-        time.sleep(pause_s)
-        pause_s = min(0.02, pause_s * 1.5)
 
 
 def _read_entry(fd: int, file_bytes: int) -> memoryview | None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from .checks import check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
+from .files import TEMPORARY_PREFIX, replacing, write_all
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
@@ -22,7 +21,6 @@ OPEN_FILES = 64
 PREAD_BYTES = 1 << 30
 # Gaps on local disks are not worth reading; a system call costs about 4 KiB of copying.
 LOCAL_GAP_BYTES = 4096
-TEMPORARY_PREFIX = ".penstock-put-"
 
 _Identity = tuple[int, int, int, int]
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
@@ -115,25 +113,13 @@ class LocalStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         check_key(self.url, key)
         path = Path(self._base + key)
-        temporary: str | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
-            with os.fdopen(fd, "wb") as file:
-                os.fchmod(fd, 0o666 & ~_UMASK)
-                file.write(data)
-                file.flush()
-                os.fsync(fd)
+            with replacing(path, durable=True) as fd:
+                write_all(fd, data)
                 identity = _identify(os.fstat(fd))
-            os.replace(temporary, path)  # noqa: PTH105 - both names are strings here
-            temporary = None
-            _sync_folder(path.parent)
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
-        finally:
-            if temporary is not None:
-                with suppress(OSError):
-                    Path(temporary).unlink()
         return ObjectInfo(key, identity[1], _etag(identity))
 
     def close(self) -> None:
@@ -204,24 +190,6 @@ def _pread(fd: int, byte_range: ByteRange) -> bytes:
         parts.append(data)
         got += len(data)
     return b"".join(parts)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _read_umask() -> int:
-    """The process's umask, read at import: reading it later would race with other threads."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
-_UMASK = _read_umask()
 
 
 def _translate(exc: OSError, url: str, key: str) -> StorageError:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +13,12 @@ from pathlib import Path
 import xxhash
 
 from ...storage import ObjectInfo
+from ...storage.files import lock_file, write_whole
 from ..errors import DatasetError
 from ..formats.shard import ShardFormat
 from .manifest import Manifest
 
 _KEPT = 256
-_POLL_S = 0.05
 # A builder that was stopped, not killed, holds its lock: after this long another one builds, too.
 _LOCK_PATIENCE_S = 600.0
 
@@ -79,41 +77,19 @@ class IndexCache:
     def save(self, key: str, manifest: Manifest) -> None:
         with contextlib.suppress(OSError):
             self._make_folder()
-            descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(manifest.to_bytes())
-                Path(partial).rename(self._folder / f"{key}.arrow")
-            except BaseException:
-                Path(partial).unlink(missing_ok=True)
-                raise
+            write_whole(self._folder / f"{key}.arrow", manifest.to_bytes())
             self._prune()
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Let one process of this node build what ``key`` names; the kernel lets go of it, however a process ends."""
-        descriptor = self._open_lock(key)
-        give_up_at = time.monotonic() + _LOCK_PATIENCE_S
-        try:
-            while descriptor is not None and time.monotonic() < give_up_at:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(_POLL_S)  # not a blocking call, so that Ctrl-C is heard
-                except OSError:
-                    break  # a file system without locks
-            yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def _open_lock(self, key: str) -> int | None:
+        """Let one process of this node build what ``key`` names; where nothing can be locked, each builds its own."""
         try:
             self._make_folder()
-            return os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
-            return None  # a folder that can't be written: each process builds for itself
+            yield
+            return
+        with lock_file(self._folder / f"{key}.lock", wait_s=_LOCK_PATIENCE_S):
+            yield
 
     def _make_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -122,16 +98,12 @@ class IndexCache:
 
     def _prune(self) -> None:
         """Keep the manifests used last, and drop what killed processes left."""
-        files = sorted(
-            (path for path in self._folder.iterdir() if path.suffix in (".arrow", ".lock", ".partial")),
-            key=lambda path: path.stat().st_mtime,
-            reverse=True,
-        )
+        files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in [path for path in files if path.suffix == ".arrow"][_KEPT:]:
             path.unlink(missing_ok=True)
         long_ago = time.time() - 86_400
         for path in files:
-            # A lock file that nobody used for a day; whoever holds one open would lock a name that is gone, and only
-            # build twice.
+            # Lock files that nobody used for a day, too: whoever holds one open would lock a name that is gone, and
+            # only build twice.
             if path.suffix != ".arrow" and path.stat().st_mtime < long_ago:
                 path.unlink(missing_ok=True)
