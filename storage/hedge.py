@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from .errors import StorageError
@@ -46,58 +42,12 @@ class LatencyBook:
             return ordered[len(ordered) * 95 // 100] if ordered and len(ordered) >= ENOUGH else None
 
 
-class DaemonPool:
-    """Threads that run jobs: as many as there are jobs at one time. Mutable state: the counts, under a lock."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._reset()
-        _POOLS.add(self)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
-        self._closed = False
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run a job, which raises nothing, in a thread of its own."""
-        with self._lock:
-            if self._closed:
-                raise StorageError(f"{self._name} is closed: open the store again")
-            if self._idle > 0:
-                self._idle -= 1
-            else:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._jobs.put(job)
-
-    def close(self, timeout_s: float) -> None:
-        """Let every thread end after its job, and wait for them for at most ``timeout_s`` in all."""
-        with self._lock:
-            threads, self._threads = self._threads, []
-            self._closed = True
-            for _ in threads:
-                self._jobs.put(None)
-        until = time.monotonic() + timeout_s
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # its result must not live on in an idle thread
-            with self._lock:
-                self._idle += 1
-
-
 class Race(Generic[T]):
     """Runs of one request, the first to succeed wins. Mutable state: the outcome, under the condition."""
 
-    def __init__(self, crew: DaemonPool, run: Callable[[], T]) -> None:
-        self._crew = crew
+    def __init__(self, submit: Callable[[Callable[[], None]], object], run: Callable[[], T]) -> None:
+        """``submit`` has a function called in another thread."""
+        self._submit = submit
         self._run = run
         self._changed = threading.Condition(threading.Lock())
         self._started = 0
@@ -109,7 +59,7 @@ class Race(Generic[T]):
     def start(self, done: Callable[[], None]) -> None:
         """Start one more run; ``done`` is called when it ends, whether it won or not."""
         number = self._started
-        self._crew.submit(lambda: self._compete(number, done))
+        self._submit(lambda: self._compete(number, done))
         with self._changed:
             self._started += 1
 
@@ -145,15 +95,3 @@ class Race(Generic[T]):
                 self._changed.notify()
         finally:
             done()
-
-
-_POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
-
-
-def _restart_in_child() -> None:
-    """After a fork the child has none of the threads."""
-    for crew in list(_POOLS):
-        crew._reset()
-
-
-os.register_at_fork(after_in_child=_restart_in_child)

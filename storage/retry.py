@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from .daemon_pool import DaemonPool, PoolClosedError
 from .errors import StorageError, StoreUnavailableError, ThrottledError
-from .hedge import DaemonPool, LatencyBook, Race
+from .hedge import LatencyBook, Race
 from .limiter import limiter_of
 from .ranges import coalesce, split
 from .store import ByteRange, ObjectInfo, Store
@@ -79,7 +80,7 @@ class RetryStore:
         self._host = host or inner.url
         self._limiter = limiter_of(self._host, self._config.max_running)
         self._latencies = LatencyBook()
-        self._crew = DaemonPool(f"penstock-requests {inner.url}")
+        self._pool = DaemonPool(f"penstock-requests {inner.url}")
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._requests = self._retries = self._throttled = self._hedges = self._hedges_won = 0
@@ -134,7 +135,7 @@ class RetryStore:
 
         readers = min(RANGES_AT_ONCE, len(requests))
         for _ in range(readers - 1):
-            self._crew.submit(read_some)
+            self._submit(read_some)
         read_some()
         for _ in range(readers):
             ended.acquire()
@@ -155,7 +156,7 @@ class RetryStore:
     def close(self) -> None:
         """End waits between tries and the threads, then close the store within."""
         self._closing.set()
-        self._crew.close(CLOSE_TIMEOUT_S)
+        self._pool.close(CLOSE_TIMEOUT_S)
         self._inner.close()
 
     def _try(self, call: Callable[[], T], *, hedge_bytes: int | None = None) -> T:
@@ -209,7 +210,7 @@ class RetryStore:
         return result
 
     def _race(self, call: Callable[[], T], hedge_after_s: float) -> T:
-        race = Race(self._crew, call)
+        race = Race(self._submit, call)
         try:
             race.start(self._limiter.release)
         except StorageError:
@@ -226,6 +227,12 @@ class RetryStore:
             with self._lock:
                 self._hedges_won += 1
         return race.outcome()
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        try:
+            self._pool.submit(job)
+        except PoolClosedError as exc:
+            raise StorageError(f"{self.url} is closed; open the store again") from exc
 
     def _may_hedge(self) -> bool:
         """Take a place for a second request, if the budget has one and the host is not short of places."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...storage.daemon_pool import DaemonPool
 from ..columns import AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
@@ -23,7 +24,6 @@ from .collate import collate_samples, collate_values
 from .decode import DecodeChoice, FieldDecoders
 from .gather import Rows
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
-from .threads import DecodeThreads
 from .worker_pool import WorkerPool
 
 IDS, VALID, KEY = "__id__", "__valid__", "__key__"
@@ -66,7 +66,7 @@ class BatchMaker:
     options: BatchOptions
     decoders: FieldDecoders
     manifest: Manifest
-    pool: DecodeThreads
+    pool: DaemonPool
     workers: WorkerPool | None
     parts: int
     counters: Counters
