@@ -40,6 +40,12 @@ class DaemonPool:
         self._forget_threads()
         _POOLS.add(self)
 
+    def _forget_threads(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._unfinished = 0
+
     def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
         """Have a thread call a function; the future holds what it returns or raises, and can cancel it while it waits.
 
@@ -87,12 +93,6 @@ class DaemonPool:
             del job, future, function, args  # what they hold must not live on in an idle thread
             with self._lock:
                 self._unfinished -= 1
-
-    def _forget_threads(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._unfinished = 0
 
 
 _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
