@@ -1,14 +1,14 @@
-"""The cache's folder: entries with a checksum, locks that die with their process, a bound that holds on average.
+"""The cache's folder: checksummed entries, locks that die with their process, and a size limit that holds on average.
 
 Layout below ``folder/uid-N/v1``::
 
     entries/ab/<hash>   content, then a trailer: magic, length, xxh3 of the content
-    locks/<stripe>      empty files for flock; never deleted, for a deleted lock file locks nobody out
+    locks/<stripe>      empty files for flock; never deleted, because a deleted lock file locks nobody out
     temporary/*         entries being written, each under its writer's flock
-    used                8 bytes: the bytes of all entries, about; every sweep sets it right
+    used                8 bytes: the approximate size of all entries; every sweep corrects it
 
-The least recently used entries go first, by their files' mtime, which a hit renews. A sweep looks at every entry, but
-frees a tenth of the limit, so its cost is spread over as many writes.
+Eviction is least recently used, by the files' mtime, which a hit renews. A sweep looks at every entry but frees a tenth
+of the limit, so its cost is spread over many writes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _USED = struct.Struct("<q")
 STRIPES = 4096
 LOCK_WAIT_S = 60.0
 ACCOUNT_WAIT_S = 1.0
-# Hits renew an entry's age this seldom: a system call saved is a tenth of a small hit.
+# A hit renews an entry's mtime at most this often: the system call would be a tenth of a small hit's time.
 RENEW_S = 30.0
 KEEP_SHARE = 0.9
-# After a failed write nothing is written for this long: a full disk is not asked again for each chunk.
+# After a failed write, writing pauses for this long, so that a full disk is not tried again for every chunk.
 PAUSE_S = 30.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class CacheDisk:
-    """One user's cache below a folder. Mutable state in memory: when writing may go on; all else is in files."""
+    """One user's cache below a folder. Mutable state in memory: when writing may resume; the rest is in files."""
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
@@ -102,7 +102,7 @@ class CacheDisk:
             os.close(fd)
 
     def write(self, name: str, data: memoryview) -> bool:
-        """Keep an entry; False where it could not be, which is no error of the run."""
+        """Write an entry; returns False if that failed, which does not fail the run."""
         size = data.nbytes + _TRAILER.size
         if size > self.limit_bytes * KEEP_SHARE or time.monotonic() < self._paused_until:
             return False
@@ -112,7 +112,7 @@ class CacheDisk:
                 self._account(size)
                 return True
             except FileNotFoundError:
-                return False  # somebody cleaned up under us; the next read fetches again
+                return False  # the folder was deleted meanwhile; the next read fetches again
             except OSError as exc:
                 if attempt == 2 or exc.errno not in _FULL or not self._make_room(size):
                     self._pause(exc)
@@ -128,13 +128,13 @@ class CacheDisk:
             self._account(-size)
 
     def lock(self, name: str, *, wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[bool]:
-        """Hold the lock of an entry; yields False where another kept it for ``wait_s``, or it cannot be had."""
+        """Hold the lock of an entry; yields False if another process held it for ``wait_s``, or if locking failed."""
         return lock_file(self._locks / f"{int(name[:8], 16) % STRIPES:03x}", wait_s=wait_s)
 
     def sweep(self, target_bytes: int) -> int:
         """Delete the least recently used entries until at most ``target_bytes`` are left; returns the bytes freed.
 
-        One process sweeps at a time; for another one it is enough that it is being done.
+        One process sweeps at a time; a second one returns at once.
         """
         fd = os.open(self._locks / "sweep", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -160,7 +160,7 @@ class CacheDisk:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all entries, about."""
+        """The approximate size of all entries in bytes."""
         try:
             return int(_USED.unpack(self._used.read_bytes())[0])
         except (OSError, struct.error):
@@ -174,19 +174,19 @@ class CacheDisk:
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(path))  # noqa: PTH102, PTH120 - 2 microseconds, not 20
         with replacing(path, mode=0o600, temporary_folder=self._temporary) as fd:
-            try_flock(fd, 0)  # says that the writer lives
+            try_flock(fd, 0)  # shows that the writer is alive
             write_all(fd, data)
             write_all(fd, _TRAILER.pack(_MAGIC, data.nbytes, xxhash.xxh3_64_intdigest(data)))
 
     def _account(self, change: int, *, total: int | None = None) -> None:
-        """Add to the bytes used, or set them; sweep where they pass the limit."""
+        """Add to the bytes used, or set them; sweep if they exceed the limit."""
         try:
             fd = os.open(self._used, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
             return
         try:
             if not try_flock(fd, ACCOUNT_WAIT_S):
-                return  # its holder was stopped, or there are no locks here; a sweep sets the number right
+                return  # the holder is suspended, or there are no locks here; a sweep corrects the number
             raw = os.pread(fd, _USED.size, 0)
             used = total if total is not None else change + (_USED.unpack(raw)[0] if len(raw) == _USED.size else 0)
             os.pwrite(fd, _USED.pack(max(0, used)), 0)
@@ -199,7 +199,7 @@ class CacheDisk:
                 self.sweep(int(self.limit_bytes * KEEP_SHARE))
 
     def _make_room(self, size: int) -> bool:
-        """Free an eighth of what is used, at least twice ``size``; False where nothing could be freed."""
+        """Free an eighth of what is used, at least twice ``size``; returns False if nothing could be freed."""
         with suppress(OSError):
             used = self.used_bytes
             return self.sweep(max(0, used - max(used // 8, 2 * size))) > 0
@@ -223,7 +223,7 @@ class CacheDisk:
         return max(1, int((space.f_bavail * space.f_frsize + self.used_bytes) * 0.9))
 
     def _clean_temporary(self) -> None:
-        """Delete what killed writers left: files that nobody holds a lock on."""
+        """Delete what killed writers left: files that nobody has locked."""
         for entry in os.scandir(self._temporary):
             with suppress(OSError):
                 fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -245,7 +245,7 @@ def _check_owner(root: Path) -> None:
 
 
 def _read_entry(fd: int, file_bytes: int) -> memoryview | None:
-    """The content of an entry; None where it is not what was written."""
+    """The content of an entry; None if it is not what was written."""
     size = file_bytes - _TRAILER.size
     if size < 0:
         return None

@@ -31,7 +31,7 @@ class DaemonPool:
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
-        """``max_threads``: how many jobs run at one time; the others wait. None: all of them."""
+        """``max_threads`` limits how many jobs run at a time; None runs all of them at once."""
         if max_threads is not None and max_threads < 1:
             raise ValueError(f"max_threads={max_threads}: needs 1 or more, or None")
         self._name = name
@@ -47,7 +47,7 @@ class DaemonPool:
         self._unfinished = 0
 
     def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
-        """Have a thread call a function; the future holds what it returns or raises, and can cancel it while it waits.
+        """Call a function in a thread; the future holds what it returns or raises, and can cancel it before it starts.
 
         Raises:
             PoolClosedError: the pool is closed.
@@ -65,9 +65,9 @@ class DaemonPool:
         return future
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End each thread when the jobs submitted so far are done or cancelled; wait ``timeout_s`` in all for that.
+        """End the threads when the jobs submitted so far are done or cancelled; wait at most ``timeout_s`` in total.
 
-        ``timeout_s=None`` waits as long as the jobs take. May be called by a job, and more than once.
+        ``timeout_s=None`` waits as long as the jobs take. A job may call this; further calls do nothing.
         """
         with self._lock:
             threads, self._threads = self._threads, []
@@ -90,7 +90,7 @@ class DaemonPool:
                 else:
                     future.set_result(result)
                     del result
-            del job, future, function, args  # what they hold must not live on in an idle thread
+            del job, future, function, args  # an idle thread must not keep what they refer to alive
             with self._lock:
                 self._unfinished -= 1
 
@@ -99,7 +99,7 @@ _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
 
 
 def _forget_threads_in_child() -> None:
-    """After a fork the child has none of the threads, and locks that they held are nobody's."""
+    """After a fork the child has none of the threads, and locks that they held would never be released."""
     for pool in list(_POOLS):
         pool._forget_threads()
 

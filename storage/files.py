@@ -1,7 +1,7 @@
-"""Files that are whole or absent, and locks that die with their process: what every room needs of a file system.
+"""Atomic writes, durable folders and file locks: what every room needs of a file system.
 
-A new file gets the permissions that the process's umask allows, like any other: the kernel applies it, so it is never
-read. (It can only be read by setting it, for all threads at once.)
+New files get the permissions that the process's umask allows. The kernel applies it; reading it here would mean setting
+it, for all threads at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# A killed writer leaves at most a file whose name starts so.
+from .store import byte_view
+
+# A killed writer leaves at most one file whose name starts like this.
 TEMPORARY_PREFIX = ".penstock-put-"
 NEW_FILE_MODE = 0o666
-# Linux writes at most 2 GiB less a page at once.
+# Linux writes at most 2 GiB less a page per call.
 _WRITE_BYTES = 1 << 30
 _POLL_S = (0.001, 0.02)
 
@@ -27,13 +29,13 @@ AnyPath = str | os.PathLike[str]
 def replacing(
     path: AnyPath, *, durable: bool = False, mode: int = NEW_FILE_MODE, temporary_folder: AnyPath | None = None
 ) -> Iterator[int]:
-    """Yield the descriptor of a new file that becomes ``path`` when the block ends, or vanishes when it raises.
+    """Yield the descriptor of a new file that becomes ``path`` when the block ends, and is deleted if it raises.
 
     Readers see the old file or the new one, never a part. ``durable`` syncs the file and its folder, so that the new
-    one survives a loss of power. The file is made beside ``path``, or in a ``temporary_folder`` on the same disk.
+    file survives a power loss. It is created beside ``path``, or in a ``temporary_folder`` on the same file system.
 
     Raises:
-        OSError: the file cannot be made, written or renamed.
+        OSError: the file cannot be created, written or renamed.
     """
     path = os.fspath(path)
     folder = os.path.dirname(path)  # noqa: PTH120 - on the path of every small write
@@ -55,21 +57,20 @@ def replacing(
 
 
 def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable: bool = False) -> None:
-    """Write a file, replacing what was there at once; see ``replacing``."""
+    """Write a file atomically; see ``replacing``."""
     with replacing(path, durable=durable) as fd:
         write_all(fd, data)
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes of ``data``, whatever its items are."""
-    view = memoryview(data)
-    rest = view.cast("B") if view.c_contiguous and view.nbytes else memoryview(view.tobytes())
+    """Write all bytes of ``data``, whatever its item type."""
+    rest = byte_view(data)
     while rest:
         rest = rest[os.write(fd, rest[:_WRITE_BYTES]) :]
 
 
 def sync_folder(folder: AnyPath) -> None:
-    """Make the names in a folder survive a loss of power."""
+    """Make the names in a folder survive a power loss."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -79,10 +80,10 @@ def sync_folder(folder: AnyPath) -> None:
 
 @contextmanager
 def lock_file(path: AnyPath, *, wait_s: float) -> Iterator[bool]:
-    """Hold an exclusive lock on a file, which is made where there is none and stays.
+    """Hold an exclusive lock on a file, which is created if missing and never deleted.
 
-    Yields False where another process or thread kept it for ``wait_s``, or where it cannot be had: no such folder, no
-    permission, a file system without locks. The kernel releases the lock however the process ends.
+    Yields False if another process or thread held the lock for ``wait_s``, or if locking is impossible: no such folder,
+    no permission, a file system without locks. The kernel releases the lock however the process ends.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -92,13 +93,13 @@ def lock_file(path: AnyPath, *, wait_s: float) -> Iterator[bool]:
     try:
         yield try_flock(fd, wait_s)
     finally:
-        os.close(fd)  # and so releases the lock
+        os.close(fd)  # which releases the lock
 
 
 def try_flock(fd: int, wait_s: float) -> bool:
-    """Take an exclusive flock; False where another holds it for ``wait_s``, or the file system has no locks.
+    """Take an exclusive flock; returns False if another holds it for ``wait_s``, or the file system has no locks.
 
-    Polled, for no thread may hang in the kernel: who holds the lock may have been stopped.
+    It polls instead of blocking in the kernel, because the process that holds the lock may be suspended.
     """
     until, pause_s = time.monotonic() + wait_s, _POLL_S[0]
     while True:

@@ -1,4 +1,4 @@
-"""A second request where the first one is late: the tail at scale (Dean and Barroso, CACM 2013, "hedged requests")."""
+"""Hedged requests: a second request when the first is late (Dean and Barroso, "The Tail at Scale", CACM 2013)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENOUGH = 20
 
 
 class LatencyBook:
-    """Recent latencies by size of the answer, and their 95th percentile. Mutable state: the windows, under a lock."""
+    """Recent latencies by response size, and their 95th percentile. Mutable state: the windows, under a lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class LatencyBook:
         self._sorted: dict[int, list[float]] = {}
 
     def add(self, size_bytes: int, seconds: float) -> None:
-        """Note one answer; sizes within a factor of two share a window."""
+        """Record one response; sizes within a factor of two share a window."""
         size_class = size_bytes.bit_length()
         with self._lock:
             window = self._windows.setdefault(size_class, deque())
@@ -36,17 +36,17 @@ class LatencyBook:
             insort(ordered, seconds)
 
     def p95_s(self, size_bytes: int) -> float | None:
-        """The 95th percentile for answers of about this size; None until enough were seen."""
+        """The 95th percentile for responses of about this size; None until enough were recorded."""
         with self._lock:
             ordered = self._sorted.get(size_bytes.bit_length())
             return ordered[len(ordered) * 95 // 100] if ordered and len(ordered) >= ENOUGH else None
 
 
 class Race(Generic[T]):
-    """Runs of one request, the first to succeed wins. Mutable state: the outcome, under the condition."""
+    """Runs of one request; the first to succeed wins. Mutable state: the outcome, under the condition."""
 
     def __init__(self, submit: Callable[[Callable[[], None]], object], run: Callable[[], T]) -> None:
-        """``submit`` has a function called in another thread."""
+        """``submit`` runs a function in another thread."""
         self._submit = submit
         self._run = run
         self._changed = threading.Condition(threading.Lock())
@@ -57,14 +57,14 @@ class Race(Generic[T]):
         self.winner = -1
 
     def start(self, done: Callable[[], None]) -> None:
-        """Start one more run; ``done`` is called when it ends, whether it won or not."""
+        """Start another run; ``done`` is called when it ends, whether it won or not."""
         number = self._started
         self._submit(lambda: self._compete(number, done))
         with self._changed:
             self._started += 1
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until there is an outcome; False where there is none within ``timeout_s``."""
+        """Wait until there is an outcome; returns False if there is none within ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(self._is_over, timeout_s)
 

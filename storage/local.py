@@ -17,9 +17,9 @@ from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
 OPEN_FILES = 64
-# One pread returns at most 2 GiB less a page, whatever was asked for.
+# One pread returns at most 2 GiB less a page, whatever the request.
 PREAD_BYTES = 1 << 30
-# Gaps on local disks are not worth reading; a system call costs about 4 KiB of copying.
+# Reading gaps on a local disk is rarely worth it: a system call costs as much as copying about 4 KiB.
 LOCAL_GAP_BYTES = 4096
 
 _Identity = tuple[int, int, int, int]
@@ -27,7 +27,7 @@ _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 
 class _OpenFile:
-    """A descriptor that is closed when the cache and every reader have let go of it."""
+    """A descriptor that is closed when neither the cache nor a reader refers to it any more."""
 
     __slots__ = ("fd", "identity")
 
@@ -127,7 +127,7 @@ class LocalStore:
             self._files.clear()
 
     def _open(self, key: str) -> _OpenFile:
-        """Return an open file that is what the key names now, not what it named when it was opened."""
+        """Return an open file of what the key names now, not of what it named earlier."""
         path = self._base + key
         identity = _identify(os.stat(path))  # noqa: PTH116 - 1 microsecond; a Path would double it
         with self._lock:

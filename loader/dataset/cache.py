@@ -1,4 +1,4 @@
-"""The manifests that this user's processes built, kept on the node and keyed by the listing they were built from."""
+"""A per-user cache of manifests on the node, keyed by the listing from which they were built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..formats.shard import ShardFormat
 from .manifest import Manifest
 
 _KEPT = 256
-# A builder that was stopped, not killed, holds its lock: after this long another one builds, too.
+# A suspended builder keeps its lock: after this long, another process builds as well.
 _LOCK_PATIENCE_S = 600.0
 
 
@@ -34,14 +34,14 @@ def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 class IndexCache:
-    """Manifests below one folder of this user's own.
+    """Manifests in a folder that belongs to this user.
 
-    Every failure of the disk means 'not cached': an index can always be built anew. Files are written beside their
-    place and renamed, so readers see whole ones; damaged ones are removed.
+    Every disk failure means 'not cached', because an index can always be built again. Files are written atomically;
+    damaged ones are removed.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None = None) -> None:
-        # The user id keeps users of a shared folder apart: nobody reads a manifest that another could have written.
+        # The user id separates users of a shared folder: nobody reads a manifest that another user could have written.
         self._folder = cache_home(cache_dir) / f"manifests-{os.geteuid()}"
 
     @property
@@ -49,7 +49,7 @@ class IndexCache:
         return self._folder
 
     def key(self, url: str, shards: Sequence[ObjectInfo], shard_format: ShardFormat) -> str | None:
-        """What identifies a listing, read as a format; None where a shard has no ETag: it could have changed."""
+        """Identifies a listing read as a format; None if a shard has no ETag, because it could change unnoticed."""
         if any(info.etag is None for info in shards):
             return None
         digest = xxhash.xxh3_128()
@@ -82,7 +82,7 @@ class IndexCache:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Let one process of this node build what ``key`` names; where nothing can be locked, each builds its own."""
+        """Let one process of this node build what ``key`` names; if locking is impossible, each process builds."""
         try:
             self._make_folder()
         except OSError:
@@ -97,13 +97,13 @@ class IndexCache:
             raise PermissionError(f"{self._folder} belongs to another user")
 
     def _prune(self) -> None:
-        """Keep the manifests used last, and drop what killed processes left."""
+        """Keep the most recently used manifests, and delete what killed processes left."""
         files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in [path for path in files if path.suffix == ".arrow"][_KEPT:]:
             path.unlink(missing_ok=True)
         long_ago = time.time() - 86_400
         for path in files:
-            # Lock files that nobody used for a day, too: whoever holds one open would lock a name that is gone, and
-            # only build twice.
+            # This includes lock files: a process that still holds one would lock a deleted name, and at worst one index
+            # is built twice.
             if path.suffix != ".arrow" and path.stat().st_mtime < long_ago:
                 path.unlink(missing_ok=True)

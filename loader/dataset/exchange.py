@@ -1,8 +1,8 @@
 """One rank builds an index and the others wait for it, through the key-value store of their process group.
 
-The first rank to arrive builds. No collective is issued, so a rank that is late or never comes holds nobody up, and
-ranks may open several data sets in any order: a builder waits for nobody. While it builds it shows a heartbeat, so that
-those who wait can name it should it die.
+The first rank to arrive builds. There are no collectives, so a rank that is late or never comes delays nobody. Ranks
+may open several data sets in any order, because a builder never waits. While it builds it sends heartbeats, so that
+the waiting ranks notice and name it if it dies.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictiona
 
 
 def join_exchange(identity: str) -> Exchange | None:
-    """The exchange of the ranks that open ``identity``; None outside of a process group of two ranks or more.
+    """The exchange of the ranks that open ``identity``; None outside a process group of two or more ranks.
 
-    The n-th call of a rank meets the n-th calls of the others.
+    The n-th call on one rank meets the n-th calls on the others.
     """
     distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -53,7 +53,7 @@ def join_exchange(identity: str) -> Exchange | None:
 
 
 class Exchange:
-    """One rank's end. The builder's owns a heartbeat thread from entry to exit, which shares nothing but the store."""
+    """One rank's end. The builder's owns a heartbeat thread from entry to exit, which shares only the store."""
 
     def __init__(self, store: Any, namespace: str, rank: int, *, dead_after_s: float = DEAD_AFTER_S) -> None:
         self._store = store
@@ -80,11 +80,11 @@ class Exchange:
             return
         self._thread.join()
         if error is not None:
-            with suppress(DatasetError):  # the store has failed, as the others' next call tells them
+            with suppress(DatasetError):  # if the store has failed, the others notice it themselves
                 self._call("set", "outcome", json.dumps({"error": asdict(RemoteError.of(error, self._rank))}))
 
     def publish(self, about: dict[str, Any], data: bytes) -> None:
-        """Hand what was built to the others; ``about`` is JSON-able and small, and tells them whether to receive it."""
+        """Send what was built to the others; ``about`` is small and JSON-able, and says whether they need the data."""
         pieces = range(0, len(data), _PIECE_BYTES)
         for number, start in enumerate(pieces):
             self._call("set", f"piece/{number}", data[start : start + _PIECE_BYTES])
@@ -94,7 +94,7 @@ class Exchange:
         """Wait until the builder has published; returns its ``about``.
 
         Raises:
-            PenstockError: the error that the builder met, in its own type where that is one of ours.
+            PenstockError: the builder's error, with its own type if that is one of ours.
             DatasetError: the builder died or was silent for too long, or the store does not answer.
         """
         watch, look_at = _Watch(self._dead_after_s), 0.0
@@ -126,7 +126,7 @@ class Exchange:
             try:
                 self._beat(count)
             except DatasetError:
-                return  # the builder's next call meets the same
+                return  # the builder's next call raises the same error
 
     def _beat(self, count: int) -> None:
         self._call("set", "beat", json.dumps([count, self._rank, _process_place()]))
@@ -146,7 +146,7 @@ class Exchange:
 
 
 class _Watch:
-    """Judges from its heartbeats whether the builder lives."""
+    """Decides from its heartbeats whether the builder is alive."""
 
     def __init__(self, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
@@ -154,7 +154,7 @@ class _Watch:
         self._since = time.monotonic()
 
     def look(self, beat: str) -> None:
-        """Take the newest heartbeat, '' where there is none yet. Raises DatasetError where the builder is dead."""
+        """Take the newest heartbeat, '' if there is none yet. Raises DatasetError if the builder is dead."""
         now = time.monotonic()
         if beat != self._beat:
             self._beat, self._since = beat, now
@@ -170,7 +170,7 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class RemoteError:
-    """An error on its way from the rank that met it to the others, as JSON."""
+    """An error in transit, as JSON, from the rank that raised it to the others."""
 
     rank: int
     kind: str
@@ -185,7 +185,7 @@ class RemoteError:
         return cls(rank, type(error).__name__, str(error))
 
     def to_exception(self) -> PenstockError:
-        """The error in its own type, where that is one of ours, with the rank that met it."""
+        """The error with its own type, if that is one of ours, and the rank that raised it."""
         kind = next((kind for kind in _descendants(PenstockError) if kind.__name__ == self.kind), None)
         if kind is None:
             return DatasetError(f"rank {self.rank} failed: {self.kind}: {self.message}")

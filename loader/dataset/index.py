@@ -1,4 +1,4 @@
-"""From a source to its manifest: kept beside the data, kept on the node, or built now from the shards themselves."""
+"""Opens the manifest of a source: read from beside the data or the node's cache, or built now from the shards."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def open_manifest(
     threads: int = INDEX_THREADS,
     rebuild: bool = False,
 ) -> Manifest:
-    """The manifest of a data set, built where there is none that fits.
+    """The manifest of a data set, built if there is no matching one.
 
     ``source`` is the URL of a prefix, of one shard or of a saved manifest, a brace pattern, a list of these, a local
-    path, or a Manifest, which is handed back. Shards of a prefix come in the order of their keys, others as given.
-    ``rebuild`` ignores what is saved. ``cache_dir`` is where manifests are kept on this node.
+    path, or a Manifest, which is returned as is. Shards of a prefix come in the order of their keys, others as given.
+    ``rebuild`` ignores saved manifests. ``cache_dir`` is where manifests are kept on this node.
 
     In a process group of torch.distributed the first rank that calls this for a source builds, and the others get its
     manifest or its error through the group's key-value store; no collective is issued.
@@ -81,7 +81,7 @@ class _Opening:
     rebuild: bool
 
     def alone(self) -> tuple[Manifest, str | None]:
-        """The manifest, and its key in the node's cache; None where it is not kept there."""
+        """The manifest, and its key in the node's cache, or None if it is not kept there."""
         store, selection = select(self.source, self.storage_options, progress=self.progress)
         try:
             prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
@@ -111,7 +111,7 @@ class _Opening:
         key, url = about["key"], about["url"]
         if key is None:
             return Manifest.from_bytes(exchange.receive(), url)
-        with self.cache.lock(f"{key}-copy"):  # one process of a node fetches it, the others find it
+        with self.cache.lock(f"{key}-copy"):  # one process of a node fetches it, the others find it there
             cached = self._cached(key, url)
             if cached is not None:
                 return cached
@@ -133,7 +133,7 @@ class _Opening:
 def read_saved_manifest(
     source: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Manifest | None:
-    """The saved manifest that a source is the URL of; None where it is the URL of something else."""
+    """The saved manifest if a source is the URL of one, else None."""
     url = os.fspath(source)
     if not url.endswith(f"/{MANIFEST_NAME}"):
         return None
