@@ -88,7 +88,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
         data = store.get(MANIFEST_NAME)
         if data == UNFINISHED and selection.chosen is None:
             raise UnfinishedDatasetError(
-                f"{store.url}: its packing is under way or was interrupted; wait for it, or run `penstock pack` again"
+                f"{store.url}: it is still being packed, or packing was interrupted; wait, or run `penstock pack` again"
             )
         saved = Manifest.from_bytes(data, selection.url, f"{store.url}/{MANIFEST_NAME}")
     except UnfinishedDatasetError:
@@ -111,8 +111,8 @@ def _warn_stale(url: str, *, new: int, gone: int) -> None:
         text for count, text in ((new, f"{new} new or changed shards"), (gone, f"{gone} gone")) if count
     )
     warnings.warn(
-        f"the manifest beside {url} is out of date: {changes}; it was mended for this run, "
-        f"`penstock index {url}` mends it for all",
+        f"the manifest beside {url} is out of date: {changes}; this run uses a corrected copy, "
+        f"`penstock index {url}` corrects it for all runs",
         StaleManifestWarning,
         stacklevel=2,
     )
@@ -143,7 +143,7 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -
         tasks = [ShardTask(info) for info in selection.listing if "." not in info.key.rpartition("/")[2]]
     if not tasks:
         raise DatasetError(
-            f"{store.url}: holds no {shard_format.name} shards among its {len(selection.listing)} objects"
+            f"{store.url}: no {shard_format.name} shards among its {len(selection.listing)} objects"
         )
     return tasks
 
