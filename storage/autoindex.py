@@ -1,4 +1,4 @@
-"""Listing a web server by its own index pages: nginx (HTML or JSON), Apache, Python's http.server."""
+"""Lists a web server through its own index pages: nginx (HTML or JSON), Apache, Python's http.server."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class _Links(HTMLParser):
 
 
 def parse_index(page: bytes) -> list[str] | None:
-    """The names on an index page, folders with a '/' at their end; None where this is no index page.
+    """The names on an index page, folders with a '/' at the end; None if this is no index page.
 
-    Known by the JSON of nginx's ``autoindex_format json``, or by a title like "Index of" or "Directory listing for /".
+    Recognised by the JSON of nginx's ``autoindex_format json``, or by a title that starts with "Index of" or "Directory
+    listing".
     """
     try:
         text = page.decode()
@@ -64,7 +65,7 @@ def parse_index(page: bytes) -> list[str] | None:
 def list_index(
     url: str, prefix: str, read_page: Callable[[str], bytes], head: Callable[[str], ObjectInfo]
 ) -> list[ObjectInfo]:
-    """Every file whose key starts with ``prefix``; ``read_page`` gets a folder's page ('' or 'a/b/').
+    """Every file whose key starts with ``prefix``; ``read_page`` returns a folder's page ('' or 'a/b/').
 
     Raises:
         UnsupportedURLError: the server shows no index.

@@ -1,4 +1,4 @@
-"""Every URL that fsspec knows and we do not read ourselves: memory://, hf://, sftp://, ..."""
+"""URLs that only fsspec reads: memory://, hf://, sftp://, ..."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .store import ByteRange, ObjectInfo
 
 _PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
 
-# Where file systems of fsspec keep what identifies a version of a file, best first.
+# Fields in which fsspec file systems keep what identifies a version of a file, best first.
 _ETAG_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "checksum", "uid", "mtime", "LastModified", "last_modified",
                 "modified", "last_commit", "created")  # fmt: skip
 
@@ -26,7 +26,7 @@ class BridgeStore:
     """Files of any fsspec file system. The only state is that file system, which fsspec shares between its users."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Open the root with fsspec, and ``storage_options`` as the file system itself names them.
+        """Open the root with fsspec; ``storage_options`` are those of the file system itself.
 
         Raises:
             UnsupportedURLError: no such scheme, or the package that reads it is missing.
@@ -71,7 +71,7 @@ class BridgeStore:
         except Exception as exc:
             raise self._translate(exc, key, byte_range) from exc
         if etag is not None or byte_range is None or len(data) != len(byte_range) or not data:
-            info = self.head(key)  # after the read, so that a change during it shows
+            info = self.head(key)  # after the read, to notice a change during it
             check_etag(self._url, key, etag, info.etag)
             if byte_range is not None:
                 check_inside(self._url, key, byte_range, info.size)
@@ -113,7 +113,7 @@ class BridgeStore:
         return iter(sorted(found, key=lambda info: info.key))
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-        """Write an object; as atomic as the file system's own way of writing a whole file."""
+        """Write an object; as atomic as the file system's own way to write a whole file."""
         check_key(self._url, key)
         path = f"{self._root}/{key}"
         try:
@@ -124,7 +124,7 @@ class BridgeStore:
         return self.head(key)
 
     def close(self) -> None:
-        """The file system stays open: fsspec hands the same one to everybody in the process."""
+        """Do nothing: fsspec shares the file system with everyone else in the process."""
 
     def _scrub(self, exc: BaseException) -> str:
         text = str(exc).strip().partition("\n")[0][:300] or type(exc).__name__
@@ -147,7 +147,7 @@ def _describe(key: str, info: Mapping[str, Any]) -> ObjectInfo:
     size = int(info["size"] or 0)
     for field in _ETAG_FIELDS:
         value = info.get(field)
-        if isinstance(value, datetime):  # some file systems give a datetime for one file, and a number in listings
+        if isinstance(value, datetime):  # some file systems return a datetime for one file but a number in listings
             value = value.timestamp()
         if isinstance(value, float):
             value = f"{value:.6f}"

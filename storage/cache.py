@@ -1,9 +1,9 @@
 """A cache of byte ranges on the node's disk, shared by every process and job of one user.
 
-An entry is the range that was asked for, under the hash of (root, key, ETag, range), so what changed is never found
-again and ages out. Who misses takes the entry's lock, looks again, and only then fetches: one fetch for a node. The
-locks are `flock`, which the kernel releases however a process dies. A disk that is full or fails costs speed, never
-the run.
+An entry is one requested range, stored under the hash of (root, key, ETag, range); entries of a changed object are
+never found again and age out. A reader that misses takes the entry's lock, looks again, and only then fetches, so a
+node fetches once. The locks are `flock`s, which the kernel releases however a process dies. A full or failing disk
+costs speed, never the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Views = list[memoryview]  # inside the class, list is a verb
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheCounts:
-    """What the cache did since the store was opened; ``uncached`` are reads that could not be kept."""
+    """What the cache did since the store was opened; ``uncached`` counts reads that could not be stored."""
 
     hits: int
     misses: int
@@ -36,15 +36,15 @@ class CacheCounts:
 
 
 class CacheStore:
-    """A store that keeps what it read from another one. Mutable state: the counts under a lock; the rest is on disk."""
+    """A store that caches reads from another one. Mutable state: the counts, under a lock; the rest is on disk."""
 
     def __init__(
         self, inner: Store, folder: str | Path, limit_bytes: int | None = None, *, identity: str | None = None
     ) -> None:
-        """Wrap a store, which is closed with this one.
+        """Wrap a store; closing this one closes it too.
 
-        ``limit_bytes``: for all jobs that share the folder; None: nine tenths of what is free there now, and what the
-        cache already holds. ``identity`` tells apart stores whose URLs are the same; by default it is the URL.
+        ``limit_bytes`` applies to all jobs that share the folder; None means nine tenths of the space that is free or
+        already used by the cache. ``identity`` distinguishes stores with the same URL; the default is the URL.
 
         Raises:
             CacheFullError: the folder can't be made or written.
@@ -74,9 +74,9 @@ class CacheStore:
             return CacheCounts(**self._counts)
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
-        """Read from the disk or the store within; without ``etag`` that store is asked for it first."""
+        """Read from the disk or else from the wrapped store, which is first asked for the ETag if none is given."""
         etag = etag or self._inner.head(key).etag
-        if etag is None:  # nothing to tell one version from the next by
+        if etag is None:  # nothing distinguishes one version from the next
             self._count("uncached")
             return self._inner.get(key, byte_range)
         name = self._name(key, byte_range, etag)
@@ -93,7 +93,7 @@ class CacheStore:
         return data
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> _Views:
-        """Read ranges; the missing ones that nobody else fetches come in one call of the store within."""
+        """Read ranges; one call of the wrapped store fetches the missing ones that nobody else is fetching."""
         etag = etag or self._inner.head(key).etag
         if etag is None:
             self._count("uncached")
@@ -104,7 +104,7 @@ class CacheStore:
         with ExitStack() as locks:
             mine: dict[str, ByteRange] = {}
             for name, byte_range in wanted.items():
-                # Waiting for one lock while holding another could wait for ever, so a taken one is left for later.
+                # Waiting for one lock while holding another could deadlock, so a taken one is left for later.
                 if locks.enter_context(self._disk.lock(name, wait_s=0)):
                     data = self._look(name)
                     if data is None:
@@ -122,7 +122,7 @@ class CacheStore:
         return [found[name] for name in names]
 
     def discard(self, key: str, byte_range: ByteRange | None = None, *, etag: str) -> None:
-        """Forget a range, because its content proved to be wrong: the next read fetches it again."""
+        """Forget a range whose content proved to be wrong: the next read fetches it again."""
         self._disk.discard(self._name(key, byte_range, etag))
 
     def head(self, key: str) -> ObjectInfo:

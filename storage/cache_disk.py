@@ -1,34 +1,32 @@
-"""The cache's folder: entries with a checksum, locks that die with their process, a bound that holds on average.
+"""The cache's folder: checksummed entries, locks that die with their process, and a size limit that holds on average.
 
 Layout below ``folder/uid-N/v1``::
 
     entries/ab/<hash>   content, then a trailer: magic, length, xxh3 of the content
-    locks/<stripe>      empty files for flock; never deleted, for a deleted lock file locks nobody out
-    temporary/<random>  entries being written, each under its writer's flock
-    used                8 bytes: the bytes of all entries, about; every sweep sets it right
+    locks/<stripe>      empty files for flock; never deleted, because a deleted lock file locks nobody out
+    temporary/*         entries being written, each under its writer's flock
+    used                8 bytes: the approximate size of all entries; every sweep corrects it
 
-The least recently used entries go first, by their files' mtime, which a hit renews. A sweep looks at every entry, but
-frees a tenth of the limit, so its cost is spread over as many writes.
+Eviction is least recently used, by the files' mtime, which a hit renews. A sweep looks at every entry but frees a tenth
+of the limit, so its cost is spread over many writes.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import stat
 import struct
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import xxhash
 
 from .errors import AccessDeniedError, CacheFullError
+from .files import lock_file, replacing, try_flock, write_all
 
 _LOG = logging.getLogger(__name__)
 _TRAILER = struct.Struct("<8sQQ")
@@ -37,16 +35,17 @@ _USED = struct.Struct("<q")
 
 STRIPES = 4096
 LOCK_WAIT_S = 60.0
-# Hits renew an entry's age this seldom: a system call saved is a tenth of a small hit.
+ACCOUNT_WAIT_S = 1.0
+# A hit renews an entry's mtime at most this often: the system call would be a tenth of a small hit's time.
 RENEW_S = 30.0
 KEEP_SHARE = 0.9
-# After a failed write nothing is written for this long: a full disk is not asked again for each chunk.
+# After a failed write, writing pauses for this long, so that a full disk is not tried again for every chunk.
 PAUSE_S = 30.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class CacheDisk:
-    """One user's cache below a folder. Mutable state in memory: when writing may go on; all else is in files."""
+    """One user's cache below a folder. Mutable state in memory: when writing may resume; the rest is in files."""
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
@@ -103,8 +102,8 @@ class CacheDisk:
             os.close(fd)
 
     def write(self, name: str, data: memoryview) -> bool:
-        """Keep an entry; False where it could not be, which is no error of the run."""
-        size = len(data) + _TRAILER.size
+        """Write an entry; returns False if that failed, which does not fail the run."""
+        size = data.nbytes + _TRAILER.size
         if size > self.limit_bytes * KEEP_SHARE or time.monotonic() < self._paused_until:
             return False
         for attempt in (1, 2):
@@ -113,7 +112,7 @@ class CacheDisk:
                 self._account(size)
                 return True
             except FileNotFoundError:
-                return False  # somebody cleaned up under us; the next read fetches again
+                return False  # the folder was deleted meanwhile; the next read fetches again
             except OSError as exc:
                 if attempt == 2 or exc.errno not in _FULL or not self._make_room(size):
                     self._pause(exc)
@@ -128,29 +127,18 @@ class CacheDisk:
             path.unlink()
             self._account(-size)
 
-    @contextmanager
-    def lock(self, name: str, *, wait_s: float = LOCK_WAIT_S) -> Iterator[bool]:
-        """Hold the lock of an entry; gives False where another kept it for ``wait_s``, or it can't be had."""
-        try:
-            fd = os.open(
-                self._locks / f"{int(name[:8], 16) % STRIPES:03x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-        except OSError:
-            yield False
-            return
-        try:
-            yield _try_flock(fd, wait_s)
-        finally:
-            os.close(fd)  # and so release the lock
+    def lock(self, name: str, *, wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[bool]:
+        """Hold the lock of an entry; yields False if another process held it for ``wait_s``, or if locking failed."""
+        return lock_file(self._locks / f"{int(name[:8], 16) % STRIPES:03x}", wait_s=wait_s)
 
     def sweep(self, target_bytes: int) -> int:
         """Delete the least recently used entries until at most ``target_bytes`` are left; returns the bytes freed.
 
-        One process sweeps at a time; for another one it is enough that it is being done.
+        One process sweeps at a time; a second one returns at once.
         """
         fd = os.open(self._locks / "sweep", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if not _try_flock(fd, 0):
+            if not try_flock(fd, 0):
                 return 0
             entries: list[tuple[float, int, str]] = []
             for shelf in os.scandir(self._entries):
@@ -172,7 +160,7 @@ class CacheDisk:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all entries, about."""
+        """The approximate size of all entries in bytes."""
         try:
             return int(_USED.unpack(self._used.read_bytes())[0])
         except (OSError, struct.error):
@@ -183,34 +171,22 @@ class CacheDisk:
 
     def _write_entry(self, name: str, data: memoryview) -> None:
         path = self._path(name)
-        fd, temporary = tempfile.mkstemp(dir=self._temporary)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # says that the writer lives
-            trailer = _TRAILER.pack(_MAGIC, len(data), xxhash.xxh3_64_intdigest(data))
-            for part in (data, trailer):
-                rest = memoryview(part)
-                while len(rest):
-                    rest = rest[os.write(fd, rest) :]
-            try:
-                os.rename(temporary, path)  # noqa: PTH104
-            except FileNotFoundError:
-                Path(path).parent.mkdir(exist_ok=True)
-                os.rename(temporary, path)  # noqa: PTH104
-        except BaseException:
-            with suppress(OSError):
-                Path(temporary).unlink()
-            raise
-        finally:
-            os.close(fd)
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(path))  # noqa: PTH102, PTH120 - 2 microseconds, not 20
+        with replacing(path, mode=0o600, temporary_folder=self._temporary) as fd:
+            try_flock(fd, 0)  # shows that the writer is alive
+            write_all(fd, data)
+            write_all(fd, _TRAILER.pack(_MAGIC, data.nbytes, xxhash.xxh3_64_intdigest(data)))
 
     def _account(self, change: int, *, total: int | None = None) -> None:
-        """Add to the bytes used, or set them; sweep where they pass the limit."""
+        """Add to the bytes used, or set them; sweep if they exceed the limit."""
         try:
             fd = os.open(self._used, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
             return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not try_flock(fd, ACCOUNT_WAIT_S):
+                return  # the holder is suspended, or there are no locks here; a sweep corrects the number
             raw = os.pread(fd, _USED.size, 0)
             used = total if total is not None else change + (_USED.unpack(raw)[0] if len(raw) == _USED.size else 0)
             os.pwrite(fd, _USED.pack(max(0, used)), 0)
@@ -223,7 +199,7 @@ class CacheDisk:
                 self.sweep(int(self.limit_bytes * KEEP_SHARE))
 
     def _make_room(self, size: int) -> bool:
-        """Free an eighth of what is used, at least twice ``size``; False where nothing could be freed."""
+        """Free an eighth of what is used, at least twice ``size``; returns False if nothing could be freed."""
         with suppress(OSError):
             used = self.used_bytes
             return self.sweep(max(0, used - max(used // 8, 2 * size))) > 0
@@ -247,12 +223,12 @@ class CacheDisk:
         return max(1, int((space.f_bavail * space.f_frsize + self.used_bytes) * 0.9))
 
     def _clean_temporary(self) -> None:
-        """Delete what killed writers left: files that nobody holds a lock on."""
+        """Delete what killed writers left: files that nobody has locked."""
         for entry in os.scandir(self._temporary):
             with suppress(OSError):
                 fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    if _try_flock(fd, 0):
+                    if try_flock(fd, 0):
                         Path(entry.path).unlink()
                 finally:
                     os.close(fd)
@@ -268,24 +244,8 @@ def _check_owner(root: Path) -> None:
         )
 
 
-def _try_flock(fd: int, wait_s: float) -> bool:
-    """Take an exclusive flock, asking again for ``wait_s``; polled, so that no thread hangs in the kernel."""
-    until, pause_s = time.monotonic() + wait_s, 0.001
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-        except OSError:  # a file system without locks
-            return False
-        time.sleep(pause_s)
-        pause_s = min(0.02, pause_s * 1.5)
-
-
 def _read_entry(fd: int, file_bytes: int) -> memoryview | None:
-    """The content of an entry; None where it is not what was written."""
+    """The content of an entry; None if it is not what was written."""
     size = file_bytes - _TRAILER.size
     if size < 0:
         return None

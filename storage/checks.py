@@ -1,4 +1,4 @@
-"""What every store checks in the same way: keys, ETags, lengths; pure functions."""
+"""Checks that every store shares: keys, ETags, lengths. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .store import ByteRange
 
 
 def check_key(url: str, key: str) -> None:
-    """Refuse a key that is empty, absolute, or that could leave the root.
+    """Refuse a key that is empty, absolute, or could leave the root.
 
     Raises:
         StorageError: the key has an empty, '.' or '..' part, or a NUL.
@@ -31,7 +31,7 @@ def where(url: str, key: str, byte_range: ByteRange | None = None) -> str:
 
 
 def check_etag(url: str, key: str, wanted: str | None, found: str | None) -> None:
-    """Raise ObjectChangedError where ``wanted`` was asked for and the object has another ETag."""
+    """Raise ObjectChangedError if an ETag is ``wanted`` and the object has another one."""
     if wanted is not None and wanted != found:
         raise ObjectChangedError(
             f"{where(url, key)} has changed: expected ETag {wanted}, found {found}; "
@@ -40,13 +40,13 @@ def check_etag(url: str, key: str, wanted: str | None, found: str | None) -> Non
 
 
 def check_inside(url: str, key: str, byte_range: ByteRange, size: int) -> None:
-    """Raise a lasting ShortReadError where the range goes past an object of ``size`` bytes."""
+    """Raise a permanent ShortReadError if the range goes past the end of an object of ``size`` bytes."""
     if byte_range.stop > size:
         raise past_the_end(url, key, byte_range, size)
 
 
 def past_the_end(url: str, key: str, byte_range: ByteRange, size: int | None) -> ShortReadError:
-    """Build the ShortReadError for a range past the end; it is not transient, since another try reads the same."""
+    """Build the ShortReadError for a range past the end; it is not transient, because a retry reads the same."""
     has = "" if size is None else f" of {size} bytes"
     error = ShortReadError(
         f"{where(url, key, byte_range)} goes past the end of the object{has}; "
@@ -57,6 +57,6 @@ def past_the_end(url: str, key: str, byte_range: ByteRange, size: int | None) ->
 
 
 def check_length(url: str, key: str, byte_range: ByteRange | None, wanted: int, got: int) -> None:
-    """Raise ShortReadError where a read returned another number of bytes than it had to."""
+    """Raise ShortReadError if a read returned the wrong number of bytes."""
     if wanted != got:
         raise ShortReadError(f"{where(url, key, byte_range)}: wanted {wanted} bytes, got {got}; the transfer broke off")

@@ -8,7 +8,7 @@ class PenstockError(Exception):
 
 
 class StorageError(PenstockError):
-    """A store could not do what it was asked.
+    """A store could not do what was requested.
 
     ``transient`` says whether the same request may succeed later; only such errors are retried.
     """
@@ -25,7 +25,7 @@ class NotFoundError(StorageError):
 
 
 class AccessDeniedError(StorageError):
-    """The store knows the caller and refuses, or does not know the caller."""
+    """The store does not know the caller, or refuses the request."""
 
 
 class ObjectChangedError(StorageError):
@@ -33,7 +33,7 @@ class ObjectChangedError(StorageError):
 
 
 class ShortReadError(StorageError):
-    """The store sent fewer bytes than the range that was asked for."""
+    """The store sent fewer bytes than requested."""
 
     transient = True
 
@@ -51,4 +51,4 @@ class StoreUnavailableError(StorageError):
 
 
 class CacheFullError(StorageError):
-    """The disk under the cache is full or may not be written, and there is no room to make."""
+    """The disk under the cache is full or not writable, and no space can be freed."""

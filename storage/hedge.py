@@ -1,15 +1,11 @@
-"""A second request where the first one is late: the tail at scale (Dean and Barroso, CACM 2013, "hedged requests")."""
+"""Hedged requests: a second request when the first is late (Dean and Barroso, "The Tail at Scale", CACM 2013)."""
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from .errors import StorageError
@@ -21,7 +17,7 @@ ENOUGH = 20
 
 
 class LatencyBook:
-    """Recent latencies by size of the answer, and their 95th percentile. Mutable state: the windows, under a lock."""
+    """Recent latencies by response size, and their 95th percentile. Mutable state: the windows, under a lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +25,7 @@ class LatencyBook:
         self._sorted: dict[int, list[float]] = {}
 
     def add(self, size_bytes: int, seconds: float) -> None:
-        """Note one answer; sizes within a factor of two share a window."""
+        """Record one response; sizes within a factor of two share a window."""
         size_class = size_bytes.bit_length()
         with self._lock:
             window = self._windows.setdefault(size_class, deque())
@@ -40,64 +36,18 @@ class LatencyBook:
             insort(ordered, seconds)
 
     def p95_s(self, size_bytes: int) -> float | None:
-        """The 95th percentile for answers of about this size; None until enough were seen."""
+        """The 95th percentile for responses of about this size; None until enough were recorded."""
         with self._lock:
             ordered = self._sorted.get(size_bytes.bit_length())
             return ordered[len(ordered) * 95 // 100] if ordered and len(ordered) >= ENOUGH else None
 
 
-class DaemonPool:
-    """Threads that run jobs: as many as there are jobs at one time. Mutable state: the counts, under a lock."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._reset()
-        _POOLS.add(self)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
-        self._closed = False
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run a job, which raises nothing, in a thread of its own."""
-        with self._lock:
-            if self._closed:
-                raise StorageError(f"{self._name} is closed: open the store again")
-            if self._idle > 0:
-                self._idle -= 1
-            else:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._jobs.put(job)
-
-    def close(self, timeout_s: float) -> None:
-        """Let every thread end after its job, and wait for them for at most ``timeout_s`` in all."""
-        with self._lock:
-            threads, self._threads = self._threads, []
-            self._closed = True
-            for _ in threads:
-                self._jobs.put(None)
-        until = time.monotonic() + timeout_s
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # its result must not live on in an idle thread
-            with self._lock:
-                self._idle += 1
-
-
 class Race(Generic[T]):
-    """Runs of one request, the first to succeed wins. Mutable state: the outcome, under the condition."""
+    """Runs of one request; the first to succeed wins. Mutable state: the outcome, under the condition."""
 
-    def __init__(self, crew: DaemonPool, run: Callable[[], T]) -> None:
-        self._crew = crew
+    def __init__(self, submit: Callable[[Callable[[], None]], object], run: Callable[[], T]) -> None:
+        """``submit`` runs a function in another thread."""
+        self._submit = submit
         self._run = run
         self._changed = threading.Condition(threading.Lock())
         self._started = 0
@@ -107,14 +57,14 @@ class Race(Generic[T]):
         self.winner = -1
 
     def start(self, done: Callable[[], None]) -> None:
-        """Start one more run; ``done`` is called when it ends, whether it won or not."""
+        """Start another run; ``done`` is called when it ends, whether it won or not."""
         number = self._started
-        self._crew.submit(lambda: self._compete(number, done))
+        self._submit(lambda: self._compete(number, done))
         with self._changed:
             self._started += 1
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until there is an outcome; False where there is none within ``timeout_s``."""
+        """Wait until there is an outcome; returns False if there is none within ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(self._is_over, timeout_s)
 
@@ -145,15 +95,3 @@ class Race(Generic[T]):
                 self._changed.notify()
         finally:
             done()
-
-
-_POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
-
-
-def _restart_in_child() -> None:
-    """After a fork the child has none of the threads."""
-    for crew in list(_POOLS):
-        crew._reset()
-
-
-os.register_at_fork(after_in_child=_restart_in_child)

@@ -1,8 +1,8 @@
 """How many requests may run at once: one limit per host for all threads of a process, cut node-wide on throttling.
 
-Additive increase, multiplicative decrease (Chiu and Jain, 1989), as TCP has it: a round of successes adds one, a
-throttled request halves. Processes of a node tell each other by the time stamp of an empty file: nothing to lock,
-nothing to clean.
+Additive increase, multiplicative decrease (Chiu and Jain, 1989), as in TCP: a round of successes adds one, a throttled
+request halves. The processes of a node signal each other through the timestamp of an empty file: there is nothing to
+lock or to clean up.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# Answers to requests that were sent before a cut say nothing new about the limit after it.
+# Responses to requests sent before a cut say nothing about the limit after it.
 COOLDOWN_S = 1.0
 POLL_S = 0.25
-# A mark older than this tells of a crowd that has gone.
+# A mark older than this is ignored: the load that caused it has passed.
 FRESH_S = 30.0
 
 
 class Limiter:
-    """A semaphore whose limit follows what the host can bear.
+    """A semaphore whose limit follows what the host can handle.
 
     Mutable state, all under one condition: the limit, the number of running requests, successes since the last raise,
-    the time of the last cut, and the newest time stamp of the node's mark that was seen.
+    the time of the last cut, and the newest timestamp seen on the node's mark.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Limiter:
         return self._running
 
     def acquire(self, timeout_s: float) -> bool:
-        """Wait for a place; False where there is none within ``timeout_s``."""
+        """Wait for a place; returns False if there is none within ``timeout_s``."""
         with self._changed:
             self._poll()
             if self._running < int(self._limit):
@@ -79,7 +79,7 @@ class Limiter:
             self._changed.notify()
 
     def note_success(self) -> None:
-        """A request was answered: after a whole round of these the limit grows by one."""
+        """Record a success: after a full round of them the limit grows by one."""
         if self._limit >= self._max:
             return
         with self._changed:
@@ -90,7 +90,7 @@ class Limiter:
                 self._changed.notify()
 
     def note_throttled(self) -> None:
-        """The host asked for fewer requests: halve the limit here, and in the node's other processes."""
+        """Halve the limit here and in the node's other processes, because the host asked for fewer requests."""
         with self._changed:
             if self._cut():
                 self._write_mark()
@@ -104,7 +104,7 @@ class Limiter:
         return True
 
     def _poll(self) -> None:
-        """Look at the node's mark, seldom: it is a system call."""
+        """Look at the node's mark, but rarely: it is a system call."""
         now = self._clock()
         if self._mark is None or now - self._polled_at < POLL_S:
             return
@@ -125,7 +125,7 @@ class Limiter:
 
     def _write_mark(self) -> None:
         if self._mark is not None:
-            with suppress(OSError):  # without the mark each process learns by itself
+            with suppress(OSError):  # without the mark each process is throttled on its own
                 self._mark.touch(mode=0o600)
                 self._seen_mark = self._read_mark()
 
@@ -135,7 +135,7 @@ _LIMITERS_LOCK = threading.Lock()
 
 
 def limiter_of(host: str, max_running: int) -> Limiter:
-    """The one limiter of this process for a host; the smallest ``max_running`` that was asked for holds."""
+    """The limiter of this process for a host; the smallest ``max_running`` requested so far applies."""
     with _LIMITERS_LOCK:
         limiter = _LIMITERS.get(host)
         if limiter is None:
@@ -148,7 +148,7 @@ def limiter_of(host: str, max_running: int) -> Limiter:
 
 
 def _mark_path(host: str) -> Path | None:
-    """A file in a folder that is this user's alone; None where there is no such folder."""
+    """A file in a folder that only this user can write; None if there is no such folder."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"penstock-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -161,7 +161,7 @@ def _mark_path(host: str) -> Path | None:
 
 
 def _restart_in_child() -> None:
-    """After a fork no request runs in the child, and locks that other threads held are nobody's."""
+    """After a fork no request runs in the child, and locks held by other threads would never be released."""
     global _LIMITERS_LOCK
     _LIMITERS_LOCK = threading.Lock()
     for limiter in _LIMITERS.values():

@@ -5,31 +5,29 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from .checks import check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
+from .files import TEMPORARY_PREFIX, replacing, write_all
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
 OPEN_FILES = 64
-# One pread returns at most 2 GiB less a page, whatever was asked for.
+# One pread returns at most 2 GiB less a page, whatever the request.
 PREAD_BYTES = 1 << 30
-# Gaps on local disks are not worth reading; a system call costs about 4 KiB of copying.
+# Reading gaps on a local disk is rarely worth it: a system call costs as much as copying about 4 KiB.
 LOCAL_GAP_BYTES = 4096
-TEMPORARY_PREFIX = ".penstock-put-"
 
 _Identity = tuple[int, int, int, int]
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 
 class _OpenFile:
-    """A descriptor that is closed when the cache and every reader have let go of it."""
+    """A descriptor that is closed when neither the cache nor a reader refers to it any more."""
 
     __slots__ = ("fd", "identity")
 
@@ -115,25 +113,13 @@ class LocalStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         check_key(self.url, key)
         path = Path(self._base + key)
-        temporary: str | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd, temporary = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
-            with os.fdopen(fd, "wb") as file:
-                os.fchmod(fd, 0o666 & ~_UMASK)
-                file.write(data)
-                file.flush()
-                os.fsync(fd)
+            with replacing(path, durable=True) as fd:
+                write_all(fd, data)
                 identity = _identify(os.fstat(fd))
-            os.replace(temporary, path)  # noqa: PTH105 - both names are strings here
-            temporary = None
-            _sync_folder(path.parent)
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
-        finally:
-            if temporary is not None:
-                with suppress(OSError):
-                    Path(temporary).unlink()
         return ObjectInfo(key, identity[1], _etag(identity))
 
     def close(self) -> None:
@@ -141,7 +127,7 @@ class LocalStore:
             self._files.clear()
 
     def _open(self, key: str) -> _OpenFile:
-        """Return an open file that is what the key names now, not what it named when it was opened."""
+        """Return an open file of what the key names now, not of what it named earlier."""
         path = self._base + key
         identity = _identify(os.stat(path))  # noqa: PTH116 - 1 microsecond; a Path would double it
         with self._lock:
@@ -204,24 +190,6 @@ def _pread(fd: int, byte_range: ByteRange) -> bytes:
         parts.append(data)
         got += len(data)
     return b"".join(parts)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _read_umask() -> int:
-    """The process's umask, read at import: reading it later would race with other threads."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
-_UMASK = _read_umask()
 
 
 def _translate(exc: OSError, url: str, key: str) -> StorageError:

@@ -1,6 +1,6 @@
-"""A store in memory for tests, of this package and of its users: with latency, bandwidth and faults to order.
+"""An in-memory store for tests, of this package and of its users, with configurable latency, bandwidth and faults.
 
-``open_store("mem://name/prefix")`` reaches the same objects from anywhere in the process; nothing else does.
+``open_store("mem://name/prefix")`` opens the same objects anywhere in the process, and in no other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What befalls one request: a delay, an error, a short answer, a change of the object while it is read."""
+    """What happens to one request: a delay, an error, a short response, a change of the object while it is read."""
 
     delay_s: float = 0.0
     error: Callable[[str], StorageError] | None = None
@@ -45,7 +45,7 @@ class Fault:
 
 
 class _Bucket:
-    """What all stores of one name share. Mutable state: everything, under ``lock``."""
+    """What all stores with one name share. Mutable state: everything, under ``lock``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class MemoryStore:
     """Objects of one bucket in this process, below the prefix that the URL names."""
 
     def __init__(self, url: str | None = None) -> None:
-        """Open ``mem://name[/prefix]``; without a URL, a new and empty bucket that nobody else sees."""
+        """Open ``mem://name[/prefix]``; without a URL, a new, empty and private bucket."""
         if url is None:
             self._bucket, self._prefix = _Bucket(f"anonymous-{id(self):x}"), ""
             self._bucket.exists = True
@@ -88,15 +88,15 @@ class MemoryStore:
     def url(self) -> str:
         return f"mem://{self._bucket.name}/{self._prefix}".rstrip("/")
 
-    # What a test orders and looks at.
+    # What a test sets and inspects.
 
     def create(self) -> MemoryStore:
-        """Make the bucket exist while it is empty; the first put does so too."""
+        """Create an empty bucket; the first put does so too."""
         self._bucket.exists = True
         return self
 
     def drop(self) -> None:
-        """Delete the bucket and forget its faults and its calls."""
+        """Delete the bucket with its faults and its calls."""
         bucket = self._bucket
         with bucket.lock:
             bucket.objects.clear()
@@ -109,13 +109,13 @@ class MemoryStore:
                 del _BUCKETS[bucket.name]
 
     def slow_down(self, *, latency_s: float = 0.0, bytes_per_s: float | None = None) -> None:
-        """Let every request wait ``latency_s`` and move its bytes at ``bytes_per_s`` (None: at once)."""
+        """Delay every request by ``latency_s`` and transfer its bytes at ``bytes_per_s`` (None: instantly)."""
         if latency_s < 0 or (bytes_per_s is not None and bytes_per_s <= 0):
             raise ValueError(f"slow_down(latency_s={latency_s}, bytes_per_s={bytes_per_s}): needs >= 0 and > 0")
         self._bucket.latency_s, self._bucket.bytes_per_s = latency_s, bytes_per_s
 
     def inject(self, fault: Fault, *, times: int = 1, verb: str = "get") -> None:
-        """Let ``fault`` befall the next ``times`` requests of a verb, after those injected before."""
+        """Apply ``fault`` to the next ``times`` requests of a verb, after those already injected."""
         if verb not in {"get", "head", "list", "put"}:
             raise ValueError(f"inject(verb={verb!r}): has to be get, head, list or put")
         with self._bucket.lock:
@@ -123,13 +123,13 @@ class MemoryStore:
 
     @property
     def calls(self) -> list[Call]:
-        """Every request so far, of all stores on this bucket, in the order they began."""
+        """Every request so far, of all stores on this bucket, in the order in which they began."""
         with self._bucket.lock:
             return list(self._bucket.calls)
 
     @property
     def most_running(self) -> int:
-        """The greatest number of requests that ran at one time."""
+        """The largest number of requests that ran at one time."""
         return self._bucket.most_running
 
     # The store.
@@ -201,7 +201,7 @@ class MemoryStore:
             self._end()
 
     def close(self) -> None:
-        """Nothing is held: the objects stay until drop()."""
+        """Do nothing: the objects stay until drop()."""
 
     def _begin(self, verb: str, key: str, byte_range: ByteRange | None = None) -> Fault | None:
         bucket = self._bucket

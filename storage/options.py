@@ -1,10 +1,10 @@
-"""``storage_options``: one set of names for every cloud, handed to obstore in its own words.
+"""``storage_options``: one set of names for every cloud, translated to obstore's.
 
 Friendly names: ``endpoint`` (or ``endpoint_url``), ``access_key`` (or ``key``), ``secret_key`` (or ``secret``),
 ``token``, ``region``, ``anonymous`` (or ``anon``), ``timeout_s``, ``connect_timeout_s``. Any other name is one of
 obstore's for that cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP
-client (``allow_http``, ``proxy_url``, ``root_certificate``, ...). What is not given comes from the environment
-(``AWS_*``, ``GOOGLE_*``, ``AZURE_*``), for s3 then from the shared credentials file, and last from the machine's role.
+client (``allow_http``, ``proxy_url``, ``root_certificate``, ...). Missing values come from the environment (``AWS_*``,
+``GOOGLE_*``, ``AZURE_*``), then for S3 from the shared credentials file, and finally from the machine's role.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SECRET_WORDS = (
 _S3_IDENTITY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
                 "AWS_CONTAINER_CREDENTIALS_FULL_URI")  # fmt: skip
 
-# Each thread has at most one request under way, and idle connections cost a socket each; hosts run some 100 threads.
+# Each thread has at most one request in flight, and an idle connection costs a socket; hosts run some 100 threads.
 _CLIENT_DEFAULTS = {
     "pool_max_idle_per_host": "256",
     "pool_idle_timeout": "60s",
@@ -75,7 +75,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Turn ``storage_options`` into obstore's (store config, client options).
 
     Raises:
-        UnsupportedURLError: two names mean one thing, or an option means nothing to a web server.
+        UnsupportedURLError: an option is given under two names, or does not apply to a web server.
     """
     config: dict[str, Any] = {}
     client: dict[str, Any] = dict(_CLIENT_DEFAULTS)
@@ -104,14 +104,14 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def find_secrets(*mappings: Mapping[str, Any]) -> frozenset[str]:
-    """Collect the values that no message may show."""
+    """Collect the values that must not appear in any message."""
     return frozenset(
         text
         for mapping in mappings
         for name, value in mapping.items()
         if any(word in name.lower() for word in _SECRET_WORDS) or name == "key"
         for text in _texts(value)
-        if len(text) >= 8  # a shorter text is no secret, and striking it out would garble messages
+        if len(text) >= 8  # a shorter value is no secret, and replacing it would garble messages
     )
 
 
@@ -128,7 +128,7 @@ def _is_s3(scheme: str) -> bool:
 
 
 def _complete_s3(config: dict[str, Any]) -> None:
-    """Add what the environment says, where the options are silent."""
+    """Fill in what the options leave out from the environment."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         config.setdefault("endpoint", endpoint)
@@ -144,7 +144,7 @@ def _complete_s3(config: dict[str, Any]) -> None:
 
 
 def _read_profile() -> dict[str, str]:
-    """Read the profile's section of the shared credentials and config files; nothing where there are none."""
+    """Read the profile's section of the shared credentials and config files; empty if there are none."""
     name = os.environ.get("AWS_PROFILE", "default")
     home = Path.home() / ".aws"
     files = (

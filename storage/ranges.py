@@ -1,4 +1,4 @@
-"""Near ranges become one request, and its bytes become the ranges again; pure but for the reader that is handed in."""
+"""Coalescing: nearby ranges become one request, whose bytes are split into the ranges again. No I/O of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .store import ByteRange
 
-# A request to an object store costs about as much as 1 MiB of transfer (20 ms at 50 MB/s a connection).
+# A request to an object store costs about as much as transferring 1 MiB (20 ms at 50 MB/s per connection).
 GAP_BYTES = 1 << 20
 MAX_REQUEST_BYTES = 16 << 20
 
@@ -25,8 +25,8 @@ def coalesce(
 ) -> list[Request]:
     """Join ranges whose gap is at most ``gap_bytes``, while a request stays within ``max_bytes``.
 
-    Ranges may overlap, repeat and come in any order; each ends up in exactly one request, whole. A range longer than
-    ``max_bytes`` is a request of its own. Empty ranges are in no request, as there is nothing to read.
+    Ranges may overlap, repeat and come in any order; each lies whole in exactly one request. A range longer than
+    ``max_bytes`` is a request of its own. Empty ranges are in no request.
     The requests are sorted by their start.
     """
     if gap_bytes < 0 or max_bytes < 1:
@@ -50,7 +50,7 @@ def coalesce(
 
 
 def split(requests: Sequence[Request], buffers: Sequence[memoryview], ranges: Sequence[ByteRange]) -> list[memoryview]:
-    """Cut the requests' buffers into the ranges asked for, in their order; slices, no copies."""
+    """Slice the requests' buffers into the ranges, in the ranges' order, without copies."""
     result = [memoryview(b"")] * len(ranges)
     for request, buffer in zip(requests, buffers, strict=True):
         base = request.byte_range.start
@@ -66,6 +66,6 @@ def read_ranges(
     gap_bytes: int = GAP_BYTES,
     max_bytes: int = MAX_REQUEST_BYTES,
 ) -> list[memoryview]:
-    """Read ``ranges`` with as few calls of ``read`` as the limits allow, one after the other."""
+    """Read ``ranges`` with as few sequential calls of ``read`` as the limits allow."""
     requests = coalesce(ranges, gap_bytes=gap_bytes, max_bytes=max_bytes)
     return split(requests, [read(request.byte_range) for request in requests], ranges)

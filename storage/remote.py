@@ -1,6 +1,6 @@
 """Object stores and web servers through obstore (Rust): s3, gs, az and their kin, http and https.
 
-obstore's own retry is off: RetryStore decides what is tried again, and when.
+obstore's own retry is off: RetryStore decides what is retried, and when.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import StorageError, UnsupportedURLError
 from .options import configure, find_secrets
 from .ranges import read_ranges
 from .remote_errors import Translator
-from .store import ByteRange, ObjectInfo
+from .store import ByteRange, ObjectInfo, byte_view
 
 CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 HTTP_SCHEMES = frozenset({"http", "https"})
@@ -34,12 +34,12 @@ PAGE_TIMEOUT_S = 30.0
 _PORT = re.compile(r"[^:\[\]]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
-# What obstore raises: its own errors, and for bad arguments and missing objects those of Python.
+# What obstore raises: its own errors, and Python's for bad arguments and missing objects.
 _FOREIGN = (obstore.exceptions.BaseError, OSError, ValueError, TypeError)
 
 
 class _Runtime:
-    """obstore's threads: one set for a process, started by the first request, and gone in the child of a fork."""
+    """obstore's threads: one set per process, started by the first request, and missing in a forked child."""
 
     used = False
     lost = False
@@ -56,7 +56,7 @@ class RemoteStore:
     """Objects below ``scheme://bucket/prefix`` or ``https://host/folder``. The only state is obstore's client."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Open the root; sends no request yet.
+        """Open the root; sends no request.
 
         ``storage_options``: see `penstock.storage.options`.
 
@@ -66,7 +66,7 @@ class RemoteStore:
         parts = urlsplit(url)
         if parts.scheme not in CLOUD_SCHEMES | HTTP_SCHEMES or not parts.netloc:
             raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
-        # 'container@account' is how Azure's abfs names things; a ':' before an '@' is a password, or a part of one.
+        # Azure's abfs writes 'container@account'; a ':' before an '@' is a password, or a part of one.
         if ":" in parts.netloc.rpartition("@")[0] or parts.query or not _PORT.fullmatch(parts.netloc):
             raise UnsupportedURLError(
                 f"the {parts.scheme} URL carries credentials or a query, or its port is no number; "
@@ -120,7 +120,7 @@ class RemoteStore:
         try:
             answer = obstore.get(self._client, self._prefix + key, options=options)
             meta: Any = answer.meta
-            # Servers that ignore If-Match, and ETags that If-Match has no word for, are caught here.
+            # This catches servers that ignore If-Match, and ETags that If-Match cannot express.
             check_etag(self._url, key, etag, _etag_of(meta))
             start, stop = answer.range
             if byte_range is not None and (start, stop) != (byte_range.start, byte_range.stop):
@@ -154,19 +154,20 @@ class RemoteStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         check_key(self._url, key)
         self._check_process()
+        view = byte_view(data)
         try:
-            result: Any = obstore.put(self._client, self._prefix + key, data)
+            result: Any = obstore.put(self._client, self._prefix + key, view)
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key) from self._errors.cause(exc)
         etag = _bare(result["e_tag"])
-        return ObjectInfo(key, len(data), etag) if etag is not None else self.head(key)
+        return ObjectInfo(key, len(view), etag) if etag is not None else self.head(key)
 
     def close(self) -> None:
-        """Let go of the client; its connections close when the last read that uses them ends."""
+        """Release the client; its connections close when the last read that uses them ends."""
         self._client = None
 
     def _check_process(self) -> None:
-        """Refuse to hang: in the child of a fork no thread would answer."""
+        """Raise instead of hanging: in a forked child no thread would serve the request."""
         if _Runtime.lost:
             raise StorageError(
                 f"{self._url} can't be read in a process that was forked after the first request to a remote store; "
@@ -175,7 +176,7 @@ class RemoteStore:
         _Runtime.used = True
 
     def _list_bucket(self, prefix: str) -> _Infos:
-        """List the folder around ``prefix``: obstore knows prefixes of whole path parts only."""
+        """List the folder around ``prefix``, because obstore's prefixes are whole path segments."""
         start, cut = self._prefix + prefix, len(self._prefix)
         folder = start.rpartition("/")[0]
         found: _Infos = []
@@ -191,10 +192,10 @@ class RemoteStore:
         return drop_folder_markers(found)
 
     def _list_index(self, prefix: str) -> _Infos:
-        """List through the server's own index pages, each file's size and ETag by a HEAD."""
+        """List through the server's own index pages, with a HEAD request for each file's size and ETag."""
 
         def read_page(folder: str) -> bytes:
-            # obstore refuses answers without a Content-Length, and index pages are made up as they are sent.
+            # obstore refuses responses without a Content-Length, and index pages are generated as they are sent.
             request = Request(f"{self._origin}/{quote(self._prefix + folder)}", headers=self._headers)
             try:
                 with urlopen(request, timeout=PAGE_TIMEOUT_S) as page:
@@ -212,7 +213,7 @@ class RemoteStore:
 
 
 def drop_folder_markers(found: Sequence[ObjectInfo]) -> _Infos:
-    """Leave out the empty objects 'a/' that some tools make for folders; obstore lists them as 'a'."""
+    """Drop the empty objects 'a/' that some tools create for folders; obstore lists them as 'a'."""
     folders = {info.key[:end] for info in found for end in _ends_of_folders(info.key)}
     return [info for info in found if info.size or info.key not in folders]
 
@@ -225,14 +226,14 @@ def _ends_of_folders(key: str) -> Iterator[int]:
 
 
 def _bare(etag: str | None) -> str | None:
-    """The ETag without its quotes: some services quote it in headers only, not in listings."""
+    """The ETag without its quotes: some services quote it in headers but not in listings."""
     if etag is not None and len(etag) >= 2 and etag[0] == etag[-1] == '"':
         return etag[1:-1]
     return etag or None
 
 
 def _etag_of(meta: Mapping[str, Any]) -> str | None:
-    """The ETag; of a server that sends none, its Last-Modified and the size."""
+    """The ETag; for servers that send none, the Last-Modified time and the size."""
     etag = _bare(meta["e_tag"])
     modified: datetime | None = meta["last_modified"]
     if etag is None and modified is not None and modified.timestamp() > 0:

@@ -1,4 +1,4 @@
-"""obstore's exceptions become ours, without credentials: what happened, where, and what to do."""
+"""Translates obstore's exceptions to ours, without credentials: what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _LONGEST = 300
 
 
 class Translator:
-    """Translates for one root; holds the root's URL and the texts that may not be shown."""
+    """Translates for one root; holds the root's URL and the secrets that messages must not show."""
 
     def __init__(self, url: str, secrets: frozenset[str]) -> None:
         self._url = url
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def cause(self, exc: BaseException) -> BaseException | None:
-        """What to raise from: the exception itself, unless its text holds something secret."""
+        """What to raise from: the exception itself, unless its text contains a secret."""
         return exc if self._scrub(str(exc)) == str(exc) else None
 
     def translate_opening(self, exc: BaseException) -> StorageError:
-        """For an error of obstore's constructors: an option that is unknown, or has a wrong value."""
+        """Translate an error of obstore's constructors: an unknown option, or an invalid value."""
         return UnsupportedURLError(
             f"{self._url} can't be opened: {self._line(exc)}; check the URL and storage_options="
         )
@@ -46,7 +46,7 @@ class Translator:
     def translate(
         self, exc: BaseException, key: str, byte_range: ByteRange | None = None, *, listing: bool = False
     ) -> StorageError:
-        """The error of ours that says the same."""
+        """Translate an error of a request or a listing."""
         text, line = str(exc), self._line(exc)
         found = _STATUS.search(text)
         status = int(found.group(1)) if found else None
@@ -91,7 +91,7 @@ class Translator:
         return StorageError(f"{name}: {line}")
 
     def _line(self, exc: BaseException) -> str:
-        """The first line of the message, scrubbed and short; obstore adds a dump of its internals below it."""
+        """The first line of the message, scrubbed and shortened; obstore adds a dump of its internals below it."""
         line = self._scrub(str(exc)).strip().partition("\n")[0]
         return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
 

@@ -22,9 +22,9 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Cut the URL of one object into its folder and its key: ``s3://b/x/a.tar`` -> (``s3://b/x``, ``a.tar``).
+    """Split the URL of one object into its folder and its key: ``s3://b/x/a.tar`` -> (``s3://b/x``, ``a.tar``).
 
-    The key of a URL that ends in '/', or that is only a bucket or host, is ''. Paths of this machine stay paths.
+    The key of a URL that ends in '/', or that is only a bucket or host, is ''. Local paths stay paths.
     """
     text = os.fspath(url)
     found = _SCHEME.match(text)
@@ -38,7 +38,7 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Open the bare client of a URL or path, without retry and cache.
+    """Open the bare client for a URL or path, without retry and cache.
 
     Raises:
         UnsupportedURLError: nothing here reads such a URL, or ``storage_options`` do not fit it.
@@ -70,14 +70,14 @@ def open_store(
     cache_limit: int | None = None,
     retry: RetryConfig | None = None,
 ) -> Store:
-    """Open the root that a URL or a local path names: a cache over retries over a client. Sends no request yet.
+    """Open the root that a URL or local path names: cache over retry over client. Sends no request.
 
-    Local files are read as they are: no retry, no cache. Without ``cache_dir`` nothing is cached; ``cache_limit`` is in
-    bytes, for all jobs that share the folder. The store can be pickled, with its ``storage_options``, for workers.
+    Local files get no retry and no cache. Without ``cache_dir`` nothing is cached; ``cache_limit`` is in bytes, for all
+    jobs that share the folder. The store, with its ``storage_options``, can be pickled for worker processes.
 
     Raises:
         UnsupportedURLError: nothing here reads such a URL, or ``storage_options`` do not fit it.
-        CacheFullError, AccessDeniedError: the cache's folder can't be written, or belongs to somebody else.
+        CacheFullError, AccessDeniedError: the cache's folder can't be written, or belongs to another user.
     """
     client = open_client(url, storage_options)
     if isinstance(client, LocalStore):
@@ -94,6 +94,6 @@ def open_store(
 
 
 def _host(client: Store, identity: str) -> str:
-    """What is throttled as one: a bucket at an endpoint, a web server."""
+    """The unit of throttling: a bucket at an endpoint, or a web server."""
     parts = urlsplit(client.url)
     return f"{parts.scheme}://{parts.netloc}{identity[len(client.url) :]}"

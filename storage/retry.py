@@ -1,4 +1,4 @@
-"""Tries again what may succeed: exponential back-off with full jitter, a deadline, one limit per host, hedged reads.
+"""Retries what may succeed later: exponential back-off with full jitter, a deadline, one limit per host, hedged reads.
 
 Full jitter: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
 """
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from .daemon_pool import DaemonPool, PoolClosedError
 from .errors import StorageError, StoreUnavailableError, ThrottledError
-from .hedge import DaemonPool, LatencyBook, Race
+from .hedge import LatencyBook, Race
 from .limiter import limiter_of
 from .ranges import coalesce, split
 from .store import ByteRange, ObjectInfo, Store
@@ -21,21 +22,20 @@ from .store import ByteRange, ObjectInfo, Store
 T = TypeVar("T")
 _Views = list[memoryview]  # inside the class, list is a verb
 
-# Requests of one get_ranges that run side by side.
+# Requests of one get_ranges that run concurrently.
 RANGES_AT_ONCE = 8
 CLOSE_TIMEOUT_S = 1.0
-# A request that may be hedged runs in another thread, which costs some 50 microseconds: not worth it below this p95.
+# A request that may be hedged runs in another thread, which costs some 20 microseconds: not worth it below this p95.
 WORTH_HEDGING_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryConfig:
-    """How long, how often and how wide requests are tried.
+    """How long and how often requests are tried, and how many run concurrently.
 
-    ``deadline_s`` is for a whole call with all its tries; a try that is under way is not broken off, so a call may
-    last longer by one timeout of the client. ``hedge_share`` bounds second requests as a share of all; 0 turns hedging
-    off. A second request is sent when the first has taken longer than the 95th percentile, and at least
-    ``hedge_floor_s``.
+    ``deadline_s`` covers a call with all its tries. A try in progress is not interrupted, so a call may take one client
+    timeout longer. ``hedge_share`` limits second requests to a share of all requests; 0 turns hedging off. A second
+    request is sent when the first has taken longer than the 95th percentile and ``hedge_floor_s``.
     """
 
     deadline_s: float = 120.0
@@ -54,7 +54,7 @@ class RetryConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryCounts:
-    """What was done beyond one request a call, since the store was opened."""
+    """Requests, and what was done beyond one request per call, since the store was opened."""
 
     requests: int
     retries: int
@@ -64,7 +64,7 @@ class RetryCounts:
 
 
 class RetryStore:
-    """A store that asks another one again. Mutable state: counts and latencies, under their locks, and the threads."""
+    """A store that retries requests to another one. Mutable state: counts and latencies, under their locks; threads."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class RetryStore:
         *,
         host: str | None = None,
     ) -> None:
-        """Wrap a store, which is closed with this one; stores of the same ``host`` share one limit of requests."""
+        """Wrap a store; closing this one closes it too. Stores of the same ``host`` share one limit of requests."""
         self._inner = inner
         self._config = config or RetryConfig()
         self._host = host or inner.url
         self._limiter = limiter_of(self._host, self._config.max_running)
         self._latencies = LatencyBook()
-        self._crew = DaemonPool(f"penstock-requests {inner.url}")
+        self._pool = DaemonPool(f"penstock-requests {inner.url}")
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._requests = self._retries = self._throttled = self._hedges = self._hedges_won = 0
@@ -96,7 +96,7 @@ class RetryStore:
 
     @property
     def counts(self) -> RetryCounts:
-        """What was done so far."""
+        """The counts so far."""
         with self._lock:
             return RetryCounts(
                 requests=self._requests,
@@ -134,7 +134,7 @@ class RetryStore:
 
         readers = min(RANGES_AT_ONCE, len(requests))
         for _ in range(readers - 1):
-            self._crew.submit(read_some)
+            self._submit(read_some)
         read_some()
         for _ in range(readers):
             ended.acquire()
@@ -146,16 +146,16 @@ class RetryStore:
         return self._try(lambda: self._inner.head(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        # Clients list eagerly, so an error shows here, and the whole listing is tried again.
+        # Clients list eagerly, so an error is raised here, and the whole listing is retried.
         return self._try(lambda: self._inner.list(prefix))
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         return self._try(lambda: self._inner.put(key, data))
 
     def close(self) -> None:
-        """End waits between tries and the threads, then close the store within."""
+        """End the waits between tries and the threads, then close the wrapped store."""
         self._closing.set()
-        self._crew.close(CLOSE_TIMEOUT_S)
+        self._pool.close(CLOSE_TIMEOUT_S)
         self._inner.close()
 
     def _try(self, call: Callable[[], T], *, hedge_bytes: int | None = None) -> T:
@@ -185,7 +185,7 @@ class RetryStore:
                 self._retries += 1
 
     def _ask(self, call: Callable[[], T], hedge_bytes: int | None) -> T:
-        """Send one request, for which the caller has a place in the limiter, and perhaps a second one."""
+        """Send one request, whose place in the limiter the caller holds, and perhaps a second one."""
         with self._lock:
             self._requests += 1
         if hedge_bytes is None or self._config.hedge_share == 0:
@@ -209,7 +209,7 @@ class RetryStore:
         return result
 
     def _race(self, call: Callable[[], T], hedge_after_s: float) -> T:
-        race = Race(self._crew, call)
+        race = Race(self._submit, call)
         try:
             race.start(self._limiter.release)
         except StorageError:
@@ -219,7 +219,7 @@ class RetryStore:
             if self._may_hedge():
                 try:
                     race.start(self._limiter.release)
-                except StorageError:  # closed meanwhile: the first request still ends by itself
+                except StorageError:  # closed meanwhile: the first request still finishes
                     self._limiter.release()
             race.wait(None)
         if race.winner == 1:
@@ -227,8 +227,14 @@ class RetryStore:
                 self._hedges_won += 1
         return race.outcome()
 
+    def _submit(self, job: Callable[[], None]) -> None:
+        try:
+            self._pool.submit(job)
+        except PoolClosedError as exc:
+            raise StorageError(f"{self.url} is closed; open the store again") from exc
+
     def _may_hedge(self) -> bool:
-        """Take a place for a second request, if the budget has one and the host is not short of places."""
+        """Take a place for a second request if the budget allows one and the host has a free place."""
         with self._lock:
             if self._hedges + 1 > self._requests * self._config.hedge_share:
                 return False

@@ -31,12 +31,18 @@ class ObjectInfo:
     etag: str | None = None
 
 
+def byte_view(data: bytes | bytearray | memoryview) -> memoryview:
+    """The bytes of a buffer, whatever its item type and shape; a copy only if they are not contiguous."""
+    view = memoryview(data)
+    return view.cast("B") if view.c_contiguous and view.nbytes else memoryview(view.tobytes())
+
+
 @runtime_checkable
 class Store(Protocol):
     """Objects below one root URL; every method may be called from any thread.
 
     Keys are relative to the root, with '/' between parts and none at the start. Reads return read-only, contiguous
-    memoryviews of bytes (format 'B') that own or keep alive what they show.
+    memoryviews of bytes (format 'B') that own their data or keep it alive.
     """
 
     @property
@@ -47,7 +53,7 @@ class Store(Protocol):
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         """Read an object or a range of it.
 
-        With ``etag`` the object must still have that ETag.
+        With ``etag``, the object must still have that ETag.
 
         Raises:
             NotFoundError, AccessDeniedError, ObjectChangedError, ShortReadError (also for a range past the end),
@@ -60,20 +66,20 @@ class Store(Protocol):
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Size and ETag of one object. Raises NotFoundError where there is none."""
+        """Size and ETag of one object. Raises NotFoundError if there is none."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key starts with ``prefix``, at any depth, sorted by key (code points).
 
-        Raises NotFoundError where the bucket or root folder itself is missing; an empty prefix gives nothing.
+        Raises NotFoundError if the bucket or root folder itself is missing; a prefix without objects yields nothing.
         """
         ...
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-        """Write a whole object: afterwards readers see all of it or, on an error, what was there before."""
+        """Write a whole object. Readers see all of it or, after an error, what was there before."""
         ...
 
     def close(self) -> None:
-        """Let go of connections, threads and files. A closed store is not used again; closing twice is allowed."""
+        """Release connections, threads and files. A closed store must not be used again; closing twice is allowed."""
         ...

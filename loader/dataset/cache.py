@@ -1,12 +1,10 @@
-"""The manifests that this user's processes built, kept on the node and keyed by the listing they were built from."""
+"""A per-user cache of manifests on the node, keyed by the listing from which they were built."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +13,13 @@ from pathlib import Path
 import xxhash
 
 from ...storage import ObjectInfo
+from ...storage.files import lock_file, write_whole
 from ..errors import DatasetError
 from ..formats.shard import ShardFormat
 from .manifest import Manifest
 
 _KEPT = 256
-_POLL_S = 0.05
-# A builder that was stopped, not killed, holds its lock: after this long another one builds, too.
+# A suspended builder keeps its lock: after this long, another process builds as well.
 _LOCK_PATIENCE_S = 600.0
 
 
@@ -36,14 +34,14 @@ def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 class IndexCache:
-    """Manifests below one folder of this user's own.
+    """Manifests in a folder that belongs to this user.
 
-    Every failure of the disk means 'not cached': an index can always be built anew. Files are written beside their
-    place and renamed, so readers see whole ones; damaged ones are removed.
+    Every disk failure means 'not cached', because an index can always be built again. Files are written atomically;
+    damaged ones are removed.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None = None) -> None:
-        # The user id keeps users of a shared folder apart: nobody reads a manifest that another could have written.
+        # The user id separates users of a shared folder: nobody reads a manifest that another user could have written.
         self._folder = cache_home(cache_dir) / f"manifests-{os.geteuid()}"
 
     @property
@@ -51,7 +49,7 @@ class IndexCache:
         return self._folder
 
     def key(self, url: str, shards: Sequence[ObjectInfo], shard_format: ShardFormat) -> str | None:
-        """What identifies a listing, read as a format; None where a shard has no ETag: it could have changed."""
+        """Identifies a listing read as a format; None if a shard has no ETag, because it could change unnoticed."""
         if any(info.etag is None for info in shards):
             return None
         digest = xxhash.xxh3_128()
@@ -79,41 +77,19 @@ class IndexCache:
     def save(self, key: str, manifest: Manifest) -> None:
         with contextlib.suppress(OSError):
             self._make_folder()
-            descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(manifest.to_bytes())
-                Path(partial).rename(self._folder / f"{key}.arrow")
-            except BaseException:
-                Path(partial).unlink(missing_ok=True)
-                raise
+            write_whole(self._folder / f"{key}.arrow", manifest.to_bytes())
             self._prune()
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Let one process of this node build what ``key`` names; the kernel lets go of it, however a process ends."""
-        descriptor = self._open_lock(key)
-        give_up_at = time.monotonic() + _LOCK_PATIENCE_S
-        try:
-            while descriptor is not None and time.monotonic() < give_up_at:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(_POLL_S)  # not a blocking call, so that Ctrl-C is heard
-                except OSError:
-                    break  # a file system without locks
-            yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def _open_lock(self, key: str) -> int | None:
+        """Let one process of this node build what ``key`` names; if locking is impossible, each process builds."""
         try:
             self._make_folder()
-            return os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
-            return None  # a folder that can't be written: each process builds for itself
+            yield
+            return
+        with lock_file(self._folder / f"{key}.lock", wait_s=_LOCK_PATIENCE_S):
+            yield
 
     def _make_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -121,17 +97,13 @@ class IndexCache:
             raise PermissionError(f"{self._folder} belongs to another user")
 
     def _prune(self) -> None:
-        """Keep the manifests used last, and drop what killed processes left."""
-        files = sorted(
-            (path for path in self._folder.iterdir() if path.suffix in (".arrow", ".lock", ".partial")),
-            key=lambda path: path.stat().st_mtime,
-            reverse=True,
-        )
+        """Keep the most recently used manifests, and delete what killed processes left."""
+        files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in [path for path in files if path.suffix == ".arrow"][_KEPT:]:
             path.unlink(missing_ok=True)
         long_ago = time.time() - 86_400
         for path in files:
-            # A lock file that nobody used for a day; whoever holds one open would lock a name that is gone, and only
-            # build twice.
+            # This includes lock files: a process that still holds one would lock a deleted name, and at worst one index
+            # is built twice.
             if path.suffix != ".arrow" and path.stat().st_mtime < long_ago:
                 path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The manifest: which chunks a data set has. O(chunks) numbers, kept as an Arrow table, identified by a fingerprint."""
+"""The manifest: the chunks of a data set. O(chunks) numbers, stored as an Arrow table, identified by a fingerprint."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _VERSION = 1
 class Manifest:
     """All chunks of a data set, in sample order.
 
-    ``url`` is the root that shard keys are relative to; it and ``checksums`` are no part of the fingerprint, so a copy
-    of a data set elsewhere continues a state taken here.
+    ``url`` is the root that shard keys are relative to. It and ``checksums`` are not part of the fingerprint, so a copy
+    of a data set elsewhere can continue from a state taken here.
 
-    Arrays, one element a chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
+    Arrays, one element per chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
     ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
     None.
     """
@@ -59,12 +59,12 @@ class Manifest:
 
     @property
     def fields(self) -> list[str]:
-        """The names of the fields or columns that samples have."""
+        """The names of the samples' fields or columns."""
         return list(self.schema.get("fields") or self.schema.get("columns") or ())
 
     @cached_property
     def first_ids(self) -> IntArray:
-        """(chunks + 1,) int64: the sample id of each chunk's first sample, and at the end the number of samples."""
+        """(chunks + 1,) int64: the sample id of each chunk's first sample, then the number of samples."""
         ids = np.zeros(len(self.samples) + 1, np.int64)
         np.cumsum(self.samples, out=ids[1:])
         return ids
@@ -92,9 +92,9 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits over what decides which sample has which id: format, shard keys and sizes, chunks.
+        """32 hex digits over what determines the sample ids: format, shard keys and sizes, chunks.
 
-        ETags are left out: a data set copied to another store has others, and is the same data set.
+        ETags are left out: a copy of a data set in another store has different ones, and is the same data set.
         """
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([_VERSION, self.format, self.config], sort_keys=True).encode())
@@ -105,7 +105,7 @@ class Manifest:
         return digest.hexdigest()
 
     def _checksum(self) -> str:
-        """32 hex digits over what is kept and no part of the fingerprint."""
+        """32 hex digits over what is stored but not part of the fingerprint."""
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([dict(self.schema), [shard.etag for shard in self.shards]]).encode())
         digest.update(np.ascontiguousarray(self.memory, dtype="<i8").tobytes())
@@ -122,7 +122,7 @@ class Manifest:
         shards: Sequence[tuple[ObjectInfo, ShardIndex]],
         checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = None,
     ) -> Manifest:
-        """Put the shards' indexes together; shards without samples are left out.
+        """Build a manifest from the shards' indexes; shards without samples are left out.
 
         Raises:
             DatasetError: no shard holds a sample.
@@ -150,7 +150,7 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """An Arrow IPC stream: one row a chunk, everything else in the schema's metadata."""
+        """An Arrow IPC stream: one row per chunk, everything else in the schema's metadata."""
         shards = {
             "keys": [shard.key for shard in self.shards],
             "sizes": [shard.size for shard in self.shards],
@@ -185,7 +185,7 @@ class Manifest:
         """Read what ``to_bytes`` wrote.
 
         Raises:
-            DatasetError: the bytes are not a manifest, of another version, or damaged.
+            DatasetError: the bytes are no manifest, have another version, or are damaged.
         """
         try:
             table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()

@@ -1,4 +1,4 @@
-"""What a source names: a prefix, one shard, a brace pattern or a list of them, as objects below one root."""
+"""Resolves a source (a prefix, one shard, a brace pattern or a list of these) to objects below one root."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .manifest import MANIFEST_NAME
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-# What stands in the manifest's place while a data set is being written.
+# Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 10_000_000
-# From so many keys of one folder on, one LIST is cheaper than a HEAD each.
+# From this many keys of one folder on, one LIST is cheaper than a HEAD each.
 _LIST_FROM = 16
 _HEAD_THREADS = 32
 _NAMED = 5
@@ -34,8 +34,8 @@ class Selection:
     """The objects that a source names.
 
     ``listing`` also holds companions of the shards (an index.json, an .idx). ``chosen`` are the keys in the order the
-    caller gave them, or None where the source is a whole prefix; ``named`` are those that the caller named one by one,
-    which thus must be shards. ``saved`` is the manifest beside the data, if there is one.
+    caller gave them, or None if the source is a whole prefix; ``named`` are those that the caller named individually,
+    which must therefore be shards. ``saved`` is the manifest beside the data, if there is one.
     """
 
     url: str
@@ -98,7 +98,7 @@ def select(
 
 
 def absolute_urls(source: Source) -> list[str]:
-    """Every URL that a source names: patterns expanded, local paths made absolute."""
+    """Every URL that a source names, with patterns expanded and local paths made absolute."""
     parts: Sequence[object] = [source] if isinstance(source, (str, os.PathLike)) else source
     return [url for part in parts for url in _absolute(part)]
 
@@ -110,7 +110,7 @@ def _absolute(given: object) -> list[str]:
     if not isinstance(text, str) or not text:
         raise ConfigError(f"a source is a URL or a path, not {text!r}")
     if "://" not in text:
-        # A folder that is really called so is meant as it is.
+        # An existing path with braces in its name is taken literally.
         if Path(text).expanduser().exists():
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
@@ -123,7 +123,7 @@ def _local(path: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Scheme and authority ('s3://bucket/', '/' for local paths), and the rest."""
+    """Scheme and authority ('s3://bucket/', or '/' for local paths), and the rest."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return "/", url.lstrip("/")
@@ -194,7 +194,7 @@ def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
         if not inside:
             missing.append(key or "/")
             if len(missing) > _NAMED:
-                break  # enough to name; each further one would cost a LIST
+                break  # enough for the message; each further one would cost a LIST
     if missing:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         raise DatasetError(f"{store.url}: missing {named}, which the source names; check the pattern or the list")
@@ -211,14 +211,14 @@ def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, nam
     try:
         saved = store.head(MANIFEST_NAME)
     except StorageError:
-        saved = None  # none there, or none that may be asked for: the shards themselves will tell
+        saved = None  # missing, or not readable: the shards themselves will tell
     return Selection(
         url=root, listing=tuple(listing.values()), chosen=tuple(info.key for info in order), named=named, saved=saved
     )
 
 
 def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
-    """What belongs to shards: of MDS their whole folder, whose index.json names every shard; of Megatron an .idx."""
+    """What belongs to shards: for MDS their folder, whose index.json names every shard; for Megatron the .idx files."""
     folders = {key.rpartition("/")[0] for key in keys if ".mds" in key.rpartition("/")[2]}
     for folder in sorted(folders):
         yield from store.list(f"{folder}/" if folder else "")
@@ -227,7 +227,7 @@ def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
 
 
 def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
-    """Those of ``keys`` that exist: by a LIST where many share a folder, else by a HEAD each, in threads."""
+    """Those of ``keys`` that exist: by one LIST if many share a folder, else by a HEAD each, in threads."""
     folders: dict[str, list[str]] = {}
     for key in keys:
         folders.setdefault(key.rpartition("/")[0], []).append(key)

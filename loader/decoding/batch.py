@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...storage.daemon_pool import DaemonPool
 from ..columns import KEY_COLUMN, AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
@@ -23,7 +24,6 @@ from .collate import collate_samples, collate_values, images_to_tensor
 from .decode import FieldDecoders
 from .gather import Rows
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
-from .threads import DecodeThreads
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
@@ -63,7 +63,7 @@ class BatchMaker:
     options: BatchOptions
     decoders: FieldDecoders
     manifest: Manifest
-    pool: DecodeThreads
+    pool: DaemonPool
     workers: WorkerPool | None
     parts: int
     counters: Counters

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from ...storage.daemon_pool import DaemonPool
 from ..columns import Block, IntArray
 from ..decoding.batch import BatchMaker, BatchOptions, PendingBatch
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import Rows, gather
-from ..decoding.threads import DecodeThreads
 from ..decoding.worker_pool import WorkerPool
 from ..metrics import Counters
 from ..order.plan import EpochPlan, Order, Share, count_steps
@@ -67,7 +67,7 @@ class Pipeline:
         self._stopping = threading.Event()
         # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
         self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
-        self._pool = DecodeThreads(options.decode_threads if workers is None else 0)
+        self._pool = DaemonPool("penstock-decode", options.decode_threads)
         self._maker = BatchMaker(
             options=batch_options,
             decoders=decoders,

@@ -19,7 +19,7 @@ import pytest
 
 NGINX_CONF = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
-events {{ worker_connections 256; }}
+events {{ worker_connections 1000; }}
 http {{
   access_log off; client_max_body_size 1g; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
   fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;

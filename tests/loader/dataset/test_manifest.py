@@ -24,7 +24,7 @@ def same(one: Manifest, other: Manifest) -> bool:
 
 
 @given(shard_sizes, st.booleans())
-def test_a_manifest_survives_being_written(sizes, checksums):
+def test_a_manifest_survives_being_written(sizes: list[list[int]], checksums: bool) -> None:
     manifest = make_manifest(sizes, checksums=checksums)
     read = Manifest.from_bytes(manifest.to_bytes(), "mem://elsewhere")
     assert same(read, manifest)
@@ -33,7 +33,7 @@ def test_a_manifest_survives_being_written(sizes, checksums):
 
 
 @given(shard_sizes)
-def test_every_sample_is_found_in_its_shard(sizes):
+def test_every_sample_is_found_in_its_shard(sizes: list[list[int]]) -> None:
     manifest = make_manifest(sizes)
     sample = 0
     for number, chunks in enumerate(sizes):
@@ -49,7 +49,7 @@ def test_every_sample_is_found_in_its_shard(sizes):
         )
 
 
-def test_the_fingerprint_is_of_what_decides_the_sample_ids_alone():
+def test_the_fingerprint_is_of_what_decides_the_sample_ids_alone() -> None:
     manifest = make_manifest([[3, 4], [5]])
     moved = tuple(replace(shard, etag="other") for shard in manifest.shards)
     for alike in (
@@ -75,13 +75,13 @@ def test_the_fingerprint_is_of_what_decides_the_sample_ids_alone():
         assert other.fingerprint != manifest.fingerprint
 
 
-def test_the_fingerprint_of_a_manifest_never_changes():
+def test_the_fingerprint_of_a_manifest_never_changes() -> None:
     assert make_manifest([[3, 4], [5]]).fingerprint == "2c46abd8ac4c04110a44ce4ca2893c60"
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_any_damage_is_told_as_such_or_does_not_matter(data):
+def test_any_damage_is_told_as_such_or_does_not_matter(data: st.DataObject) -> None:
     manifest = make_manifest([[3, 4], [], [5]])
     written = bytearray(manifest.to_bytes())
     at = data.draw(st.integers(0, len(written) - 1))
@@ -98,6 +98,6 @@ def test_any_damage_is_told_as_such_or_does_not_matter(data):
         assert same(read, manifest)
 
 
-def test_a_data_set_without_a_sample_is_refused():
+def test_a_data_set_without_a_sample_is_refused() -> None:
     with pytest.raises(DatasetError, match="none of its 2 tar shards holds a sample"):
         make_manifest([[], []])

@@ -1,0 +1,107 @@
+"""Threads that the interpreter's exit does not wait for.
+
+``concurrent.futures`` joins its threads at exit: a slow request or a long queue would hold up a process that is done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class PoolClosedError(RuntimeError):
+    """A job was submitted to a pool that is closed."""
+
+
+class DaemonPool:
+    """Daemon threads that run jobs in the order in which they were submitted.
+
+    Threads start when jobs need them. Mutable state: the threads and the number of unfinished jobs, under a lock.
+    """
+
+    def __init__(self, name: str, max_threads: int | None = None) -> None:
+        """``max_threads`` limits how many jobs run at a time; None runs all of them at once."""
+        if max_threads is not None and max_threads < 1:
+            raise ValueError(f"max_threads={max_threads}: needs 1 or more, or None")
+        self._name = name
+        self._max_threads = max_threads
+        self._closed = False
+        self._forget_threads()
+        _POOLS.add(self)
+
+    def _forget_threads(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._unfinished = 0
+
+    def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
+        """Call a function in a thread; the future holds what it returns or raises, and can cancel it before it starts.
+
+        Raises:
+            PoolClosedError: the pool is closed.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError(f"the threads of {self._name} are closed")
+            if self._unfinished >= len(self._threads) and len(self._threads) != self._max_threads:
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            self._unfinished += 1
+            self._jobs.put((future, function, args))
+        return future
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the threads when the jobs submitted so far are done or cancelled; wait at most ``timeout_s`` in total.
+
+        ``timeout_s=None`` waits as long as the jobs take. A job may call this; further calls do nothing.
+        """
+        with self._lock:
+            threads, self._threads = self._threads, []
+            self._closed = True
+            for _ in threads:
+                self._jobs.put(None)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(None if until is None else max(0.0, until - time.monotonic()))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function, args = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function(*args)
+                except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for
+                    future.set_exception(exc)
+                else:
+                    future.set_result(result)
+                    del result
+            del job, future, function, args  # an idle thread must not keep what they refer to alive
+            with self._lock:
+                self._unfinished -= 1
+
+
+_POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
+
+
+def _forget_threads_in_child() -> None:
+    """After a fork the child has none of the threads, and locks that they held would never be released."""
+    for pool in list(_POOLS):
+        pool._forget_threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads_in_child)

@@ -1,0 +1,115 @@
+"""Atomic writes, durable folders and file locks: what every room needs of a file system.
+
+New files get the permissions that the process's umask allows. The kernel applies it; reading it here would mean setting
+it, for all threads at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from .store import byte_view
+
+# A killed writer leaves at most one file whose name starts like this.
+TEMPORARY_PREFIX = ".penstock-put-"
+NEW_FILE_MODE = 0o666
+# Linux writes at most 2 GiB less a page per call.
+_WRITE_BYTES = 1 << 30
+_POLL_S = (0.001, 0.02)
+
+AnyPath = str | os.PathLike[str]
+
+
+@contextmanager
+def replacing(
+    path: AnyPath, *, durable: bool = False, mode: int = NEW_FILE_MODE, temporary_folder: AnyPath | None = None
+) -> Iterator[int]:
+    """Yield the descriptor of a new file that becomes ``path`` when the block ends, and is deleted if it raises.
+
+    Readers see the old file or the new one, never a part. ``durable`` syncs the file and its folder, so that the new
+    file survives a power loss. It is created beside ``path``, or in a ``temporary_folder`` on the same file system.
+
+    Raises:
+        OSError: the file cannot be created, written or renamed.
+    """
+    path = os.fspath(path)
+    folder = os.path.dirname(path)  # noqa: PTH120 - on the path of every small write
+    temporary = os.path.join(temporary_folder or folder, TEMPORARY_PREFIX + secrets.token_hex(8))  # noqa: PTH118
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        yield fd
+        if durable:
+            os.fsync(fd)
+        os.replace(temporary, path)  # noqa: PTH105 - while it is open, so that a lock on it holds until then
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)  # noqa: PTH108
+        raise
+    finally:
+        os.close(fd)
+    if durable:
+        sync_folder(folder or ".")
+
+
+def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable: bool = False) -> None:
+    """Write a file atomically; see ``replacing``."""
+    with replacing(path, durable=durable) as fd:
+        write_all(fd, data)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all bytes of ``data``, whatever its item type."""
+    rest = byte_view(data)
+    while rest:
+        rest = rest[os.write(fd, rest[:_WRITE_BYTES]) :]
+
+
+def sync_folder(folder: AnyPath) -> None:
+    """Make the names in a folder survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def lock_file(path: AnyPath, *, wait_s: float) -> Iterator[bool]:
+    """Hold an exclusive lock on a file, which is created if missing and never deleted.
+
+    Yields False if another process or thread held the lock for ``wait_s``, or if locking is impossible: no such folder,
+    no permission, a file system without locks. The kernel releases the lock however the process ends.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        yield try_flock(fd, wait_s)
+    finally:
+        os.close(fd)  # which releases the lock
+
+
+def try_flock(fd: int, wait_s: float) -> bool:
+    """Take an exclusive flock; returns False if another holds it for ``wait_s``, or the file system has no locks.
+
+    It polls instead of blocking in the kernel, because the process that holds the lock may be suspended.
+    """
+    until, pause_s = time.monotonic() + wait_s, _POLL_S[0]
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+        except OSError:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(_POLL_S[1], pause_s * 1.5)
