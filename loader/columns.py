@@ -12,6 +12,7 @@ import pyarrow as pa
 from .order.plan import IntArray
 
 __all__ = [
+    "KEY_COLUMN",
     "AnyArray",
     "ArrayColumn",
     "Block",
@@ -21,6 +22,9 @@ __all__ = [
     "ObjectColumn",
     "Records",
 ]
+
+# The sample's key, where the format has keys: text, and the same for every member of a sample.
+KEY_COLUMN = "__key__"
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 

@@ -1,7 +1,7 @@
 """The few facts of Arrow's IPC metadata that pyarrow does not show: where the messages lie, their rows and null counts.
 
-Layouts from Arrow's Message.fbs, File.fbs and Schema.fbs, and from FlatBuffers' binary format. Pure functions of bytes;
-what they are given may be damaged, so every read is checked and fails with ValueError.
+Layouts from Arrow's Message.fbs, File.fbs and Schema.fbs, and from FlatBuffers' binary format. Pure functions of bytes
+that may be damaged, so every read is checked and raises ValueError.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, ``null_counts`` of the nodes in
-    depth-first order, whether the body is ``compressed``, and of a dictionary its id and whether it is a delta."""
+    """One message: ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, the ``lengths`` and ``null_counts`` of
+    its nodes in depth-first order, whether the body is ``compressed``, and for a dictionary its id and whether it is a
+    delta."""
 
     kind: int
     body_bytes: int
     rows: int = 0
+    lengths: tuple[int, ...] = ()
     null_counts: tuple[int, ...] = ()
     compressed: bool = False
     dictionary: int = -1
@@ -46,7 +48,7 @@ class MessageBlock:
 def metadata_length(prefix: bytes | memoryview) -> int:
     """Bytes of metadata after the 8 bytes of a message's prefix; 0 at the end of a stream."""
     if bytes(prefix[:4]) != CONTINUATION or len(prefix) < PREFIX_BYTES:
-        raise ValueError(f"a message starts with {CONTINUATION!r}, this with {bytes(prefix[:4])!r}")
+        raise ValueError(f"expected a message, which starts with {CONTINUATION!r}, found {bytes(prefix[:4])!r}")
     (length,) = struct.unpack_from("<i", prefix, 4)
     if length < 0:
         raise ValueError(f"a message with {length} bytes of metadata")
@@ -68,8 +70,9 @@ def parse_message(metadata: memoryview) -> Message:
     rows = header.number(0, "<q")
     if rows < 0:
         raise ValueError(f"a record batch of {rows} rows")
-    nulls = tuple(count for _, count in header.structs(1, "<qq"))
-    return Message(kind, body_bytes, rows, nulls, compressed=header.table(3) is not None)
+    nodes = header.structs(1, "<qq")
+    lengths, nulls = tuple(length for length, _ in nodes), tuple(count for _, count in nodes)
+    return Message(kind, body_bytes, rows, lengths, nulls, compressed=header.table(3) is not None)
 
 
 def parse_footer(footer: memoryview) -> tuple[list[MessageBlock], list[MessageBlock]]:
