@@ -67,6 +67,12 @@ def describe_type(kind: pa.DataType) -> str:
     return np.dtype(_NUMPY[kind]).name if kind in _NUMPY else str(kind)
 
 
+def check_names(schema: pa.Schema) -> None:
+    """Raise UnicodeDecodeError where a name in a schema is not UTF-8, which pyarrow finds when the name is used."""
+    for field in schema:
+        _ = field.name, describe_type(field.type)
+
+
 def marks_nulls(kind: pa.DataType) -> bool:
     """Whether a column of this type needs ``NAME__null`` beside it where a value may be null."""
     if pt.is_dictionary(kind):

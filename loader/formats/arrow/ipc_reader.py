@@ -10,6 +10,7 @@ import pyarrow.types as pt
 from ....storage import ByteRange, ObjectInfo, Store
 from ...errors import FormatError
 from ..base import refuse_empty
+from .columns import check_names
 from .messages import (
     CONTINUATION,
     DICTIONARY,
@@ -22,11 +23,13 @@ from .messages import (
     metadata_length,
     parse_footer,
     parse_message,
+    refuse_inner_message,
 )
 
 _FILE_HEADER_BYTES = 8
 _TRAILER_BYTES = 4 + len(FILE_MAGIC)
 _WINDOW_BYTES, _MAX_WINDOW_BYTES = 64 << 10, 4 << 20
+_END_MARK = CONTINUATION + bytes(4)
 # Between messages there is padding to 64 bytes at most, and an end mark before the footer; no record batch fits.
 _GAP_BYTES = 64 + PREFIX_BYTES
 
@@ -56,6 +59,7 @@ class IpcReader:
         self.schema_message = bytes(self._read(start, found[0].stop))
         try:
             schema = pa.ipc.read_schema(pa.py_buffer(self.schema_message))
+            check_names(schema)
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise FormatError(self._shard.key, f"its schema cannot be read ({exc})", offset=start) from exc
         self.dictionaries = sum(_count_dictionaries(field.type) for field in schema)
@@ -65,14 +69,14 @@ class IpcReader:
         """Every dictionary and record batch after the schema, which was read before."""
         seen: set[int] = set()
         for block, message in self._file_messages() if self._is_file else self._stream_messages():
-            if message.kind not in (DICTIONARY, RECORDS) or len(seen | {message.dictionary}) > self.dictionaries + 1:
-                problem = f"holds a message of kind {message.kind} that its schema has no place for; write it again"
-                raise FormatError(self._shard.key, problem, offset=block.offset)
             if message.kind == DICTIONARY:
                 if message.dictionary in seen and not message.delta:
                     problem = f"replaces dictionary {message.dictionary}; write it with one dictionary a column"
                     raise FormatError(self._shard.key, problem, offset=block.offset)
                 seen.add(message.dictionary)
+            if message.kind not in (DICTIONARY, RECORDS) or len(seen) > self.dictionaries:
+                problem = f"holds a message of kind {message.kind} that its schema has no place for; write it again"
+                raise FormatError(self._shard.key, problem, offset=block.offset)
             yield block, message
 
     def read_dictionaries(self) -> list[bytes]:
@@ -85,9 +89,13 @@ class IpcReader:
         while (found := self._read_message(at)) is not None:
             yield found
             at = found[0].stop
-        if at + PREFIX_BYTES < self._shard.size:
+        size = self._shard.size
+        if at == size and bytes(self._read(size - PREFIX_BYTES, size)) == _END_MARK:
+            problem = "its last message covers the stream's end mark, and maybe other messages; write it again"
+            raise FormatError(self._shard.key, problem, offset=size - PREFIX_BYTES)
+        if at + PREFIX_BYTES < size:
             problem = (
-                f"goes on for {self._shard.size - at - PREFIX_BYTES} bytes after its end mark: it is damaged, or "
+                f"goes on for {size - at - PREFIX_BYTES} bytes after its end mark: it is damaged, or "
                 "several streams were joined; write it again, or split it"
             )
             raise FormatError(self._shard.key, problem, offset=at)
@@ -154,7 +162,9 @@ class IpcReader:
             length = metadata_length(data[:PREFIX_BYTES])
             if length == 0:
                 return None
-            message = parse_message(data[PREFIX_BYTES : PREFIX_BYTES + length])
+            metadata = data[PREFIX_BYTES : PREFIX_BYTES + length]
+            message = parse_message(metadata)
+            refuse_inner_message(metadata)
         except ValueError as exc:
             raise FormatError(self._shard.key, f"{exc}; write the file again", offset=at) from exc
         block = MessageBlock(at, PREFIX_BYTES + length, message.body_bytes)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 FILE_MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 PREFIX_BYTES = 8
+# The coarsest that writers pad buffers to.
+_ALIGNMENT = 64
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 
@@ -70,9 +72,26 @@ def parse_message(metadata: memoryview) -> Message:
     rows = header.number(0, "<q")
     if rows < 0:
         raise ValueError(f"a record batch of {rows} rows")
+    used = max((start + length for start, length in header.structs(2, "<qq")), default=0)
+    if not 0 <= body_bytes - used < _ALIGNMENT:
+        raise ValueError(f"a record batch of {body_bytes} bytes, whose buffers end at byte {used}")
     nodes = header.structs(1, "<qq")
     lengths, nulls = tuple(length for length, _ in nodes), tuple(count for _, count in nodes)
     return Message(kind, body_bytes, rows, lengths, nulls, compressed=header.table(3) is not None)
+
+
+def refuse_inner_message(metadata: memoryview) -> None:
+    """Raise ValueError where metadata holds a message, as it does when a damaged length reaches over the next ones."""
+    data, at = bytes(metadata), 0
+    while (at := data.find(CONTINUATION, at)) >= 0:
+        (length,) = struct.unpack("<i", data[at + 4 : at + PREFIX_BYTES].ljust(4, b"\xff"))
+        try:
+            inner = parse_message(metadata[at + PREFIX_BYTES : at + PREFIX_BYTES + length]) if length > 0 else None
+        except ValueError:
+            inner = None
+        if inner is not None and inner.kind in (DICTIONARY, RECORDS):
+            raise ValueError(f"metadata of {len(data)} bytes, which cover another message")
+        at += 1
 
 
 def parse_footer(footer: memoryview) -> tuple[list[MessageBlock], list[MessageBlock]]:
