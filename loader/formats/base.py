@@ -54,6 +54,18 @@ def refuse_empty(shard: ObjectInfo) -> None:
         raise FormatError(shard.key, "holds no bytes; remove it or write it again", offset=0)
 
 
+def whole_part(chunk: ChunkRef, parts: Sequence[memoryview]) -> memoryview:
+    """The bytes of a chunk that is read as one range. Raises FormatError where some are missing."""
+    data = parts[-1]
+    if data.nbytes != chunk.length:
+        raise FormatError(
+            chunk.shard.key,
+            f"got {data.nbytes} bytes of a chunk of {chunk.length}; the shard was cut off or changed: index it again",
+            offset=chunk.offset,
+        )
+    return data
+
+
 def refuse_change(chunk: ChunkRef, samples: int) -> None:
     """Raise FormatError where an opened chunk does not hold the samples that the index counted."""
     if samples != chunk.samples:

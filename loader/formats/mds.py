@@ -21,7 +21,7 @@ import zstandard
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import Block, Column, IntArray
 from ..errors import DatasetError, FormatError
-from .base import BaseFormat
+from .base import BaseFormat, whole_part
 from .chunks import cut_samples
 from .mds_encodings import fixed_size, gather, make_column
 from .names import find_shards, is_hidden
@@ -124,10 +124,10 @@ class MdsFormat(BaseFormat):
         names = choose_columns(encodings, columns)
         shard = chunk.shard.key
         if chunk.offset == 0:
-            data = _decompress(parts[0], shard)
+            data = _decompress(whole_part(chunk, parts), shard)
             offsets = _read_offsets(data, chunk.samples, shard)
         else:
-            data = parts[1]
+            data = whole_part(chunk, parts)
             offsets = np.frombuffer(parts[0], _U32).astype(np.int64) - chunk.offset
         _check_offsets(offsets, len(data), chunk)
         starts, stops = _column_slices(data, offsets, encodings, chunk)

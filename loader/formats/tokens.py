@@ -12,7 +12,7 @@ import numpy as np
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import ArrayColumn, Block
 from ..errors import ConfigError, FormatError
-from .base import BaseFormat, refuse_empty
+from .base import BaseFormat, refuse_empty, whole_part
 from .names import find_shards, has_suffix
 from .schema import choose_columns
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
@@ -107,11 +107,7 @@ class TokensFormat(BaseFormat):
     ) -> Block:
         names = choose_columns(schema["columns"], columns)
         dtype = np.dtype(schema["columns"]["tokens"]["type"]).newbyteorder("<")
-        (data,) = parts
-        if data.nbytes != chunk.length:
-            raise FormatError(
-                chunk.shard.key, f"got {data.nbytes} bytes of a chunk of {chunk.length}", offset=chunk.offset
-            )
+        data = whole_part(chunk, parts)
         tokens = np.frombuffer(data, dtype)
         # (samples * stride + overlap,) -> (samples, seq_len); rows share their overlap, so the view is read-only.
         rows = np.lib.stride_tricks.as_strided(

@@ -12,7 +12,7 @@ import pyarrow.types as pt
 from ....storage import ObjectInfo, Store
 from ...columns import Block
 from ...errors import FormatError
-from ..base import BaseFormat
+from ..base import BaseFormat, whole_part
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
@@ -97,7 +97,7 @@ class ArrowFormat(BaseFormat):
         names = choose_columns(known, columns)
         if not names:
             return Block(chunk.samples, 0, {})
-        (data,) = parts
+        data = whole_part(chunk, parts)
         try:
             length = metadata_length(data[:PREFIX_BYTES])
             first = parse_message(data[PREFIX_BYTES : PREFIX_BYTES + length])

@@ -24,7 +24,7 @@ import pyarrow as pa
 from ....storage import Store
 from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change, refuse_empty
+from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
 from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces
 from ..schema import NULL_SUFFIX, choose_columns, make_block, refuse_null_clash
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
@@ -102,7 +102,7 @@ class JsonlFormat(BaseFormat):
     ) -> Block:
         known: Mapping[str, Any] = schema["columns"]
         chosen = choose_columns(known, columns)
-        shard, run, base = chunk.shard.key, parts[0], chunk.offset
+        shard, run, base = chunk.shard.key, whole_part(chunk, parts), chunk.offset
         codec = codec_of(shard)
         if codec is not None:
             run = decompress(run, codec, shard)

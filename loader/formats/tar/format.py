@@ -15,7 +15,7 @@ import numpy as np
 
 from ....storage import Store
 from ...columns import KEY_COLUMN, Block, BytesColumn, Column, IntArray
-from ..base import BaseFormat, refuse_change, refuse_empty
+from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
 from ..chunks import cut_samples
 from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces
 from ..schema import choose_columns
@@ -71,7 +71,7 @@ class TarFormat(BaseFormat):
     ) -> Block:
         shard, base = chunk.shard.key, chunk.offset
         chosen = choose_columns([KEY_COLUMN, *schema["fields"]], columns)
-        run = parts[0]
+        run = whole_part(chunk, parts)
         codec = codec_of(shard)
         if codec is not None:
             run = decompress(run, codec, shard)
