@@ -23,6 +23,9 @@ __all__ = [
     "Records",
 ]
 
+# The sample's key, where the format has keys: text, and the same for every member of a sample.
+KEY_COLUMN = "__key__"
+
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 KEY_COLUMN = "__key__"

@@ -12,6 +12,9 @@ from typing import Any
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from ..errors import ConfigError, DatasetError
+from ..formats.mds import MdsFormat
+from ..formats.names import has_suffix
+from ..formats.tokens import index_keys
 from ..progress import show_progress
 from .manifest import MANIFEST_NAME
 
@@ -219,11 +222,10 @@ def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, nam
 
 def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
     """What belongs to shards: for MDS their folder, whose index.json names every shard; for Megatron the .idx files."""
-    folders = {key.rpartition("/")[0] for key in keys if ".mds" in key.rpartition("/")[2]}
+    folders = {key.rpartition("/")[0] for key in keys if has_suffix(key, MdsFormat.suffixes)}
     for folder in sorted(folders):
         yield from store.list(f"{folder}/" if folder else "")
-    indexes = [key.removesuffix(".bin") + ".idx" for key in sorted(keys) if key.endswith(".bin")]
-    yield from find_keys(store, indexes).values()
+    yield from find_keys(store, [index for key in sorted(keys) for index in index_keys(key)]).values()
 
 
 def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
+import zstandard
 
 from ...storage import ObjectInfo, Store
 from ..errors import FormatError
@@ -19,18 +20,22 @@ from .windows import ShardWindows
 PIECE_BYTES = 4 << 20
 # Deflate cannot shrink by more; a hint beyond it is damage. Zstandard can, but then starts small and grows.
 _MAX_RATIO = 1032
+# The longest header of a Zstandard frame (RFC 8878, 3.1.1.1).
+_ZSTD_HEADER_BYTES = 18
 
 _CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd"}
+# What a compressed shard's name ends in, after the suffix of its format.
+CODEC_SUFFIXES = (".gz", ".zst", ".zstd")
 _MAGICS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 
 
 def codec_of(key: str) -> str | None:
-    """'gzip' or 'zstd' by the key's ending, None for a shard that is not compressed."""
-    return next((codec for ending, codec in _CODECS.items() if key.lower().endswith(ending)), None)
+    """'gzip' or 'zstd' by the key's suffix, None for a shard that is not compressed."""
+    return next((codec for suffix, codec in _CODECS.items() if key.lower().endswith(suffix)), None)
 
 
 def decompress(data: memoryview, codec: str, shard: str) -> memoryview:
-    """The decompressed bytes of a whole shard, in one buffer that is grown where the stream's own hint is too low.
+    """The decompressed bytes of a whole shard, in one buffer that grows where the stream's own hint is too low.
 
     Raises:
         FormatError: the stream is damaged or cut off.
@@ -61,7 +66,7 @@ def decompress(data: memoryview, codec: str, shard: str) -> memoryview:
 def decompressed_pieces(store: Store, shard: ObjectInfo, codec: str) -> Generator[memoryview, None, None]:
     """The decompressed bytes of a shard in pieces of at most PIECE_BYTES, read ahead in ranged GETs.
 
-    Whoever may stop before the end closes the generator, which ends the threads that read ahead.
+    A caller that may stop early must close the generator, which ends the threads that read ahead.
 
     Raises:
         FormatError: the stream is damaged or cut off.
@@ -75,7 +80,7 @@ def decompressed_pieces(store: Store, shard: ObjectInfo, codec: str) -> Generato
 
 
 class _WindowsFile(io.RawIOBase):
-    """What Arrow reads from: a shard's windows as a file."""
+    """A shard's windows as the file that Arrow reads from."""
 
     def __init__(self, windows: ShardWindows) -> None:
         super().__init__()
@@ -98,31 +103,25 @@ class _WindowsFile(io.RawIOBase):
 def _check_magic(data: memoryview, codec: str, shard: str) -> None:
     found = bytes(data[:4])
     if not found:
-        raise FormatError(shard, "the shard has no bytes; fetch or write it anew", offset=0)
+        raise FormatError(shard, "holds no bytes; remove it or write it again", offset=0)
     if not found.startswith(_MAGICS[codec]) and not (codec == "zstd" and found[1:] == b"\x2a\x4d\x18"):
         raise FormatError(
-            shard, f"starts with {found!r}, no {codec} stream; name it by what it is, or write it anew", offset=0
+            shard,
+            f"starts with {found!r}, which is not a {codec} stream; correct its suffix, or write it again",
+            offset=0,
         )
 
 
 def _size_hint(data: memoryview, codec: str) -> int:
-    """How many bytes the stream says it holds, made plausible; a guess where it does not say."""
+    """How many bytes the stream says it holds, within plausible bounds; a guess where it does not say."""
     if codec == "gzip":
         hint = int.from_bytes(data[-4:], "little")
     else:
-        hint = _zstd_content_size(data)
+        try:
+            hint = zstandard.frame_content_size(data[:_ZSTD_HEADER_BYTES])  # -1 where the frame does not state it
+        except zstandard.ZstdError:  # a skippable frame, or damage that the decompressor will name
+            hint = 0
     return max(min(hint, _MAX_RATIO * len(data)), 2 * len(data), 1 << 16)
-
-
-def _zstd_content_size(data: memoryview) -> int:
-    """The first frame's content size (RFC 8878, 3.1.1.1), 0 where it is not stated."""
-    if len(data) < 18 or bytes(data[:4]) != _MAGICS["zstd"]:
-        return 0
-    flags = data[4]
-    single_segment = flags >> 5 & 1
-    at = 5 + (0 if single_segment else 1) + (0, 1, 2, 4)[flags & 3]
-    width = (single_segment, 2, 4, 8)[flags >> 6]
-    return int.from_bytes(data[at : at + width], "little") + (256 if width == 2 else 0)
 
 
 @contextmanager
@@ -130,4 +129,4 @@ def _translated(shard: str, codec: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as exc:
-        raise FormatError(shard, f"the {codec} stream is damaged or cut off ({exc}); fetch or write it anew") from exc
+        raise FormatError(shard, f"the {codec} stream is damaged or cut off ({exc}); fetch or write it again") from exc

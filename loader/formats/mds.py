@@ -10,30 +10,35 @@ import bz2
 import gzip
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import zstandard
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import Block, Column, IntArray
-from ..errors import ConfigError, DatasetError, FormatError
+from ..errors import DatasetError, FormatError
+from .base import BaseFormat, whole_part
+from .chunks import cut_samples
 from .mds_encodings import fixed_size, gather, make_column
-from .schema import choose_columns, make_block, merge_columns
+from .names import find_shards, is_hidden
+from .schema import choose_columns, make_block
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
 _INDEX_NAME = "index.json"
 _SUFFIX = ".mds"
-_COMPRESSIONS = ("zstd", "gz", "bz2")
+_COMPRESSIONS = ("zstd", "zst", "gz", "bz2")
+# mosaicml-streaming writes these, too; such shards are recognised, and refused by name.
+_OTHER_COMPRESSIONS = ("br", "snappy")
 _U32 = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True)
 class MdsEntry:
-    """What ``index.json`` says of a shard; ``encodings`` by column, in the order of the file."""
+    """What ``index.json`` says about a shard; ``encodings`` by column, in the order of the file."""
 
     samples: int
     raw_bytes: int
@@ -41,34 +46,37 @@ class MdsEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class MdsFormat:
+class MdsFormat(BaseFormat):
     """Reads MDS data sets: every ``index.json`` below the root, whose shards come in its order.
 
-    Raw shards are cut into chunks of about ``chunk_bytes``; shards compressed with zstd, gz or bz2 are one chunk each,
-    and are preferred where a shard is there in both forms. Columns encoded as 'pkl' are never read. The hashes in the
-    index are not checked: they are those of whole shards.
+    Raw shards are cut into chunks of about ``chunk_bytes``; a shard compressed with zstd, gz or bz2 is one chunk, and
+    is preferred where a shard exists in both forms. Columns encoded as 'pkl' are never read. The hashes in the index
+    are not checked, because they cover whole shards.
     """
+
+    name: ClassVar[str] = "mds"
+    suffixes: ClassVar[tuple[str, ...]] = (
+        _SUFFIX,
+        *(f"{_SUFFIX}.{compression}" for compression in (*_COMPRESSIONS, *_OTHER_COMPRESSIONS)),
+    )
 
     chunk_bytes: int = CHUNK_BYTES
 
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 1:
-            raise ConfigError(f"chunk_bytes={self.chunk_bytes}: needs at least 1")
-
-    @property
-    def name(self) -> str:
-        return "mds"
-
-    def config(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def shards(self, store: Store, listing: Sequence[ObjectInfo]) -> list[ShardTask]:
+    def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """The shards of all indexes, those of outer folders first; a shard that two indexes name is taken once."""
         objects = {info.key: info for info in listing}
-        indexes = [key for key in objects if PurePosixPath(key).name == _INDEX_NAME]
-        shards = [key for key in objects if PurePosixPath(key).suffix == _SUFFIX]
+        named_folders = {PurePosixPath(key).parent for key in named}
+        indexes = [
+            key
+            for key in objects
+            if PurePosixPath(key).name == _INDEX_NAME
+            and (not is_hidden(key) or PurePosixPath(key).parent in named_folders)
+        ]
+        shards = find_shards(listing, self.suffixes, named)
         if shards and not indexes:
-            raise DatasetError(f"{store.url}: there are MDS shards ({shards[0]}, ...) but no {_INDEX_NAME}; add it")
+            raise DatasetError(
+                f"{store.url}: holds MDS shards ({shards[0].key}, ...) but no {_INDEX_NAME}; copy that, too"
+            )
         tasks: dict[str, ShardTask] = {}
         for key in sorted(indexes, key=lambda key: (key.count("/"), key)):
             for entry in _read_index(store, objects[key]):
@@ -87,30 +95,19 @@ class MdsFormat:
         head = store.get(shard.key, ByteRange(0, min(shard.size, 4 * (entry.samples + 2))), etag=shard.etag)
         offsets = _read_offsets(head, entry.samples, shard.key)
         if offsets[-1] != shard.size:
-            problem = f"has {shard.size} bytes, and its samples end at {offsets[-1]}; write it again"
+            problem = f"has {shard.size} bytes, but its samples end at {offsets[-1]}; write it again"
             raise FormatError(shard.key, problem, offset=4 * (entry.samples + 1))
-        spans, first = [], 0
-        while first < entry.samples:
-            # The last cut that keeps the chunk within chunk_bytes, or one sample where that alone is longer.
-            stop = int(np.searchsorted(offsets, offsets[first] + self.chunk_bytes, side="right")) - 1
-            stop = min(max(stop, first + 1), entry.samples)
-            length = int(offsets[stop] - offsets[first])
-            spans.append(ChunkSpan(int(offsets[first]), length, stop - first, length))
-            first = stop
-        return ShardIndex(spans, schema)
+        return ShardIndex(cut_samples(offsets[:-1], offsets[1:], self.chunk_bytes), schema)
 
     def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
-        merged = merge_columns(known, new, shard)
+        merged = BaseFormat.merge_schema(self, known, new, shard)
         if list(known["columns"]) != list(new["columns"]):
             first = known.get("seen_in")
             raise FormatError(shard, f"has its columns in another order than {first}; write both with the same writer")
         return merged
 
-    def open_shard(self, store: Store, shard: ObjectInfo) -> None:
-        return None
-
     def chunk_ranges(self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None) -> list[ByteRange]:
-        """Of a part of a shard the slice of the offsets and the samples; else the whole shard."""
+        """For a part of a shard, its slice of the offsets and its samples; else the whole shard."""
         if chunk.offset == 0:
             return [chunk.byte_range]
         return [ByteRange(4 + 4 * chunk.first_row, 8 + 4 * (chunk.first_row + chunk.samples)), chunk.byte_range]
@@ -127,10 +124,10 @@ class MdsFormat:
         names = choose_columns(encodings, columns)
         shard = chunk.shard.key
         if chunk.offset == 0:
-            data = _decompress(parts[0], shard)
+            data = _decompress(whole_part(chunk, parts), shard)
             offsets = _read_offsets(data, chunk.samples, shard)
         else:
-            data = parts[1]
+            data = whole_part(chunk, parts)
             offsets = np.frombuffer(parts[0], _U32).astype(np.int64) - chunk.offset
         _check_offsets(offsets, len(data), chunk)
         starts, stops = _column_slices(data, offsets, encodings, chunk)
@@ -146,37 +143,42 @@ def _read_index(store: Store, info: ObjectInfo) -> list[dict[str, Any]]:
         index = json.loads(bytes(store.get(info.key, etag=info.etag)))
         version, shards = index["version"], index["shards"]
     except (ValueError, KeyError, TypeError) as exc:
-        raise FormatError(info.key, f"is no MDS index ({exc!r}); it needs a version and shards") from exc
+        raise FormatError(info.key, f"is not an MDS index ({exc!r}): that has a version and shards") from exc
     if version != 2 or not isinstance(shards, list):
-        raise FormatError(info.key, f"is an MDS index of version {version!r}; version 2 is read")
+        raise FormatError(info.key, f"is an MDS index of version {version!r}; only version 2 is supported")
     return shards
 
 
 def _task(index_key: str, entry: Mapping[str, Any], objects: Mapping[str, ObjectInfo]) -> ShardTask:
-    """One shard of an index: its compressed object if that is there, else its raw one."""
+    """One shard of an index: its compressed object if that exists and can be read, else its raw one."""
     folder = PurePosixPath(index_key).parent
     try:
         if entry["format"] != "mds":
-            raise FormatError(index_key, f"names a shard of the format {entry['format']!r}; 'mds' is read")
+            raise FormatError(index_key, f"names a shard of the format {entry['format']!r}; only 'mds' is supported")
         raw, packed = entry["raw_data"], entry["zip_data"]
         forms = {str(folder / form["basename"]): int(form["bytes"]) for form in (packed, raw) if form}
         names, encodings, sizes = entry["column_names"], entry["column_encodings"], entry["column_sizes"]
         hint = MdsEntry(int(entry["samples"]), int(raw["bytes"]), dict(zip(names, encodings, strict=True)))
         expected = [fixed_size(encoding) for encoding in encodings]
     except (KeyError, TypeError, ValueError) as exc:
-        raise FormatError(index_key, f"its entry of a shard is damaged ({exc!r}); write the index again") from exc
+        raise FormatError(index_key, f"its entry for a shard is damaged ({exc!r}); write the index again") from exc
     if expected != [size or None for size in sizes]:
         raise FormatError(index_key, f"says that {names} take {sizes} bytes, but {encodings} take {expected}")
-    key = next((key for key in forms if key in objects), None)
+    found = [key for key in forms if key in objects]
+    if not found:
+        raise FormatError(index_key, f"names {' or '.join(forms)}, but there is no such object; copy it, too")
+    key = next((key for key in found if _compression(key) in ("", *_COMPRESSIONS)), None)
     if key is None:
-        raise FormatError(index_key, f"names {' or '.join(forms)}, and there is no such object; copy it, too")
+        raise FormatError(
+            found[0], f"is compressed as {_compression(found[0])!r}; write it with zstd, gz or bz2, or uncompressed"
+        )
     if objects[key].size != forms[key]:
-        raise FormatError(key, f"has {objects[key].size} bytes, and {forms[key]} by {index_key}; copy it again")
+        raise FormatError(key, f"has {objects[key].size} bytes, but {forms[key]} in {index_key}; copy it again")
     return ShardTask(objects[key], hint)
 
 
 def _compression(key: str) -> str:
-    suffix = PurePosixPath(key).suffix
+    suffix = PurePosixPath(key).suffix.lower()
     return "" if suffix == _SUFFIX else suffix[1:]
 
 
@@ -185,16 +187,14 @@ def _decompress(data: memoryview, shard: str) -> memoryview:
     try:
         if compression == "":
             return data
-        if compression == "zstd":
-            # Works on frames that do not tell their size, too.
-            return memoryview(zstandard.ZstdDecompressor().decompressobj().decompress(data))
         if compression == "gz":
             return memoryview(gzip.decompress(data))
         if compression == "bz2":
             return memoryview(bz2.decompress(data))
+        # Works on frames that do not state their size, too.
+        return memoryview(zstandard.ZstdDecompressor().decompressobj().decompress(data))
     except (zstandard.ZstdError, zlib.error, OSError, EOFError, ValueError) as exc:
         raise FormatError(shard, f"cannot be decompressed ({exc}); copy it again", offset=0) from exc
-    raise FormatError(shard, f"is compressed as {compression!r}; {', '.join(_COMPRESSIONS)} are read")
 
 
 def _read_offsets(data: memoryview, samples: int, shard: str) -> IntArray:
@@ -203,7 +203,7 @@ def _read_offsets(data: memoryview, samples: int, shard: str) -> IntArray:
         raise FormatError(shard, f"{len(data)} bytes are too few for the offsets of {samples} samples", offset=0)
     head = np.frombuffer(data, _U32, count=samples + 2).astype(np.int64)
     if head[0] != samples:
-        raise FormatError(shard, f"holds {head[0]} samples, and {samples} by {_INDEX_NAME}; copy both again", offset=0)
+        raise FormatError(shard, f"holds {head[0]} samples, but {samples} in {_INDEX_NAME}; copy both again", offset=0)
     offsets: IntArray = head[1:]
     if offsets[0] < 4 * (samples + 2) or (np.diff(offsets) < 0).any():
         raise FormatError(shard, "its offsets do not rise from the end of their table; write it again", offset=4)

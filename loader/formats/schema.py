@@ -1,4 +1,4 @@
-"""What all formats with a schema share: the schema's form, choosing columns by name, and counting a block's bytes.
+"""Schemas: their form, how they are merged, how columns are chosen by name, and a block of the columns.
 
 A schema is ``{"columns": {name: {"type": str, "nulls": bool, ...}}, "seen_in": shard key}``. ``nulls`` says that a
 value of the column may be missing anywhere in the data set, so that every chunk yields the same columns and dtypes.
@@ -6,15 +6,18 @@ value of the column may be missing anywhere in the data set, so that every chunk
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..columns import Block, BytesColumn, Column
 from ..errors import ConfigError, FormatError
 
+# The bool column beside ``x`` that marks its nulls is named ``x__null``.
+NULL_SUFFIX = "__null"
+
 
 def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[str] | None) -> list[str]:
-    """The names to read: ``wanted`` in its order, or all that are ``known``.
+    """The names to read, each once: ``wanted`` in its order, or all that are ``known``.
 
     Raises:
         ConfigError: a wanted column is not known; lists those that are.
@@ -23,7 +26,7 @@ def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[st
         return list(known)
     missing = [name for name in wanted if name not in known]
     if missing:
-        raise ConfigError(f"columns={list(wanted)}: there is no {missing}; the data set has {list(known)}")
+        raise ConfigError(f"columns={list(wanted)}: the data set has no {missing}; it has {list(known)}")
     return list(dict.fromkeys(wanted))
 
 
@@ -38,8 +41,8 @@ def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) 
     if ours.keys() != theirs.keys():
         raise FormatError(
             shard,
-            f"has the columns {list(theirs)}, but {first} has {list(ours)}; make the shards alike, or read them as two "
-            "data sets",
+            f"has the columns {list(theirs)}, but {first} has {list(ours)}; write the shards with the same columns, or "
+            "read them as two data sets",
         )
     merged = {}
     for name, column in ours.items():
@@ -54,13 +57,22 @@ def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) 
     return {**known, "columns": merged}
 
 
+def refuse_null_clash(columns: Collection[str], marked: Iterable[str], shard: str) -> None:
+    """Raise FormatError where a column has the name that the nulls of one of the ``marked`` columns need."""
+    for name in marked:
+        if name + NULL_SUFFIX in columns:
+            raise FormatError(
+                shard, f"column {name + NULL_SUFFIX!r} has the name reserved for the nulls of {name!r}; rename it"
+            )
+
+
 def _describe(column: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in column.items() if key not in ("type", "nulls")}
     return f"{column['type']} {rest}" if rest else str(column["type"])
 
 
 def make_block(columns: Mapping[str, Column], samples: int, held_bytes: int = 0) -> Block:
-    """A block of ``columns``, counting a shared buffer once; ``held_bytes`` are kept alive by them at the least."""
+    """A block of ``columns``, counting a shared buffer once; they keep at least ``held_bytes`` alive."""
     total = 0
     buffers: dict[int, int] = {}
     for column in columns.values():

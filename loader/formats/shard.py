@@ -5,9 +5,9 @@ A format holds no state but its configuration. The loader's threads call it conc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import Block
@@ -19,7 +19,7 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardTask:
-    """A shard to be indexed, with what the format already knows of it (from an ``index.json``, say)."""
+    """A shard to be indexed, with what the format already knows about it (from an ``index.json``, say)."""
 
     info: ObjectInfo
     hint: Any = None
@@ -62,23 +62,29 @@ class ChunkRef:
 
 
 class ShardFormat(Protocol):
-    """Reads one kind of shard. Implementations are small classes in the files beside this one."""
+    """Reads one kind of shard. Implementations are small classes in the files beside this one.
 
-    @property
-    def name(self) -> str:
-        """A short word that is kept in the manifest: 'tar', 'parquet', ..."""
-        ...
+    ``name`` is a short word that is kept in the manifest: 'tar', 'parquet', ... ``suffixes``, lower-case, are the
+    endings that mark an object as a shard of this format, in any case.
+    """
+
+    name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
 
     def config(self) -> dict[str, Any]:
-        """What the format was configured with, JSON-able: ``Format(**format.config())`` makes an equal one."""
+        """The format's configuration, JSON-able: ``Format(**format.config())`` makes an equal one."""
         ...
 
-    def shards(self, store: Store, listing: Sequence[ObjectInfo]) -> list[ShardTask]:
-        """The shards among the objects of a data set, in sample order; companions (indexes, footers) are left out."""
+    def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
+        """The shards among the objects of a data set, in sample order.
+
+        Companions (an index.json, an .idx) and hidden objects are left out; keys that the caller ``named`` one by one
+        may be hidden.
+        """
         ...
 
     def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
-        """Find the chunks of one shard, reading no more of it than must be.
+        """Find the chunks of one shard, reading no more of it than necessary.
 
         Chunks without samples are left out; a shard without samples has no chunks.
 
@@ -88,13 +94,13 @@ class ShardFormat(Protocol):
         ...
 
     def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
-        """One schema for the data set so far and ``shard``. Raises FormatError where the two contradict."""
+        """One schema for the data set so far and ``shard``. Raises FormatError where the two contradict each other."""
         ...
 
     def open_shard(self, store: Store, shard: ObjectInfo) -> Any:
-        """What is needed of a shard, beside a chunk's bytes, to open its chunks (a footer, say); None mostly.
+        """What opening a chunk needs of its shard beside the chunk's own bytes (a footer, say); None for most formats.
 
-        Called once a shard, and kept; so it must be small.
+        Called once per shard, and kept; so it must be small.
         """
         ...
 

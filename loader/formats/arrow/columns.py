@@ -14,17 +14,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from ...columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
+from ...columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn
 from ...errors import FormatError
-
-NULL_SUFFIX = "__null"
+from ..base import refuse_change
+from ..schema import NULL_SUFFIX, make_block, refuse_null_clash
+from ..shard import ChunkRef
 
 _NUMPY = {
     pa.int8(): np.int8,
@@ -66,6 +67,12 @@ def describe_type(kind: pa.DataType) -> str:
     return np.dtype(_NUMPY[kind]).name if kind in _NUMPY else str(kind)
 
 
+def check_names(schema: pa.Schema) -> None:
+    """Raise UnicodeDecodeError where a name in a schema is not UTF-8, which pyarrow finds when the name is used."""
+    for field in schema:
+        _ = field.name, describe_type(field.type)
+
+
 def marks_nulls(kind: pa.DataType) -> bool:
     """Whether a column of this type needs ``NAME__null`` beside it where a value may be null."""
     if pt.is_dictionary(kind):
@@ -104,11 +111,21 @@ def schema_columns(schema: pa.Schema, nullable: set[str], shard: str) -> dict[st
         if column.name in columns:
             raise FormatError(shard, f"has two columns named {column.name!r}; rename one")
         columns[column.name] = {"type": describe_type(column.type), "nulls": column.name in nullable}
-    for column in schema:
-        if marks_nulls(column.type) and column.name + NULL_SUFFIX in columns:
-            name = column.name + NULL_SUFFIX
-            raise FormatError(shard, f"column {name!r} has the name kept for the nulls of {column.name!r}; rename it")
+    refuse_null_clash(columns, (column.name for column in schema if marks_nulls(column.type)), shard)
     return columns
+
+
+def table_block(table: pa.Table, chunk: ChunkRef, known: Mapping[str, Any], held_bytes: int = 0) -> Block:
+    """The columns of an opened chunk; ``known`` are those of the data set's schema.
+
+    Raises:
+        FormatError: the shard changed after it was indexed.
+    """
+    refuse_change(chunk, table.num_rows)
+    found: dict[str, Column] = {}
+    for name in table.column_names:
+        found |= to_columns(name, table.column(name), nulls=known[name]["nulls"], shard=chunk.shard.key)
+    return make_block(found, chunk.samples, held_bytes)
 
 
 def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, shard: str) -> dict[str, Column]:
@@ -122,7 +139,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     array = _as_one(values)
     kind = array.type
     if pt.is_struct(kind) and _is_file_struct(kind):
-        return {name: _slices(pc.struct_field(array, "bytes"), text=False)}
+        return {name: _slices(array.flatten()[kind.get_field_index("bytes")], text=False)}
     if _is_text(kind) or _is_binary(kind):
         return {name: _slices(array, text=_is_text(kind))}
     if value_bytes(kind) is None:
@@ -134,7 +151,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     if missing is not None:
         if not nulls and marks_nulls(kind):
             raise FormatError(
-                shard, f"column {name!r} holds nulls, and the index says that it has none; index the data set anew"
+                shard, f"column {name!r} holds nulls, but the index says that it has none; index the data set again"
             )
         dense = _blank(dense, missing)
     columns: dict[str, Column] = {name: ArrayColumn(dense)}
@@ -144,7 +161,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
 
 
 def _as_one(values: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One plain array: chunks put together, dictionaries decoded, extension types taken off."""
+    """One plain array: chunks concatenated, dictionaries decoded, extension types unwrapped."""
     if isinstance(values, pa.ChunkedArray):
         if values.num_chunks == 1:
             values = values.chunk(0)

@@ -1,7 +1,7 @@
 """The few facts of Arrow's IPC metadata that pyarrow does not show: where the messages lie, their rows and null counts.
 
-Layouts from Arrow's Message.fbs, File.fbs and Schema.fbs, and from FlatBuffers' binary format. Pure functions of bytes;
-what they are given may be damaged, so every read is checked and fails with ValueError.
+Layouts from Arrow's Message.fbs, File.fbs and Schema.fbs, and from FlatBuffers' binary format. Pure functions of bytes
+that may be damaged, so every read is checked and raises ValueError.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from dataclasses import dataclass
 FILE_MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 PREFIX_BYTES = 8
+# The coarsest that writers pad buffers to.
+_ALIGNMENT = 64
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, ``null_counts`` of the nodes in
-    depth-first order, whether the body is ``compressed``, and of a dictionary its id and whether it is a delta."""
+    """One message: ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, the ``lengths`` and ``null_counts`` of
+    its nodes in depth-first order, whether the body is ``compressed``, and for a dictionary its id and whether it is a
+    delta."""
 
     kind: int
     body_bytes: int
     rows: int = 0
+    lengths: tuple[int, ...] = ()
     null_counts: tuple[int, ...] = ()
     compressed: bool = False
     dictionary: int = -1
@@ -46,7 +50,7 @@ class MessageBlock:
 def metadata_length(prefix: bytes | memoryview) -> int:
     """Bytes of metadata after the 8 bytes of a message's prefix; 0 at the end of a stream."""
     if bytes(prefix[:4]) != CONTINUATION or len(prefix) < PREFIX_BYTES:
-        raise ValueError(f"a message starts with {CONTINUATION!r}, this with {bytes(prefix[:4])!r}")
+        raise ValueError(f"expected a message, which starts with {CONTINUATION!r}, found {bytes(prefix[:4])!r}")
     (length,) = struct.unpack_from("<i", prefix, 4)
     if length < 0:
         raise ValueError(f"a message with {length} bytes of metadata")
@@ -68,8 +72,26 @@ def parse_message(metadata: memoryview) -> Message:
     rows = header.number(0, "<q")
     if rows < 0:
         raise ValueError(f"a record batch of {rows} rows")
-    nulls = tuple(count for _, count in header.structs(1, "<qq"))
-    return Message(kind, body_bytes, rows, nulls, compressed=header.table(3) is not None)
+    used = max((start + length for start, length in header.structs(2, "<qq")), default=0)
+    if not 0 <= body_bytes - used < _ALIGNMENT:
+        raise ValueError(f"a record batch of {body_bytes} bytes, whose buffers end at byte {used}")
+    nodes = header.structs(1, "<qq")
+    lengths, nulls = tuple(length for length, _ in nodes), tuple(count for _, count in nodes)
+    return Message(kind, body_bytes, rows, lengths, nulls, compressed=header.table(3) is not None)
+
+
+def refuse_inner_message(metadata: memoryview) -> None:
+    """Raise ValueError where metadata holds a message, as it does when a damaged length reaches over the next ones."""
+    data, at = bytes(metadata), 0
+    while (at := data.find(CONTINUATION, at)) >= 0:
+        (length,) = struct.unpack("<i", data[at + 4 : at + PREFIX_BYTES].ljust(4, b"\xff"))
+        try:
+            inner = parse_message(metadata[at + PREFIX_BYTES : at + PREFIX_BYTES + length]) if length > 0 else None
+        except ValueError:
+            inner = None
+        if inner is not None and inner.kind in (DICTIONARY, RECORDS):
+            raise ValueError(f"metadata of {len(data)} bytes, which cover another message")
+        at += 1
 
 
 def parse_footer(footer: memoryview) -> tuple[list[MessageBlock], list[MessageBlock]]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ....storage import ByteRange, ObjectInfo, Store
-from ...columns import Block, Column, IntArray
-from ...errors import ConfigError, FormatError
-from ..schema import choose_columns, make_block, merge_columns
-from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
-from .columns import marks_nulls, schema_columns, to_columns
+from ...columns import Block, IntArray
+from ...errors import FormatError
+from ..base import BaseFormat
+from ..chunks import join_spans
+from ..schema import choose_columns
+from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
+from .columns import marks_nulls, schema_columns, table_block
 from .parquet_footer import (
     SparseFile,
     arrow_schema,
@@ -27,10 +28,8 @@ from .parquet_footer import (
     row_group_spans,
 )
 
-_SUFFIXES = (".parquet", ".pq", ".parq")
-
-# Two wanted columns are read in one range where less than this lies between them. Above the 8 KiB of pyarrow's own
-# coalescing, so that its reads stay inside the parts.
+# Two wanted columns are read as one range where less than this lies between them. It is more than the 8 KiB of
+# pyarrow's own coalescing, so that its reads stay inside the parts.
 _GAP_BYTES = 64 << 10
 
 
@@ -43,7 +42,7 @@ class ParquetHeader:
     leaves: Mapping[str, range]
 
     def row_groups(self, chunk: ChunkRef) -> range:
-        """The row groups that a chunk is.
+        """The row groups that make up a chunk.
 
         Raises:
             FormatError: the footer has no such run of row groups.
@@ -54,62 +53,35 @@ class ParquetHeader:
         if rows.tolist() != [chunk.first_row, chunk.first_row + chunk.samples]:
             raise FormatError(
                 chunk.shard.key,
-                f"no row groups hold just its rows {chunk.first_row} to {chunk.first_row + chunk.samples}; "
-                "index the data set anew",
+                f"no run of row groups holds exactly its rows {chunk.first_row} to {chunk.first_row + chunk.samples}; "
+                "index the data set again",
                 offset=chunk.offset,
             )
         return range(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
-class ParquetFormat:
+class ParquetFormat(BaseFormat):
     """Reads Parquet files of any row-group layout; consecutive row groups are one chunk up to ``chunk_bytes``."""
 
+    name: ClassVar[str] = "parquet"
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq", ".parq")
+
     chunk_bytes: int = CHUNK_BYTES
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 1:
-            raise ConfigError(f"chunk_bytes={self.chunk_bytes}: needs at least 1")
-
-    @property
-    def name(self) -> str:
-        return "parquet"
-
-    def config(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def shards(self, store: Store, listing: Sequence[ObjectInfo]) -> list[ShardTask]:
-        """Files named .parquet, .pq or .parq; those in or with a name that starts with '_' or '.' are companions."""
-        return [
-            ShardTask(info)
-            for info in listing
-            if info.key.endswith(_SUFFIXES) and not any(part[0] in "_." for part in PurePosixPath(info.key).parts)
-        ]
 
     def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
         shard = task.info
         footer, footer_start = read_footer(store, shard)
         schema = arrow_schema(footer, shard.key)
         leaves = column_leaves(schema, footer, shard.key)
-        chunks: list[ChunkSpan] = []
-        for span in row_group_spans(footer, schema, leaves, shard.key, footer_start):
-            last = chunks[-1] if chunks else None
-            if last is not None and 0 <= span.offset - last.offset - last.length <= _GAP_BYTES:
-                length = span.offset + span.length - last.offset
-                if length <= self.chunk_bytes:
-                    samples, memory = last.samples + span.samples, last.memory + span.memory
-                    chunks[-1] = ChunkSpan(last.offset, length, samples, memory)
-                    continue
-            chunks.append(span)
+        spans = row_group_spans(footer, schema, leaves, shard.key, footer_start)
+        chunks = join_spans(spans, self.chunk_bytes, _GAP_BYTES)
         nullable = {
             field.name
             for field in schema
             if field.nullable and (not marks_nulls(field.type) or may_hold_nulls(footer, leaves[field.name]))
         }
         return ShardIndex(chunks, {"columns": schema_columns(schema, nullable, shard.key), "seen_in": shard.key})
-
-    def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
-        return merge_columns(known, new, shard)
 
     def open_shard(self, store: Store, shard: ObjectInfo) -> ParquetHeader:
         footer, _ = read_footer(store, shard)
@@ -158,9 +130,8 @@ class ParquetFormat:
         ranges = self.chunk_ranges(chunk, header, columns)
         source = SparseFile(chunk.shard.size, [(r.start, part) for r, part in zip(ranges, parts, strict=True)])
         try:
-            # pre_buffer makes one read of the source a part, in place of one a column: each needs the GIL for a moment,
-            # which a busy Python thread elsewhere may keep for milliseconds.
-            # Checksums of pages are compared where the writer put some.
+            # pre_buffer reads the source once per part instead of once per column: each read needs the GIL, which a
+            # busy Python thread elsewhere may hold for milliseconds. Page checksums are compared where there are any.
             with pq.ParquetFile(
                 pa.PythonFile(source, "r"), metadata=header.footer, pre_buffer=True, page_checksum_verification=True
             ) as file:
@@ -171,9 +142,4 @@ class ParquetFormat:
                 f"row groups {groups.start} to {groups.stop} cannot be decoded ({exc}); write the file again",
                 offset=chunk.offset,
             ) from exc
-        if table.num_rows != chunk.samples:
-            raise FormatError(shard, f"got {table.num_rows} rows of {chunk.samples}", offset=chunk.offset)
-        found: dict[str, Column] = {}
-        for name in names:
-            found |= to_columns(name, table.column(name), nulls=known[name]["nulls"], shard=shard)
-        return make_block(found, chunk.samples)
+        return table_block(table.select(names), chunk, known)

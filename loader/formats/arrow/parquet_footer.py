@@ -13,7 +13,7 @@ import pyarrow.types as pt
 from ....storage import ByteRange, ObjectInfo, Store
 from ...errors import FormatError
 from ..shard import ChunkSpan
-from .columns import value_bytes
+from .columns import check_names, value_bytes
 
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 _TRAILER_BYTES = 8
@@ -130,9 +130,11 @@ def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> Non
 def arrow_schema(footer: pq.FileMetaData, shard: str) -> pa.Schema:
     """The schema that pyarrow reads the shard with. Raises FormatError where there is none."""
     try:
-        return footer.schema.to_arrow_schema()
+        schema = footer.schema.to_arrow_schema()
+        check_names(schema)
     except (pa.ArrowException, ValueError) as exc:
-        raise FormatError(shard, f"its schema has no Arrow form ({exc})") from exc
+        raise FormatError(shard, f"its schema cannot be read as Arrow's ({exc}); write it again") from exc
+    return schema
 
 
 def column_leaves(schema: pa.Schema, footer: pq.FileMetaData, shard: str) -> dict[str, range]:

@@ -1,13 +1,15 @@
-"""From lines of JSON objects to Arrow columns: Arrow's reader where it can, Python's where it must.
+"""From lines of JSON objects to Arrow columns, with Arrow's JSON reader.
 
-Arrow refuses some lines that Python reads (doubled keys, huge numbers, unpaired surrogates) and reads some that are no
-lines (objects over two lines, two on one); the number of rows tells.
+Arrow's reader takes one type per column, so that a column of several types is read line by line with Python's ``json``,
+and kept as JSON text. A line that Arrow cannot read is refused, whatever Python makes of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,21 +18,74 @@ import pyarrow.json as pj
 
 from ...columns import IntArray
 from ...errors import FormatError
-from .types import MAX_DEPTH, JsonType, conform, from_arrow, infer_type, merge_types, to_arrow
+from ..chunks import cut_samples
+from .types import MAX_DEPTH, JsonType, from_arrow, infer_type, merge_types, to_arrow
 
 # Arrow counts a block's bytes in int32, and its strings' too.
 SLICE_BYTES = 64 << 20
-# Arrow takes rows times keys of memory for maps with keys of their own in each row, before it says what it found.
+# For maps whose keys differ from row to row, Arrow takes rows times keys of memory before it reports what it found.
 INFERENCE_BYTES = 128 << 10
 COLUMNS = 4096
 _HEAD_BYTES = 80
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+# Arrow counts rows from what it was given, which is not the shard.
+_ROW = re.compile(r"\.? in row \d+$")
+_CORRECT = "correct or remove the line"
 
 
-def find_lines(run: memoryview) -> tuple[IntArray, IntArray]:
-    """(lines,) int64 starts and stops of the lines that hold more than white space, without their line feeds."""
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The lines of a run that hold more than white space: (lines,) int64 ``starts`` and ``stops`` within ``run``.
+
+    ``base`` is the byte of the shard that the run starts at; ``feeds`` counts the line feeds before it, None where that
+    is not known.
+    """
+
+    run: memoryview
+    starts: IntArray
+    stops: IntArray
+    shard: str
+    base: int = 0
+    feeds: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> bytes:
+        return bytes(self.run[self.starts[index] : self.stops[index]])
+
+    @property
+    def text(self) -> memoryview:
+        """From the first line to the last, with what is between them."""
+        return self.run[self.starts[0] : self.stops[-1]] if len(self) else self.run[:0]
+
+    def part(self, start: int, stop: int) -> Lines:
+        return Lines(self.run, self.starts[start:stop], self.stops[start:stop], self.shard, self.base, self.feeds)
+
+    def parts(self, part_bytes: int) -> Iterator[Lines]:
+        """Runs of whole lines of at most ``part_bytes``, or of one longer line."""
+        start = 0
+        for span in cut_samples(self.starts, self.stops, part_bytes):
+            yield self.part(start, start + span.samples)
+            start += span.samples
+
+    def error(self, index: int, problem: str, todo: str = _CORRECT) -> FormatError:
+        """The error for one line: names its number, where that is known, its offset and its first bytes."""
+        start = int(self.starts[index])
+        number = "a line" if self.feeds is None else f"line {self.feeds + bytes(self.run[:start]).count(10) + 1}"
+        head = self[index][:_HEAD_BYTES].decode("utf-8", "backslashreplace")
+        return FormatError(self.shard, f"{number} {problem}: {head!r}; {todo}", offset=self.base + start)
+
+
+def find_lines(run: memoryview, shard: str, base: int = 0, feeds: int | None = None) -> Lines:
+    """The lines of a run.
+
+    Raises:
+        FormatError: a line is not UTF-8, which Arrow would not notice, or nests so deeply that Arrow would crash.
+    """
     data = np.frombuffer(run, np.uint8)
-    feeds = np.flatnonzero(data == 10)
-    starts, stops = np.append(0, feeds + 1), np.append(feeds, len(data))
+    ends = np.flatnonzero(data == 10)
+    starts, stops = np.append(0, ends + 1), np.append(ends, len(data))
     some = starts < stops
     starts, stops = starts[some], stops[some]
     first = data[starts]
@@ -39,185 +94,177 @@ def find_lines(run: memoryview) -> tuple[IntArray, IntArray]:
         for index in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist()
         if not bytes(run[starts[index] : stops[index]]).strip()
     ]
-    return np.delete(starts, blank), np.delete(stops, blank)
+    lines = Lines(run, np.delete(starts, blank), np.delete(stops, blank), shard, base, feeds)
+    _refuse_other_text(lines)
+    _refuse_depth(lines)
+    return lines
 
 
-def infer_columns(
-    run: memoryview, shard: str, base: int, *, mixed: bool = False
-) -> tuple[int, dict[str, JsonType], set[str]]:
-    """How many lines there are, the columns' types, and which columns have nulls or are missing in some line.
+def infer_columns(lines: Lines, *, mixed: bool = False) -> tuple[dict[str, JsonType], set[str]]:
+    """The columns' types, and which columns have nulls or are missing in some line.
 
-    ``base`` is where the run starts in the shard. ``mixed`` spares Arrow a try where the shard has columns already
-    that it does not take.
+    ``mixed`` says that the shard already has a column of several types, which saves attempts that must fail.
 
     Raises:
-        FormatError: a line that is no JSON object, or objects that have no keys in common.
+        FormatError: a line cannot be read, or the objects have hardly a key in common.
     """
-    starts, stops = find_lines(run)
-    check_text(run, starts, stops, shard, base)
-    found = None if mixed or _is_deep(run, starts, stops) else _infer_with_arrow(run, len(starts))
-    types, nulls = found or _infer_with_python(_rows(run, starts, stops, shard, base), len(starts))
-    if len(types) > COLUMNS:
-        raise FormatError(
-            shard, f"objects with more than {COLUMNS} different keys: maps, not records; pack them as text", offset=base
-        )
-    return len(starts), types, nulls
-
-
-def _infer_with_arrow(run: memoryview, lines: int) -> tuple[dict[str, JsonType], set[str]] | None:
-    """Types and nulls; None where Arrow does not take the rows or not as they are."""
     types: dict[str, JsonType] = {}
     filled: dict[str, int] = {}
-    rows = 0
-    for part in _slices(run, INFERENCE_BYTES):
-        table = _read_with_arrow(part, None)
-        if table is None:
-            return None
-        rows += table.num_rows
-        for field, column in zip(table.schema, table.columns, strict=True):
-            types[field.name] = merge_types(types.get(field.name, "null"), from_arrow(field.type))
-            filled[field.name] = filled.get(field.name, 0) + table.num_rows - column.null_count
-        if "any" in types.values():
-            return None
-    return (types, {name for name, count in filled.items() if count < rows}) if rows == lines else None
+    for part in lines.parts(INFERENCE_BYTES):
+        found = (None if mixed else _infer_with_arrow(part)) or _infer_line_by_line(part)
+        for name, (kind, count) in found.items():
+            types[name] = merge_types(types.get(name, "null"), kind)
+            filled[name] = filled.get(name, 0) + count
+        if len(types) > COLUMNS:
+            raise FormatError(
+                lines.shard,
+                f"its objects have more than {COLUMNS} different keys: maps, not records; store each map in one field",
+                offset=lines.base,
+            )
+    return types, {name for name, count in filled.items() if count < len(lines)}
 
 
-def _infer_with_python(rows: Iterable[dict[str, Any]], lines: int) -> tuple[dict[str, JsonType], set[str]]:
-    types: dict[str, JsonType] = {}
-    filled: dict[str, int] = {}
-    for row in rows:
+def _infer_with_arrow(part: Lines) -> dict[str, tuple[JsonType, int]] | None:
+    """Each column's type and its number of values; None where Arrow cannot read all lines with one type per column."""
+    try:
+        table = _parse(part, None)
+    except pa.ArrowException:
+        return None
+    if table.num_rows != len(part) or any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
+        return None
+    return {
+        field.name: (from_arrow(field.type), table.num_rows - column.null_count)
+        for field, column in zip(table.schema, table.columns, strict=True)
+    }
+
+
+def _infer_line_by_line(part: Lines) -> dict[str, tuple[JsonType, int]]:
+    found: dict[str, tuple[JsonType, int]] = {}
+    for row in _rows(part):
         for name, value in row.items():
-            types[name] = merge_types(types.get(name, "null"), infer_type(value))
-            filled[name] = filled.get(name, 0) + (value is not None)
-    return types, {name for name, count in filled.items() if count < lines}
+            kind, count = found.get(name, ("null", 0))
+            found[name] = merge_types(kind, infer_type(value)), count + (value is not None)
+    # What is inferred must also be read: this refuses what Python understands and Arrow does not.
+    _read_typed(part, {name: kind for name, (kind, _) in found.items() if kind != "any"}, _CORRECT)
+    return found
 
 
-def read_columns(
-    run: memoryview, types: Mapping[str, JsonType], shard: str, base: int
-) -> tuple[int, dict[str, pa.Array]]:
-    """How many lines there are, and the columns in ``types``; of type 'any' as JSON text.
+def read_columns(lines: Lines, types: Mapping[str, JsonType]) -> dict[str, pa.Array]:
+    """The columns in ``types``; those of type 'any' as JSON text.
 
     Raises:
-        FormatError: a line that is no JSON object, or a value that is not of its column's type.
+        FormatError: a line cannot be read, or a value does not have its column's type.
     """
-    starts, stops = find_lines(run)
-    check_text(run, starts, stops, shard, base)
     typed = {name: kind for name, kind in types.items() if kind != "any"}
-    loose = [name for name, kind in types.items() if kind == "any"]
-    table = None
-    if not _is_deep(run, starts, stops):
-        table = _read_with_arrow(run, pa.schema([(name, to_arrow(kind)) for name, kind in typed.items()]))
-    if table is None or table.num_rows != len(starts):
-        typed, loose, table = {}, list(types), None
-    columns = {name: _joined(table.column(name)) for name in typed} if table is not None else {}
-    if loose or table is None:
-        rows = list(_rows(run, starts, stops, shard, base))
-        for name in loose:
-            values = [row.get(name) for row in rows]
-            columns[name] = _from_values(values, name, types[name], starts, shard, base)
-    return len(starts), {name: columns[name] for name in types}
+    todo = "the shard may have changed after it was indexed: index it again, or correct the line"
+    tables = [_read_typed(part, typed, todo) for part in lines.parts(SLICE_BYTES)]
+    columns = {name: _joined([table.column(name) for table in tables], to_arrow(kind)) for name, kind in typed.items()}
+    rows = list(_rows(lines)) if len(typed) < len(types) else []
+    for name in types.keys() - typed.keys():
+        texts = [None if row.get(name) is None else json.dumps(row[name]) for row in rows]
+        columns[name] = pa.array(texts, pa.large_string())
+    return {name: columns[name] for name in types}
 
 
-def check_text(run: memoryview, starts: IntArray, stops: IntArray, shard: str, base: int) -> None:
-    """Raise FormatError where the text is not UTF-8, which Arrow would not notice."""
-    data = np.frombuffer(run, np.uint8)
+def _read_typed(part: Lines, types: Mapping[str, JsonType], todo: str) -> pa.Table:
+    """The columns in ``types``. Raises FormatError for the first line that Arrow cannot read as these types."""
+    schema = pa.schema([(name, to_arrow(kind)) for name, kind in types.items()])
+    found = _attempt(part, schema)
+    if not isinstance(found, str):
+        return found
+    reason = found
+    while len(part) > 1:
+        half = part.part(0, len(part) // 2)
+        found = _attempt(half, schema)
+        part, reason = (half, found) if isinstance(found, str) else (part.part(len(half), len(part)), reason)
+    for _ in _rows(part):  # where Python cannot read the line either, its words are clearer
+        pass
+    found = _attempt(part, schema)
+    raise part.error(0, f"cannot be read ({found if isinstance(found, str) else reason})", todo)
+
+
+def _attempt(part: Lines, schema: pa.Schema) -> pa.Table | str:
+    """The lines as a table, or why Arrow cannot read them."""
+    try:
+        table = _parse(part, schema)
+    except pa.ArrowException as exc:
+        return _ROW.sub("", str(exc)).removeprefix("JSON parse error: ")
+    return table if table.num_rows == len(part) else f"{table.num_rows} objects in {len(part)} lines"
+
+
+def _parse(part: Lines, schema: pa.Schema | None) -> pa.Table:
+    """The rows with the columns of ``schema``, or with all of them and inferred types. Raises ArrowException."""
+    parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
+    text = part.text
+    # One block: Arrow cannot read a line that lies in several.
+    read = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
+    return pj.read_json(pa.BufferReader(pa.py_buffer(text)), read_options=read, parse_options=parse)
+
+
+def _has_infinity(array: pa.Array) -> bool:
+    """Whether a float is infinite: spelled so, or an integer of hundreds of digits, which Arrow makes infinite."""
+    if pa.types.is_floating(array.type):
+        return bool(np.isinf(array.to_numpy(zero_copy_only=False)).any())
+    if pa.types.is_struct(array.type):
+        return any(_has_infinity(child) for child in array.flatten())
+    return pa.types.is_list(array.type) and _has_infinity(array.values)
+
+
+def _refuse_other_text(lines: Lines) -> None:
+    data = np.frombuffer(lines.run, np.uint8)
     if not (data > 127).any():
         return
     try:
-        str(run, "utf-8")
+        str(lines.run, "utf-8")
     except UnicodeDecodeError as exc:
-        row = max(int(np.searchsorted(starts, exc.start, side="right")) - 1, 0)
-        head = bytes(run[starts[row] : min(stops[row], starts[row] + _HEAD_BYTES)])
-        raise FormatError(
-            shard, f"a line that is not UTF-8: {head!r}; write it anew in UTF-8", offset=base + int(starts[row])
-        ) from exc
+        row = max(int(np.searchsorted(lines.starts, exc.start, side="right")) - 1, 0)
+        raise lines.error(row, "is not UTF-8", "write the shard in UTF-8") from exc
 
 
-def _is_deep(run: memoryview, starts: IntArray, stops: IntArray) -> bool:
-    """Whether a line may nest deeper than MAX_DEPTH; brackets in strings count too, so that it may also not."""
-    data = np.frombuffer(run, np.uint8)
-    # The four brackets, and few others, have these bits.
+def _refuse_depth(lines: Lines) -> None:
+    data = np.frombuffer(lines.run, np.uint8)
+    # The four brackets, and few other characters, have these bits.
     places = np.flatnonzero((data & 0xD9) == 0x59)
     kinds = data[places] | 0x20
     steps = (kinds == 0x7B).astype(np.int64) - (kinds == 0x7D)
     depths = np.cumsum(steps)
     if not len(places) or depths.max() - depths.min() < MAX_DEPTH:
-        return False
-    before = np.searchsorted(places, starts)
-    some = before < np.searchsorted(places, stops)
-    before = before[some]
-    if not len(before):
-        return False
-    return bool((np.maximum.reduceat(depths, before) - (depths - steps)[before] > MAX_DEPTH).any())
+        return
+    before = np.searchsorted(places, lines.starts)
+    some = np.flatnonzero(before < np.searchsorted(places, lines.stops))
+    if not len(some):
+        return
+    deepest = np.maximum.reduceat(depths, before[some]) - (depths - steps)[before[some]]
+    for index in some[deepest > MAX_DEPTH].tolist():
+        if _depth(lines[index]) > MAX_DEPTH:
+            raise lines.error(index, f"nests more than {MAX_DEPTH} deep", "store the deep value as text")
 
 
-def _read_with_arrow(run: memoryview, schema: pa.Schema | None) -> pa.Table | None:
-    """The rows as a table with ``schema``, or with inferred types; None where Arrow does not take them."""
-    parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
-    tables = []
-    try:
-        for part in _slices(run, SLICE_BYTES):
-            # One block: Arrow cannot read a line that lies in several.
-            read = pj.ReadOptions(use_threads=False, block_size=len(part) + 1)
-            tables.append(pj.read_json(pa.BufferReader(pa.py_buffer(part)), read_options=read, parse_options=parse))
-        return pa.concat_tables(tables)
-    except pa.ArrowException:
-        return None
+def _depth(line: bytes) -> int:
+    """How deep a line nests; brackets in strings do not count."""
+    kinds = np.frombuffer(_STRING.sub(b"", line), np.uint8)
+    kinds = kinds[(kinds & 0xD9) == 0x59] | 0x20
+    return int(np.cumsum((kinds == 0x7B).astype(np.int64) - (kinds == 0x7D)).max(initial=0))
 
 
-def _slices(run: memoryview, slice_bytes: int) -> Iterator[memoryview]:
-    """Runs of whole lines of at most ``slice_bytes``, or of one longer line."""
-    start = 0
-    while len(run) - start > slice_bytes:
-        feed = bytes(run[start : start + slice_bytes]).rfind(b"\n")
-        if feed < 0:
-            feed = bytes(run[start:]).find(b"\n")
-        if feed < 0:
-            break
-        if run[start : start + feed + 1].tobytes().strip():
-            yield run[start : start + feed + 1]
-        start += feed + 1
-    if run[start:].tobytes().strip():
-        yield run[start:]
-
-
-def _joined(column: pa.ChunkedArray) -> pa.Array:
+def _joined(columns: list[pa.ChunkedArray], kind: pa.DataType) -> pa.Array:
     """One array; strings that do not fit into int32 offsets as large strings."""
+    column = pa.chunked_array([chunk for column in columns for chunk in column.chunks], kind)
     if pa.types.is_string(column.type) and column.nbytes >= 1 << 31:
         column = column.cast(pa.large_string())
     joined = column.combine_chunks()
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
 
 
-def _rows(run: memoryview, starts: IntArray, stops: IntArray, shard: str, base: int) -> Iterator[dict[str, Any]]:
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        line = bytes(run[start:stop])
+def _rows(lines: Lines) -> Iterator[dict[str, Any]]:
+    """Each line as Python reads it. Raises FormatError for one that is not a JSON object."""
+    for index in range(len(lines)):
         try:
-            row = json.loads(line)
-            problem = "" if isinstance(row, dict) else f"a JSON {type(row).__name__}, not an object"
+            row = json.loads(lines[index])
+        except json.JSONDecodeError as exc:
+            raise lines.error(index, f"is not JSON ({exc.msg} at column {exc.colno})") from exc
         except (ValueError, RecursionError) as exc:
-            row, problem = None, f"no JSON that can be read ({exc})"
-        if problem:
-            raise FormatError(
-                shard,
-                f"a line that is {problem}: {line[:_HEAD_BYTES].decode('utf-8', 'backslashreplace')!r}; "
-                "mend or remove the line",
-                offset=base + start,
-            )
+            raise lines.error(index, f"cannot be read ({exc})") from exc
+        if not isinstance(row, dict):
+            raise lines.error(index, f"is a JSON {type(row).__name__}, not an object")
         yield row
-
-
-def _from_values(values: Sequence[Any], name: str, kind: JsonType, starts: IntArray, shard: str, base: int) -> pa.Array:
-    if kind == "any":
-        return pa.array([None if value is None else json.dumps(value) for value in values], pa.large_string())
-    conformed = []
-    for value, start in zip(values, starts.tolist(), strict=True):
-        try:
-            conformed.append(conform(value, kind))
-        except TypeError as exc:
-            raise FormatError(
-                shard,
-                f"column '{name}' has {exc} as the index says; the shard changed after it was indexed: index it anew",
-                offset=base + start,
-            ) from exc
-    return pa.array(conformed, to_arrow(kind))

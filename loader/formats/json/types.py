@@ -6,6 +6,8 @@ A type is JSON itself, so that it fits into a manifest: 'null', 'bool', 'int' (i
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -14,12 +16,13 @@ JsonType = str | dict[str, Any]
 
 # Objects with more keys than this are no records but maps, which have no columns.
 STRUCT_FIELDS = 256
-# Types are walked recursively, by Python and by Arrow, which dies of deep ones.
+# Python and Arrow walk values recursively, and Arrow crashes on deep ones.
 MAX_DEPTH = 100
 
-# Arrow 26 builds broken lists of pa.null(); what is always null may as well be strings.
+# Arrow 26 builds broken lists of pa.null(); a column that is always null may as well hold strings.
 _ARROW = {"null": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "str": pa.string()}
 _INT64 = range(-(1 << 63), 1 << 63)
+_FLOAT64 = int(sys.float_info.max)
 
 
 def merge_types(one: JsonType, two: JsonType) -> JsonType:
@@ -40,6 +43,16 @@ def merge_types(one: JsonType, two: JsonType) -> JsonType:
     return "any"
 
 
+def union_columns(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of two schemas; one that a side lacks has nulls, and one of two types the type that holds both."""
+    absent = {"type": "null", "nulls": True}
+    return {
+        name: {"type": merge_types(a["type"], b["type"]), "nulls": a["nulls"] or b["nulls"]}
+        for name in {**one, **two}
+        for a, b in [(one.get(name, absent), two.get(name, absent))]
+    }
+
+
 def list_of(item: JsonType) -> JsonType:
     return "any" if item == "any" else {"list": item}
 
@@ -49,26 +62,24 @@ def struct_of(fields: dict[str, JsonType]) -> JsonType:
     return "any" if not 0 < len(fields) <= STRUCT_FIELDS or "any" in fields.values() else {"struct": fields}
 
 
-def infer_type(value: Any, depth: int = 0) -> JsonType:
-    """The type of one value as ``json.loads`` gives it; an integer beyond int64 is a float, a very deep value 'any'."""
+def infer_type(value: Any) -> JsonType:
+    """The type of one value as ``json.loads`` returns it; an integer beyond int64 is a float, beyond float64 'any'."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if value in _INT64 else "float"
+        return "int" if value in _INT64 else "float" if abs(value) <= _FLOAT64 else "any"
     if isinstance(value, float):
         return "float"
     if isinstance(value, str):
         return "str"
-    if depth >= MAX_DEPTH:
-        return "any"
     if isinstance(value, list):
         item_type: JsonType = "null"
         for item in value:
-            item_type = merge_types(item_type, infer_type(item, depth + 1))
+            item_type = merge_types(item_type, infer_type(item))
         return list_of(item_type)
-    return struct_of({name: infer_type(item, depth + 1) for name, item in value.items()})
+    return struct_of({name: infer_type(item) for name, item in value.items()})
 
 
 def from_arrow(kind: pa.DataType) -> JsonType:
@@ -88,41 +99,3 @@ def to_arrow(kind: JsonType) -> pa.DataType:
     if "list" in kind:
         return pa.list_(to_arrow(kind["list"]))
     return pa.struct([(name, to_arrow(item)) for name, item in kind["struct"].items()])
-
-
-def conform(value: Any, kind: JsonType) -> Any:
-    """``value`` as Arrow takes it for ``kind``: integers among floats as floats, unpaired surrogates as '?'.
-
-    Raises:
-        TypeError: the value is of another type.
-    """
-    if value is None:
-        return None
-    if merge_types(infer_shallow(value), _shallow(kind)) != _shallow(kind):
-        raise TypeError(f"a value of type {infer_shallow(value)}, not {_shallow(kind)}")
-    if kind == "float":
-        return _to_float(value)
-    if kind == "str":
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(kind, dict) and "list" in kind:
-        return [conform(item, kind["list"]) for item in value]
-    if isinstance(kind, dict):
-        return {name: conform(value.get(name), item) for name, item in kind["struct"].items()}
-    return value
-
-
-def infer_shallow(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return "list" if isinstance(value, list) else "struct"
-    return str(infer_type(value))
-
-
-def _shallow(kind: JsonType) -> str:
-    return kind if isinstance(kind, str) else next(iter(kind))
-
-
-def _to_float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")

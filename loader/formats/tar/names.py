@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...columns import AnyArray, IntArray
+from ...columns import KEY_COLUMN, AnyArray, IntArray
 from .blocks import ByteMatrix
 
-KEY_COLUMN = "__key__"
-# webdataset keeps these beside the fields, and takes a member of that name for a duplicate.
+# webdataset stores these beside the fields, and treats a member of that name as a duplicate.
 RESERVED_FIELDS = frozenset({KEY_COLUMN, "__url__"})
 
 _SLASH, _DOT, _UNDERSCORE, _NEWLINE = b"/._\n"

@@ -210,12 +210,12 @@ def test_shards_without_an_index_are_an_error(mds_store):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda index: [], "is no MDS index"),
+        (lambda index: [], "is not an MDS index"),
         (lambda index: {**index, "version": 1}, "version 1"),
         (lambda index: {"version": 2, "shards": [{}]}, "damaged"),
         (lambda index: {**index, "shards": [{**index["shards"][0], "format": "csv"}]}, "'csv'"),
         (lambda index: {**index, "shards": [{**index["shards"][0], "column_sizes": [4]}]}, "take"),
-        (lambda index: {**index, "shards": [{**index["shards"][0], "samples": 7}]}, "7 by index.json"),
+        (lambda index: {**index, "shards": [{**index["shards"][0], "samples": 7}]}, "7 in index.json"),
     ],
 )
 def test_an_index_that_does_not_fit_is_an_error(mds_store, change, message):

@@ -113,7 +113,7 @@ def test_megatron_files_are_read_by_the_dtype_of_their_index(token_store, dtype)
         (lambda index: index[:18] + struct.pack("<Q", 1 << 40) + index[26:], "take"),
         (lambda index: index[:-8], "take"),
         (lambda index: index[:20], "too few"),
-        (lambda index: index[:17] + b"\x04" + index[18:], "not of one set"),
+        (lambda index: index[:17] + b"\x04" + index[18:], "do not belong together"),
     ],
 )
 def test_a_megatron_index_that_does_not_fit_is_an_error(token_store, damage, message):
@@ -124,7 +124,8 @@ def test_a_megatron_index_that_does_not_fit_is_an_error(token_store, damage, mes
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(0, "holds no bytes"), (101, "no whole number of uint16"), (18, "do not fill one sequence")]
+    ("size", "message"),
+    [(0, "holds no bytes"), (101, "not a whole number of uint16"), (18, "do not fill one sequence")],
 )
 def test_a_file_of_a_wrong_size_is_an_error_that_names_it(token_store, size, message):
     token_store.put("odd.bin", bytes(size))

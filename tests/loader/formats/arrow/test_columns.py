@@ -197,7 +197,7 @@ def test_fixed_shape_tensors_keep_their_shape():
 
 
 def test_nulls_that_the_index_did_not_announce_are_an_error():
-    with pytest.raises(FormatError, match=r"s: column 'x' holds nulls.*index the data set anew"):
+    with pytest.raises(FormatError, match=r"s: column 'x' holds nulls.*index the data set again"):
         to_columns("x", pa.array([1, None]), nulls=False, shard="s")
 
 

@@ -12,6 +12,7 @@ from penstock.loader.columns import ArrayColumn
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.arrow.ipc import ArrowFormat
 from penstock.loader.formats.shard import ChunkRef, ShardTask
+from penstock.storage.memory import MemoryStore
 
 
 @pytest.fixture
@@ -190,6 +191,50 @@ def test_flipped_bytes_never_escape_as_a_foreign_error(arrow_store, stream, comp
         for block in blocks:
             block.columns["list"].take(np.arange(block.samples))
     assert 10 < refused < 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_flipped_bit_of_the_metadata_loses_a_row(arrow_store: FolderStore, stream: bool) -> None:
+    write(arrow_store, "whole", pa.table({"x": np.zeros(6, np.int64)}), batch=2, stream=stream)
+    whole = (arrow_store.root / "whole").read_bytes()
+    (arrow_store.root / "whole").unlink()
+    store = MemoryStore()
+    refused, lost = 0, []
+    for at in range(len(whole)):
+        for bit in range(8):
+            info = store.put("t.arrow", whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            try:
+                index = ArrowFormat().index_shard(store, ShardTask(info))
+            except FormatError:
+                refused += 1
+            else:
+                rows = sum(span.samples for span in index.chunks)
+                lost += [(at, bit, rows)] if rows != 6 else []
+    assert lost == []
+    assert refused > len(whole)
+
+
+def footer_count_at(whole: bytes, batches: int) -> int:
+    """Where the footer counts its record batches: before that many structs of 24 bytes."""
+    first = whole.index(struct.pack("<i", batches), len(whole) - 10 - struct.unpack("<i", whole[-10:-6])[0])
+    assert whole.count(struct.pack("<i", batches), first) >= 1
+    return first
+
+
+def test_a_footer_that_names_fewer_batches_than_there_are_is_an_error(arrow_store: FolderStore) -> None:
+    write(arrow_store, "t.arrow", pa.table({"x": np.arange(700)}), batch=100)
+    whole = bytearray((arrow_store.root / "t.arrow").read_bytes())
+    whole[footer_count_at(bytes(whole), 7)] = 3
+    arrow_store.put("t.arrow", whole)
+    with pytest.raises(FormatError, match=r"its footer names nothing in bytes \d+ to \d+"):
+        index_all(arrow_store, ArrowFormat())
+
+
+def test_streams_that_were_joined_are_an_error(arrow_store: FolderStore) -> None:
+    write(arrow_store, "t.arrow", pa.table({"x": np.arange(10)}), batch=5, stream=True)
+    arrow_store.put("t.arrow", (arrow_store.root / "t.arrow").read_bytes() * 2)
+    with pytest.raises(FormatError, match="after its end mark"):
+        index_all(arrow_store, ArrowFormat())
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_types_that_differ_only_in_encoding_are_one_data_set(parquet_store):
 
 def test_a_column_that_is_not_there_is_an_error_listing_those_that_are(parquet_store):
     write(parquet_store, "a.parquet", pa.table({"x": [1], "y": [2]}))
-    with pytest.raises(ConfigError, match=r"there is no \['z'\]; the data set has \['x', 'y'\]"):
+    with pytest.raises(ConfigError, match=r"the data set has no \['z'\]; it has \['x', 'y'\]"):
         open_all(parquet_store, ParquetFormat(), ["x", "z"])
 
 
@@ -309,7 +309,7 @@ def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store):
     write(parquet_store, "t.parquet", pa.table({"x": np.arange(50)}), row_group_size=10)
     header = ParquetFormat().open_shard(parquet_store, parquet_store.head("t.parquet"))
     for first, samples in ((5, 10), (0, 15), (40, 20), (50, 10)):
-        with pytest.raises(FormatError, match="index the data set anew"):
+        with pytest.raises(FormatError, match="index the data set again"):
             header.row_groups(ChunkRef(parquet_store.head("t.parquet"), 4, 10, samples, first))
 
 

@@ -158,14 +158,46 @@ def test_strings_that_look_like_times_stay_strings(tmp_path: Path) -> None:
     assert read(tmp_path) == rows
 
 
-def test_lines_that_arrow_refuses_and_python_reads_are_read(tmp_path: Path) -> None:
-    (tmp_path / "s.jsonl").write_bytes(
-        b'{"a": 1, "a": 2, "s": "\\ud800", "f": 1e400}\n{"a": 3, "s": "x", "f": 123456789012345678901234567890}\n'
-    )
-    assert read(tmp_path) == [
-        {"a": 2, "s": "?", "f": math.inf},
-        {"a": 3, "s": "x", "f": 123456789012345678901234567890.0},
-    ]
+@pytest.mark.parametrize("before", [b'{"m": 1}', b'{"m": 1}\n{"m": "a"}'], ids=["one type", "mixed types"])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"f": 1e400}', "Number too big"),
+        (b'{"f": [{"g": -1e400}]}', "Number too big"),
+        (b'{"m": 1e400}', "Number too big"),
+        (b'{"a": 1, "a": 2}', "specified twice"),
+        (b'{"s": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_lines_that_arrow_refuses_are_refused_with_their_number_though_python_reads_them(
+    tmp_path: Path, before: bytes, line: bytes, words: str
+) -> None:
+    with pytest.raises(FormatError, match=words) as caught:
+        index(tmp_path, b"\n" + before + b"\n\n" + line + b"\n" + GOOD)
+    place = len(before) + 3
+    assert caught.value.offset == place
+    assert f" line {before.count(10) + 4} cannot be read" in str(caught.value)
+    assert "correct or remove the line" in str(caught.value)
+
+
+def test_line_numbers_count_from_the_shards_first_line_in_every_chunk(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"^s\.jsonl at byte 900: line 101 is not JSON"):
+        index(tmp_path, GOOD * 100 + b"{oops\n", chunk_bytes=50)
+    with pytest.raises(FormatError, match=r"^s\.jsonl\.gz at byte 900: line 101 is not JSON"):
+        index(tmp_path, gzip.compress(GOOD * 100 + b"{oops\n"), "s.jsonl.gz", chunk_bytes=50)
+
+
+def test_integers_beyond_int64_are_floats_and_beyond_float64_stay_exact(tmp_path: Path) -> None:
+    large, huge = 123456789012345678901234567890, 10**400
+    write(tmp_path, [{"f": 3, "h": 1}, {"f": large, "h": -huge}, {"f": None, "h": None}])
+    got = read(tmp_path)
+    assert [row["f"] for row in got[:2]] == [3.0, float(large)]
+    assert [row["h"] for row in got] == [1, -huge, None]
+
+
+def test_infinity_and_nan_by_name_are_read(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_bytes(b'{"f": Infinity}\n{"f": 1}\n{"f": -Infinity}\n')
+    assert [row["f"] for row in read(tmp_path)] == [math.inf, 1.0, -math.inf]
 
 
 def test_only_chosen_columns_come(tmp_path: Path) -> None:
@@ -186,15 +218,15 @@ GOOD = b'{"a": 1}\n'
 BAD = {
     "no bytes": (b"", 0, "no bytes"),
     "no JSON": (GOOD + b"{oops\n" + GOOD, 9, "'{oops'"),
-    "a cut last line": (GOOD + b'{"a": 1, "te', 9, "no JSON"),
+    "a cut last line": (GOOD + b'{"a": 1, "te', 9, "not JSON"),
     "an array": (GOOD + GOOD + b"[1]\n", 18, "a JSON list, not an object"),
     "a number": (b"1\n", 0, "a JSON int, not an object"),
     "two objects on one line": (GOOD + b'{"a":1}{"a":2}\n', 9, "Extra data"),
-    "an object over two lines": (GOOD + b'{"a":\n1}\n', 9, "no JSON"),
+    "an object over two lines": (GOOD + b'{"a":\n1}\n', 9, "not JSON"),
     "no UTF-8": (GOOD + b'{"a": "\xff"}\n', 9, "not UTF-8"),
-    "bottomless": (GOOD + b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", 9, "recursion"),
+    "bottomless": (GOOD + b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", 9, "nests more than 100 deep"),
     "binary": (bytes(range(128, 256)) * 50, 0, "not UTF-8"),
-    "a clash with the nulls": (b'{"a": null, "a__null": 1}\n{"a": 1}\n', None, "kept for the nulls of 'a'"),
+    "a clash with the nulls": (b'{"a": null, "a__null": 1}\n{"a": 1}\n', None, "reserved for the nulls of 'a'"),
 }
 
 
@@ -227,13 +259,23 @@ def test_damaged_compressed_shards_are_errors(tmp_path: Path, name: str) -> None
             index(tmp_path, damaged, name)
 
 
-def test_brackets_in_text_do_not_make_a_line_deep_and_deep_lines_are_read(tmp_path: Path) -> None:
-    deep: Any = 1
-    for _ in range(300):
-        deep = [deep]
-    rows = [{"t": "[{" * 500, "d": 1}, {"t": "x", "d": deep}]
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_brackets_in_text_do_not_make_a_line_deep(tmp_path: Path) -> None:
+    rows = [{"t": "[{" * 500 + '"\\', "d": [[1]]}, {"t": '\\"' + "{[" * 500, "d": nested(99)}]
     write(tmp_path, rows)
     assert read(tmp_path) == rows
+
+
+def test_lines_that_nest_deeper_than_100_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, [{"d": nested(99)}, {"d": nested(100)}])
+    with pytest.raises(FormatError, match=r"line 2 nests more than 100 deep.*store the deep value as text"):
+        read(tmp_path)
 
 
 def test_maps_with_keys_of_their_own_in_each_row_cost_no_more_than_their_text(tmp_path: Path) -> None:
@@ -255,9 +297,17 @@ scalars = (
     | st.floats(allow_nan=False)
     | st.text(max_size=5)
 )
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=2)
-)
+
+
+def nested_values(min_keys: int) -> st.SearchStrategy[Any]:
+    def deeper(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        keys = st.text("ab", max_size=1)
+        return st.lists(inner, max_size=3) | st.dictionaries(keys, inner, min_size=min_keys, max_size=2)
+
+    return st.recursive(scalars, deeper)
+
+
+values = nested_values(min_keys=0)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -305,20 +355,27 @@ def test_the_order_of_shards_does_not_change_types(groups: list[list[Any]]) -> N
 
 @given(st.lists(st.sampled_from([b"x", b" ", b"\r", b"\n", b"\t"])).map(b"".join))
 def test_lines_are_found_as_splitting_finds_them(data: bytes) -> None:
-    starts, stops = find_lines(memoryview(data))
-    got = [data[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-    assert got == [line for line in data.split(b"\n") if line.strip()]
+    lines = find_lines(memoryview(data), "s")
+    assert [lines[index] for index in range(len(lines))] == [line for line in data.split(b"\n") if line.strip()]
 
 
-def test_arrow_and_python_give_the_same_columns() -> None:
-    rows = [{"i": i, "s": str(i), "l": [i, None], "d": {"a": i / 2}} for i in range(20)]
-    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    doubled = data.replace(b'"i": 3,', b'"i": 0, "i": 3,')  # which Arrow refuses
-    samples, types, nulls = infer_columns(memoryview(data), "s", 0)
-    assert infer_columns(memoryview(doubled), "s", 0) == (samples, types, nulls)
-    _, fast = read_columns(memoryview(data), types, "s", 0)
-    _, slow = read_columns(memoryview(doubled), types, "s", 0)
-    assert fast == slow
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from("xyz"), nested_values(min_keys=1), max_size=3), min_size=1, max_size=8))
+def test_types_are_the_same_with_arrow_and_line_by_line(rows: list[dict[str, Any]]) -> None:
+    lines = find_lines(memoryview(b"".join(json.dumps(row).encode() + b"\n" for row in rows)), "s")
+    assert infer_columns(lines) == infer_columns(lines, mixed=True)
+
+
+def test_columns_of_a_large_chunk_are_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = find_lines(
+        memoryview(b"".join(b'{"i": %d, "s": "%d", "m": %s}\n' % (i, i, b'"x"' if i % 2 else b"1") for i in range(50))),
+        "s",
+    )
+    types, _ = infer_columns(lines)
+    whole = read_columns(lines, types)
+    monkeypatch.setattr(json_lines, "SLICE_BYTES", 100)
+    assert read_columns(lines, types) == whole
+    assert whole["i"].to_pylist() == list(range(50))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,10 +20,11 @@ from row_shards import FolderStore, open_blocks, rows_of
 
 from penstock.loader.columns import BytesColumn
 from penstock.loader.errors import ConfigError, FormatError
+from penstock.loader.formats.chunks import cut_samples
 from penstock.loader.formats.shard import ChunkRef, ShardIndex, ShardTask
 from penstock.loader.formats.tar.blocks import BLOCK, NotProvenError, jump_headers
 from penstock.loader.formats.tar.census import take_census
-from penstock.loader.formats.tar.format import TarFormat, cut_chunks
+from penstock.loader.formats.tar.format import TarFormat
 from penstock.loader.formats.tar.headers import read_members
 from penstock.loader.formats.windows import WINDOW_BYTES, ShardWindows
 from penstock.storage import ByteRange, ObjectInfo, StoreUnavailableError
@@ -73,7 +74,7 @@ def test_chunks_hold_whole_samples_and_follow_each_other(tmp_path: Path) -> None
 
 def test_a_sample_longer_than_a_chunk_is_a_chunk_of_its_own() -> None:
     starts, stops = np.array([0, 10, 500, 510]), np.array([10, 500, 510, 520])
-    assert [(c.offset, c.length, c.samples) for c in cut_chunks(starts, stops, 100)] == [
+    assert [(c.offset, c.length, c.samples) for c in cut_samples(starts, stops, 100)] == [
         (0, 10, 1),
         (10, 490, 1),
         (500, 20, 2),
@@ -330,7 +331,7 @@ def test_a_shard_of_many_windows_is_cut_as_one_window_would_cut_it(tmp_path: Pat
     spans = TarFormat().index_shard(store, ShardTask(info)).chunks
     assert sum(stop - start for _, start, stop in store.ranges) == info.size
     table = read_members(store.get("big.tar"), "big.tar", 0, whole=True)
-    expected = cut_chunks(table.records[::2], (table.starts + table.sizes)[1::2], 4 << 20)
+    expected = cut_samples(table.records[::2], (table.starts + table.sizes)[1::2], 4 << 20)
     assert list(spans) == expected
 
 

@@ -1,0 +1,77 @@
+"""What formats have in common: they find shards by suffix, and read a chunk as one byte range of its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from ...storage import ByteRange, ObjectInfo, Store
+from ..errors import ConfigError, FormatError
+from .names import find_shards
+from .schema import merge_columns
+from .shard import ChunkRef, ShardTask
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFormat:
+    """The parts of ``ShardFormat`` that most formats share; each format overrides what differs.
+
+    A format is a frozen dataclass with a field ``chunk_bytes``: chunks are cut about that long.
+    """
+
+    name: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
+    min_chunk_bytes: ClassVar[int] = 1
+
+    @property
+    def chunk_bytes(self) -> int:
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < self.min_chunk_bytes:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes}: must be at least {self.min_chunk_bytes}")
+
+    def config(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
+        return [ShardTask(info) for info in find_shards(listing, self.suffixes, named)]
+
+    def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
+        return merge_columns(known, new, shard)
+
+    def open_shard(self, store: Store, shard: ObjectInfo) -> Any:
+        return None
+
+    def chunk_ranges(self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None) -> list[ByteRange]:
+        return [chunk.byte_range]
+
+
+def refuse_empty(shard: ObjectInfo) -> None:
+    """Raise FormatError where the shard has no bytes."""
+    if shard.size == 0:
+        raise FormatError(shard.key, "holds no bytes; remove it or write it again", offset=0)
+
+
+def whole_part(chunk: ChunkRef, parts: Sequence[memoryview]) -> memoryview:
+    """The bytes of a chunk that is read as one range. Raises FormatError where some are missing."""
+    data = parts[-1]
+    if data.nbytes != chunk.length:
+        raise FormatError(
+            chunk.shard.key,
+            f"got {data.nbytes} bytes of a chunk of {chunk.length}; the shard was cut off or changed: index it again",
+            offset=chunk.offset,
+        )
+    return data
+
+
+def refuse_change(chunk: ChunkRef, samples: int) -> None:
+    """Raise FormatError where an opened chunk does not hold the samples that the index counted."""
+    if samples != chunk.samples:
+        raise FormatError(
+            chunk.shard.key,
+            f"the chunk holds {samples} samples, the index says {chunk.samples}: the shard changed after it was "
+            "indexed; index it again",
+            offset=chunk.offset,
+        )

@@ -1,0 +1,29 @@
+"""Which objects of a data set are shards, by their names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ...storage import ObjectInfo
+
+
+def is_hidden(key: str) -> bool:
+    """Whether a folder or file in ``key`` starts with '.' or '_', as job markers and partial output do.
+
+    Such objects (``_SUCCESS``, ``.crc`` files, ``_temporary/...``) are not data, by a convention as old as Hadoop.
+    """
+    return any(part.startswith((".", "_")) for part in key.split("/"))
+
+
+def has_suffix(key: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether ``key`` ends in one of ``suffixes``, in any case; the suffixes are lower-case."""
+    return key.lower().endswith(suffixes)
+
+
+def find_shards(
+    listing: Sequence[ObjectInfo], suffixes: tuple[str, ...], named: Collection[str] = ()
+) -> list[ObjectInfo]:
+    """The objects with one of ``suffixes`` that are not hidden, or that the caller ``named`` one by one."""
+    return [
+        info for info in listing if has_suffix(info.key, suffixes) and (info.key in named or not is_hidden(info.key))
+    ]
