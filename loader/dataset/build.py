@@ -142,9 +142,7 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -
     if not tasks and selection.chosen is None:
         tasks = [ShardTask(info) for info in selection.listing if "." not in info.key.rpartition("/")[2]]
     if not tasks:
-        raise DatasetError(
-            f"{store.url}: no {shard_format.name} shards among its {len(selection.listing)} objects"
-        )
+        raise DatasetError(f"{store.url}: no {shard_format.name} shards among its {len(selection.listing)} objects")
     return tasks
 
 
