@@ -1,7 +1,7 @@
 """What ``penstock.loader`` exports, imported when it is first used; names are added here alone."""
 
+from .arguments import LastBatch as LastBatch
 from .data_loader import DistributedDataLoader as DistributedDataLoader
-from .data_loader import LastBatch as LastBatch
 from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
 from .dataset.index import open_manifest as open_manifest

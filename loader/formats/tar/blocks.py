@@ -1,13 +1,15 @@
 """Finds the headers in a run of tar blocks.
 
-Two ways. The jump takes every block with a POSIX magic for a header, all at once, and proves it by the chain of sizes
-and the checksums. Where the proof fails (archives inside the archive, headers without magic, numbers in old notations,
-PAX sizes) the walk goes from header to header. Both read numbers as CPython's ``tarfile`` does.
+There are two ways. The jump takes every block with a POSIX magic for a header, all at once, and proves it by the chain
+of sizes and the checksums. Where the proof fails (archives inside the archive, headers without magic, numbers in other
+notations, PAX sizes) the walk goes from header to header, with the standard library's ``tarfile``. PAX records are
+parsed here, because ``tarfile`` takes 12 times as long for a chunk whose names stand in them.
 """
 
 from __future__ import annotations
 
 import re
+import tarfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +77,7 @@ def _sizes(headers: ByteMatrix) -> IntArray:
 
 
 def _checksums_hold(headers: ByteMatrix) -> bool:
-    """Whether every header's bytes add up to the sum it states, in the notation that all writers of today use."""
+    """Whether every header's bytes add up to the sum it states, in the notation that today's writers use."""
     words = headers.view("<u8")
     # 128 bytes are added in each 16-bit lane: 128 * 255 < 2**16.
     lanes = ((words & _BYTE_LANES) + ((words >> np.uint64(8)) & _BYTE_LANES)).sum(axis=1, dtype=np.uint64)
@@ -102,7 +104,11 @@ def is_dataless(headers: ByteMatrix) -> AnyArray:
 
 
 def walk_headers(run: memoryview, shard: str, base: int) -> Chain:
-    """The chain header by header: any notation of sizes and sums, PAX sizes, headers without magic."""
+    """The chain header by header: any notation of sizes and sums, PAX sizes, headers without magic.
+
+    Raises:
+        FormatError: a block that should be a header is not one, or has a size that cannot be.
+    """
     count = len(run) // BLOCK
     blocks: list[int] = []
     sizes: list[int] = []
@@ -113,16 +119,19 @@ def walk_headers(run: memoryview, shard: str, base: int) -> Chain:
     while at < count:
         header = bytes(run[at * BLOCK : (at + 1) * BLOCK])
         offset = base + at * BLOCK
-        if not _sum_holds(header):
+        try:
+            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as exc:
             if not any(header):
                 break
-            raise FormatError(shard, _no_header(header, before), offset=offset)
+            raise FormatError(shard, _no_header(header, before, exc), offset=offset) from exc
         before = show_name(text_of(header[:100]))
-        kind = header[156]
-        size = _number(header[124:136])
-        if size is None or not 0 <= size <= _MAX_SIZE:
+        kind, size = header[156], info.size
+        if not 0 <= size <= _MAX_SIZE:
             raise FormatError(
-                shard, f"member '{before}' has no valid size ({header[124:136]!r}); write the shard anew", offset=offset
+                shard,
+                f"member '{before}' has no valid size ({header[124:136]!r}); write the shard again",
+                offset=offset,
             )
         if kind in EXTENSION_KINDS:
             payload = bytes(run[(at + 1) * BLOCK : (at + 1) * BLOCK + size])
@@ -130,39 +139,20 @@ def walk_headers(run: memoryview, shard: str, base: int) -> Chain:
                 pax_size = pax_size_of(parse_pax(payload, shard, offset), shard, offset)
         elif pax_size is not None:
             size, pax_size = pax_size, None
-        dataless = _WITHOUT_DATA[kind] or (kind == 0 and before.endswith("/"))
         blocks.append(at)
         sizes.append(size)
-        at += 1 if dataless else 1 + (size + BLOCK - 1) // BLOCK
+        at += 1 if _WITHOUT_DATA[kind] or info.isdir() else 1 + (size + BLOCK - 1) // BLOCK
         stops.append(at)
     index = np.array(blocks, np.int64)
     headers = np.frombuffer(run, np.uint8, count * BLOCK).reshape(count, BLOCK)[index]
     return Chain(index, headers, np.array(sizes, np.int64), np.array(stops, np.int64))
 
 
-def _sum_holds(header: bytes) -> bool:
-    stated = _number(header[148:156])
-    rest = header[:148] + header[156:]
-    total = 8 * 32 + sum(rest)
-    # Some historic writers added the bytes as signed ones.
-    return stated is not None and stated in (total, total - 256 * sum(byte > 127 for byte in rest))
-
-
-def _number(field: bytes) -> int | None:
-    """A header's number: octal text, or base 256 where the first bit is set; None where it is neither."""
-    if field[0] & 0x80:
-        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big") if field[0] == 0x80 else -1
-    digits = field.split(b"\0")[0].strip()
-    if not digits:
-        return 0
-    return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
-
-
-def _no_header(block: bytes, before: str) -> str:
+def _no_header(block: bytes, before: str, problem: Exception) -> str:
     told = f"; the size of member '{before}' before it leads here" if before else ""
     return (
-        f"expected a tar header, found {block[:16]!r}... without a valid checksum{told}. "
-        "The shard is damaged or no tar: fetch or write it anew"
+        f"expected a tar header, found {block[:16]!r}... ({problem}){told}. The shard is damaged or not a tar: fetch "
+        "or write it again"
     )
 
 
@@ -176,7 +166,7 @@ def parse_pax(payload: bytes, shard: str, offset: int) -> dict[bytes, bytes]:
         if match is None or not match.end() < stop <= len(payload) or payload[stop - 1] != 10:
             raise FormatError(
                 shard,
-                f"a PAX header with a broken record {payload[at : at + 24]!r}; write the shard anew",
+                f"a PAX header with a broken record {payload[at : at + 24]!r}; write the shard again",
                 offset=offset,
             )
         records[match[2]] = payload[match.end() : stop - 1]
@@ -189,7 +179,7 @@ def pax_size_of(records: dict[bytes, bytes], shard: str, offset: int) -> int | N
     if text is None:
         return None
     if not text.isdigit() or int(text) > _MAX_SIZE:
-        raise FormatError(shard, f"a PAX header with size {text[:24]!r}; write the shard anew", offset=offset)
+        raise FormatError(shard, f"a PAX header with size {text[:24]!r}; write the shard again", offset=offset)
     return int(text)
 
 

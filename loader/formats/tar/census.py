@@ -127,9 +127,9 @@ def _check_tail(windows: Windows, offset: int, shard: str, *, ended: bool) -> No
         if len(found) or (offset == 0 and not ended):
             what = (
                 "data after the archive's end mark: archives joined with cat, or a hole of zeros in the shard; split "
-                "it, or fetch it anew"
+                "it, or fetch it again"
                 if ended
-                else "the shard ends inside a header: it is truncated; fetch or write it anew"
+                else "the shard ends inside a header: it is truncated; fetch or write it again"
             )
             raise FormatError(shard, what, offset=offset + (int(found[0]) if ended else 0))
         offset += len(tail)

@@ -28,7 +28,7 @@ from .blocks import (
 
 # Linux's PATH_MAX; a longer name in a header is a lie about a length.
 NAME_BYTES = 4096
-# A PAX header or long name above this is no name but damage.
+# A PAX header or long name above this is damage.
 EXTENSION_BYTES = 1 << 20
 
 _EXTENSION = np.isin(np.arange(256), list(EXTENSION_KINDS))
@@ -64,7 +64,7 @@ def read_members(run: memoryview, shard: str, base: int, *, whole: bool) -> Memb
     do: a record cut off by the run's end is left to ``resume``.
 
     Raises:
-        FormatError: a block that should be a header is none, or a header that contradicts itself.
+        FormatError: a block that should be a header is not one, or a header contradicts itself.
     """
     try:
         return _tabulate(run, jump_headers(run), shard, base, whole=whole, walked=False)
@@ -75,7 +75,7 @@ def read_members(run: memoryview, shard: str, base: int, *, whole: bool) -> Memb
 def refuse_truncation(members: MemberTable, length: int, shard: str, base: int, *, padded: bool) -> None:
     """Raise FormatError where the last member of a run of ``length`` bytes is cut off.
 
-    ``padded`` says that its padding must be there too, as at an archive's end, but not at a chunk's.
+    ``padded`` requires its padding too, as at an archive's end, but not at a chunk's.
     """
     if members.resume - (0 if padded else BLOCK - 1) > length:
         start, stop = int(members.last_start), members.resume
@@ -86,7 +86,7 @@ def refuse_truncation(members: MemberTable, length: int, shard: str, base: int, 
     raise FormatError(
         shard,
         f"member '{members.last}' needs bytes up to {base + stop}, the shard ends at byte {base + length}: it is "
-        "truncated, or the size is wrong; fetch or write it anew",
+        "truncated, or the size is wrong; fetch or write it again",
         offset=base + start - BLOCK,
     )
 
@@ -125,7 +125,7 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
                 raise FormatError(
                     shard,
                     "the member that this header extension is for is missing: the shard is truncated; fetch or write "
-                    "it anew",
+                    "it again",
                     offset=base + int(blocks[opened]) * BLOCK,
                 )
             resume = int(blocks[opened])
@@ -156,7 +156,7 @@ def _extension(
     if size > EXTENSION_BYTES:
         raise FormatError(
             shard,
-            f"a header extension of {size} bytes, more than {EXTENSION_BYTES}; the shard is damaged: write it anew",
+            f"a header extension of {size} bytes, more than {EXTENSION_BYTES}; the shard is damaged: write it again",
             offset=offset,
         )
     start = (block + 1) * BLOCK
@@ -164,7 +164,7 @@ def _extension(
         if whole:
             raise FormatError(
                 shard,
-                "the shard ends inside a header extension: it is truncated; fetch or write it anew",
+                "the shard ends inside a header extension: it is truncated; fetch or write it again",
                 offset=offset,
             )
         return None, None
@@ -181,7 +181,7 @@ def _extension(
         raise FormatError(shard, "a sparse member; write the shard without --sparse", offset=offset)
     if kind == ord("g"):
         if b"path" in records or b"size" in records:
-            raise FormatError(shard, "a global PAX header with a path or size; write the shard anew", offset=offset)
+            raise FormatError(shard, "a global PAX header with a path or size; write the shard again", offset=offset)
         return None, None
     path = records.get(b"path")
     return None if path is None else path.rstrip(b"/"), pax_size_of(records, shard, offset)
