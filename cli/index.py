@@ -12,7 +12,7 @@ from ..loader.dataset.index import open_manifest, read_saved_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
 from ..loader.dataset.source import absolute_urls
 from ..loader.errors import ConfigError
-from ..loader.reading.checksum import sum_chunks
+from ..loader.reading.checksum import READ_THREADS, sum_chunks
 from ..storage import PenstockError, open_store
 from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
@@ -54,7 +54,8 @@ def run(arguments: Sequence[str]) -> int:
             rebuild=given.rebuild,
         )
     if manifest.checksums is None and (given.checksums or _had_checksums(manifest.url, options)):
-        manifest = sum_chunks(manifest, storage_options=options, threads=given.threads)
+        # Summing holds whole chunks in memory, where indexing holds headers.
+        manifest = sum_chunks(manifest, storage_options=options, threads=min(given.threads, READ_THREADS))
     written = None
     if not given.no_write:
         urls = absolute_urls(source)

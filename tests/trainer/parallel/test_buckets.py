@@ -35,12 +35,12 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
     return (model(batch["x"]).float() - batch["number"][:, None] / 7).square().sum(), len(batch["x"])
 
 
-def train(world: World, folder: str, steps: int, scheme: str, dtype: str) -> torch.Tensor:
+def train(world: World, folder: str, steps: int, scheme: str, dtype: str, parallel: dict[str, Any]) -> torch.Tensor:
     options: dict[str, Any] = {
         "steps": steps,
         "output_dir": folder,
         "precision": {"dtype": dtype},
-        "parallel": {"bucket_mb": 0.5},
+        "parallel": {"bucket_mb": 0.5, **parallel},
         "compression": {"scheme": scheme},
         "checkpoint": {"every_steps": 3},
         "report": {"quiet": True},
@@ -57,13 +57,14 @@ def train(world: World, folder: str, steps: int, scheme: str, dtype: str) -> tor
     )
     with trainer:
         trainer.train()
-        return torch.cat([parameter.detach().flatten() for parameter in trainer.parallel.inner.parameters()])
+        weights = [getattr(one, "full_tensor", lambda one=one: one)() for one in trainer.parallel.inner.parameters()]
+        return torch.cat([weight.detach().flatten() for weight in weights])
 
 
-def resume_and_compare(world: World, folder: str, scheme: str, dtype: str) -> bool:
-    whole = train(world, f"{folder}/whole", 9, scheme, dtype)
-    train(world, f"{folder}/parts", 4, scheme, dtype)
-    return torch.equal(train(world, f"{folder}/parts", 9, scheme, dtype), whole)
+def resume_and_compare(world: World, folder: str, scheme: str, dtype: str, parallel: dict[str, Any]) -> bool:
+    whole = train(world, f"{folder}/whole", 9, scheme, dtype, parallel)
+    train(world, f"{folder}/parts", 4, scheme, dtype, parallel)
+    return torch.equal(train(world, f"{folder}/parts", 9, scheme, dtype, parallel), whole)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +82,18 @@ def resume_and_compare(world: World, folder: str, scheme: str, dtype: str) -> bo
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_a_resumed_run_is_bit_equal_on_three_ranks_and_more(scheme: str, dtype: str, ranks: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        assert all(run_ranks(resume_and_compare, ranks, folder, scheme, dtype))
+        assert all(run_ranks(resume_and_compare, ranks, folder, scheme, dtype, {}))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "scheme", "dtype"),
+    [
+        ({"unused_parameters": True}, "none", "fp32"),
+        ({"zero": 1}, "none", "bf16"),
+        ({"zero": 2}, "int8", "fp32"),
+        ({"zero": 3}, "none", "fp16"),
+    ],
+)
+def test_it_is_so_for_every_way_of_sharding(parallel: dict[str, Any], scheme: str, dtype: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(run_ranks(resume_and_compare, 3, folder, scheme, dtype, parallel))
