@@ -1,4 +1,4 @@
-"""A store over a folder that counts what is read, for tests of the formats alone."""
+"""What tests of the formats share: a store over a folder that records its reads, and shards read as the loader does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.loader.columns import Block
+import numpy as np
+
+from penstock.loader.columns import ArrayColumn, Block, BytesColumn
 from penstock.loader.formats.shard import ChunkRef, ShardFormat, ShardIndex, ShardTask
-from penstock.storage import ByteRange, ObjectInfo
+from penstock.storage import ByteRange, NotFoundError, ObjectInfo
 
 
 class FolderStore:
@@ -23,11 +25,16 @@ class FolderStore:
         return self.root.as_uri()
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
-        data = (self.root / key).read_bytes()
-        byte_range = byte_range or ByteRange(0, len(data))
-        assert byte_range.stop <= len(data), f"{key}: {byte_range} of {len(data)} bytes"
+        path = self.root / key
+        if not path.is_file():
+            raise NotFoundError(key)
+        byte_range = byte_range or ByteRange(0, path.stat().st_size)
         self.reads.append((key, byte_range.start, byte_range.stop))
-        return memoryview(data[byte_range.start : byte_range.stop])
+        with path.open("rb") as file:
+            file.seek(byte_range.start)
+            data = file.read(len(byte_range))
+        assert len(data) == len(byte_range), f"{byte_range} is past the end of {key}"
+        return memoryview(data)
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
         return [self.get(key, byte_range, etag=etag) for byte_range in ranges]
@@ -72,3 +79,16 @@ def open_all(store: FolderStore, fmt: ShardFormat, columns: Sequence[str] | None
             blocks.append(fmt.open_chunk(chunk, header, parts, columns, schema))
             assert blocks[-1].samples == span.samples
     return blocks
+
+
+def rows_of(block: Block) -> list[dict[str, Any]]:
+    """The samples of a block as dicts of Python values, without the fields that are missing."""
+    every = np.arange(block.samples)
+    values: dict[str, list[Any]] = {}
+    for name, column in block.columns.items():
+        values[name] = column.values.tolist() if isinstance(column, ArrayColumn) else column.take(every)
+    missing = {name for name, column in block.columns.items() if isinstance(column, BytesColumn)}
+    return [
+        {name: column[i] for name, column in values.items() if column[i] is not None or name not in missing}
+        for i in range(block.samples)
+    ]

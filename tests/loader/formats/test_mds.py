@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,7 +109,7 @@ def check(got: list[dict[str, object]], want: list[dict[str, object]]) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 1 << 22])
-def test_raw_shards_read_as_streaming_reads_them(mds_store, chunk_bytes):
+def test_raw_shards_read_as_streaming_reads_them(mds_store: FolderStore, chunk_bytes: int) -> None:
     write(mds_store.root, range(60), size_limit=10_000)
     blocks = open_all(mds_store, MdsFormat(chunk_bytes))
     check(read(mds_store, MdsFormat(chunk_bytes)), read_reference(mds_store.root))
@@ -123,7 +125,9 @@ def test_raw_shards_read_as_streaming_reads_them(mds_store, chunk_bytes):
 @pytest.mark.parametrize(
     ("compression", "keep_raw"), [("zstd", False), ("zstd:7", True), ("gz", False), ("bz2", False)]
 )
-def test_compressed_shards_read_as_streaming_reads_them(mds_store, tmp_path_factory, compression, keep_raw):
+def test_compressed_shards_read_as_streaming_reads_them(
+    mds_store: FolderStore, tmp_path_factory: pytest.TempPathFactory, compression: str | None, keep_raw: bool
+) -> None:
     plain = tmp_path_factory.mktemp("plain")
     write(plain, range(40), size_limit=8000)
     write(mds_store.root, range(40), size_limit=8000, compression=compression, hashes=["sha1"])
@@ -142,7 +146,9 @@ def test_compressed_shards_read_as_streaming_reads_them(mds_store, tmp_path_fact
     chunk_bytes=st.integers(1, 4000),
     data=st.data(),
 )
-def test_any_columns_of_any_shards_read_as_they_were_written(tmp_path_factory, columns, count, chunk_bytes, data):
+def test_any_columns_of_any_shards_read_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, columns: set[str], count: int, chunk_bytes: int, data: st.DataObject
+) -> None:
     store = FolderStore(tmp_path_factory.mktemp("mds"))
     write(store.root, range(count), {name: COLUMNS[name] for name in columns}, size_limit=5000)
     wanted = data.draw(st.lists(st.sampled_from(sorted(columns)), unique=True))
@@ -150,7 +156,7 @@ def test_any_columns_of_any_shards_read_as_they_were_written(tmp_path_factory, c
     check(got, [{name: sample(i)[name] for name in wanted} for i in range(count)])
 
 
-def test_folders_with_an_index_each_are_one_data_set(mds_store):
+def test_folders_with_an_index_each_are_one_data_set(mds_store: FolderStore) -> None:
     write(mds_store.root / "b", range(5), size_limit=3000)
     write(mds_store.root / "a", range(5, 9))
     merged = json.loads((mds_store.root / "b" / "index.json").read_text())
@@ -161,7 +167,7 @@ def test_folders_with_an_index_each_are_one_data_set(mds_store):
     assert got == [i - 5 for i in range(9)]  # the outer index first; the inner ones add what it lacks
 
 
-def test_a_large_raw_shard_is_cut_into_chunks_read_by_two_ranges(mds_store):
+def test_a_large_raw_shard_is_cut_into_chunks_read_by_two_ranges(mds_store: FolderStore) -> None:
     write(mds_store.root, range(300), {"a_bytes": "bytes", "c_int": "int"})
     fmt = MdsFormat(chunk_bytes=1000)
     _, ((_, index),) = index_all(mds_store, fmt)
@@ -170,7 +176,7 @@ def test_a_large_raw_shard_is_cut_into_chunks_read_by_two_ranges(mds_store):
     check(read(mds_store, fmt), read_reference(mds_store.root))
 
 
-def test_columns_of_one_size_are_gathered_whatever_their_alignment():
+def test_columns_of_one_size_are_gathered_whatever_their_alignment() -> None:
     data = np.random.default_rng(0).integers(0, 256, 997, dtype=np.uint8)
     for starts in ([3, 10, 500], [5, 16, 27, 38], [0], [], [900, 2, 2]):
         got = gather(memoryview(data), np.array(starts, np.int64), np.dtype("<u4"), (2,))
@@ -178,7 +184,7 @@ def test_columns_of_one_size_are_gathered_whatever_their_alignment():
         np.testing.assert_array_equal(got, np.reshape(want, (len(starts), 2)))
 
 
-def test_a_pickled_column_is_refused_unless_it_is_left_out(mds_store):
+def test_a_pickled_column_is_refused_unless_it_is_left_out(mds_store: FolderStore) -> None:
     with streaming.MDSWriter(out=str(mds_store.root), columns={"x": "int", "y": "pkl"}) as writer:
         writer.write({"x": 1, "y": {"a": 1}})
     with pytest.raises(ConfigError, match=r"'y'.*is never unpickled.*columns="):
@@ -186,13 +192,13 @@ def test_a_pickled_column_is_refused_unless_it_is_left_out(mds_store):
     assert read(mds_store, MdsFormat(), ["x"]) == [{"x": 1}]
 
 
-def test_an_unknown_column_of_mds_is_an_error(mds_store):
+def test_an_unknown_column_of_mds_is_an_error(mds_store: FolderStore) -> None:
     write(mds_store.root, range(2), {"c_int": "int"})
     with pytest.raises(ConfigError, match="c_int"):
         open_all(mds_store, MdsFormat(), ["d"])
 
 
-def test_a_value_that_cannot_be_decoded_is_our_error():
+def test_a_value_that_cannot_be_decoded_is_our_error() -> None:
     import pyarrow as pa
 
     column = EncodedColumn(pa.array([b"{"], pa.large_binary()), "json", json.loads)
@@ -200,7 +206,7 @@ def test_a_value_that_cannot_be_decoded_is_our_error():
         column.take(np.array([0]))
 
 
-def test_shards_without_an_index_are_an_error(mds_store):
+def test_shards_without_an_index_are_an_error(mds_store: FolderStore) -> None:
     write(mds_store.root, range(3))
     (mds_store.root / "index.json").unlink()
     with pytest.raises(DatasetError, match=r"no index\.json"):
@@ -218,7 +224,9 @@ def test_shards_without_an_index_are_an_error(mds_store):
         (lambda index: {**index, "shards": [{**index["shards"][0], "samples": 7}]}, "7 in index.json"),
     ],
 )
-def test_an_index_that_does_not_fit_is_an_error(mds_store, change, message):
+def test_an_index_that_does_not_fit_is_an_error(
+    mds_store: FolderStore, change: Callable[[Any], Any], message: str
+) -> None:
     write(mds_store.root, range(3), {"c_int": "int"})
     index = json.loads((mds_store.root / "index.json").read_text())
     mds_store.put("index.json", json.dumps(change(index)).encode())
@@ -226,7 +234,7 @@ def test_an_index_that_does_not_fit_is_an_error(mds_store, change, message):
         open_all(mds_store, MdsFormat())
 
 
-def test_a_shard_of_another_size_or_that_is_missing_is_an_error(mds_store):
+def test_a_shard_of_another_size_or_that_is_missing_is_an_error(mds_store: FolderStore) -> None:
     write(mds_store.root, range(3))
     shard = mds_store.root / "shard.00000.mds"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -237,7 +245,7 @@ def test_a_shard_of_another_size_or_that_is_missing_is_an_error(mds_store):
         index_all(mds_store, MdsFormat())
 
 
-def test_shards_with_other_columns_are_refused(mds_store):
+def test_shards_with_other_columns_are_refused(mds_store: FolderStore) -> None:
     write(mds_store.root / "a", range(3), {"c_int": "int"})
     write(mds_store.root / "b", range(3), {"d_u16": "uint16"})
     with pytest.raises(FormatError, match="c_int"):
@@ -245,7 +253,7 @@ def test_shards_with_other_columns_are_refused(mds_store):
 
 
 @pytest.mark.parametrize("chunk_bytes", [500, 1 << 22])
-def test_damaged_shards_never_escape_as_a_foreign_error(mds_store, chunk_bytes):
+def test_damaged_shards_never_escape_as_a_foreign_error(mds_store: FolderStore, chunk_bytes: int) -> None:
     write(mds_store.root, range(30), {name: COLUMNS[name] for name in ("a_bytes", "b_str", "d_u16", "i_fixed")})
     shard = mds_store.root / "shard.00000.mds"
     whole = shard.read_bytes()
@@ -260,7 +268,7 @@ def test_damaged_shards_never_escape_as_a_foreign_error(mds_store, chunk_bytes):
     assert refused > 20
 
 
-def test_a_damaged_compressed_shard_is_an_error(mds_store):
+def test_a_damaged_compressed_shard_is_an_error(mds_store: FolderStore) -> None:
     write(mds_store.root, range(3), compression="zstd")
     shard = mds_store.root / "shard.00000.mds.zstd"
     shard.write_bytes(b"\x00" * shard.stat().st_size)
@@ -268,7 +276,7 @@ def test_a_damaged_compressed_shard_is_an_error(mds_store):
         open_all(mds_store, MdsFormat())
 
 
-def test_config_makes_an_equal_mds_format():
+def test_config_makes_an_equal_mds_format() -> None:
     assert MdsFormat(**MdsFormat(chunk_bytes=7).config()) == MdsFormat(chunk_bytes=7)
     with pytest.raises(ConfigError):
         MdsFormat(chunk_bytes=0)

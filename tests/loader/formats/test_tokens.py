@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +54,9 @@ def read(store: FolderStore, fmt: TokensFormat) -> np.ndarray:
     dtype=st.sampled_from(["uint16", "uint32", "int64", "uint8"]),
     chunk_bytes=st.integers(1, 500),
 )
-def test_samples_are_the_slices_of_a_memmap(tmp_path, sizes, seq_len, data, dtype, chunk_bytes):
+def test_samples_are_the_slices_of_a_memmap(
+    tmp_path: Path, sizes: list[int], seq_len: int, data: st.DataObject, dtype: str, chunk_bytes: int
+) -> None:
     overlap = data.draw(st.integers(0, seq_len - 1))
     store = FolderStore(tmp_path)
     want = []
@@ -66,20 +70,20 @@ def test_samples_are_the_slices_of_a_memmap(tmp_path, sizes, seq_len, data, dtyp
     assert got.dtype == dtype
 
 
-def test_chunks_hold_whole_samples_and_about_chunk_bytes(token_store):
+def test_chunks_hold_whole_samples_and_about_chunk_bytes(token_store: FolderStore) -> None:
     token_store.put("a.tokens", np.arange(10_000, dtype=np.uint16).tobytes())
     _, ((_, index),) = index_all(token_store, TokensFormat(64, overlap=1, chunk_bytes=1024))
     assert all(span.length <= 1024 and span.length > 800 for span in list(index.chunks)[:-1])
     assert sum(span.samples for span in index.chunks) == (10_000 - 64) // 63 + 1
 
 
-def test_indexing_raw_files_reads_nothing(token_store):
+def test_indexing_raw_files_reads_nothing(token_store: FolderStore) -> None:
     token_store.put("a.bin", bytes(1000))
     index_all(token_store, TokensFormat(10))
     assert token_store.reads == []
 
 
-def test_values_are_views_of_the_chunk(token_store):
+def test_values_are_views_of_the_chunk(token_store: FolderStore) -> None:
     token_store.put("a.bin", bytes(1000))
     (block,) = open_all(token_store, TokensFormat(10, overlap=3))
     values = block.columns["tokens"].values
@@ -88,7 +92,7 @@ def test_values_are_views_of_the_chunk(token_store):
     assert values.strides == (14, 2)
 
 
-def test_suffixes_name_their_dtype(token_store):
+def test_suffixes_name_their_dtype(token_store: FolderStore) -> None:
     token_store.put("a.u32", np.arange(100, dtype="<u4").tobytes())
     got = read(token_store, TokensFormat(10, dtype="uint16"))
     np.testing.assert_array_equal(got.ravel(), np.arange(100))
@@ -96,7 +100,7 @@ def test_suffixes_name_their_dtype(token_store):
 
 
 @pytest.mark.parametrize("dtype", list(MEGATRON_CODES))
-def test_megatron_files_are_read_by_the_dtype_of_their_index(token_store, dtype):
+def test_megatron_files_are_read_by_the_dtype_of_their_index(token_store: FolderStore, dtype: str) -> None:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 120, n) for n in (5, 17, 1, 300)]
     tokens = write_megatron(token_store, "corpus_text_document", documents, dtype)
@@ -116,7 +120,9 @@ def test_megatron_files_are_read_by_the_dtype_of_their_index(token_store, dtype)
         (lambda index: index[:17] + b"\x04" + index[18:], "do not belong together"),
     ],
 )
-def test_a_megatron_index_that_does_not_fit_is_an_error(token_store, damage, message):
+def test_a_megatron_index_that_does_not_fit_is_an_error(
+    token_store: FolderStore, damage: Callable[[bytes], bytes], message: str
+) -> None:
     write_megatron(token_store, "c", [np.arange(50), np.arange(30)], "uint16")
     token_store.put("c.idx", damage((token_store.root / "c.idx").read_bytes()))
     with pytest.raises(FormatError, match=message):
@@ -127,14 +133,14 @@ def test_a_megatron_index_that_does_not_fit_is_an_error(token_store, damage, mes
     ("size", "message"),
     [(0, "holds no bytes"), (101, "not a whole number of uint16"), (18, "do not fill one sequence")],
 )
-def test_a_file_of_a_wrong_size_is_an_error_that_names_it(token_store, size, message):
+def test_a_file_of_a_wrong_size_is_an_error_that_names_it(token_store: FolderStore, size: int, message: str) -> None:
     token_store.put("odd.bin", bytes(size))
     with pytest.raises(FormatError, match=message) as caught:
         TokensFormat(10).index_shard(token_store, ShardTask(token_store.head("odd.bin")))
     assert caught.value.shard == "odd.bin"
 
 
-def test_shards_of_two_dtypes_are_refused(token_store):
+def test_shards_of_two_dtypes_are_refused(token_store: FolderStore) -> None:
     token_store.put("a.u16", bytes(100))
     token_store.put("b.u32", bytes(100))
     with pytest.raises(FormatError, match=r"uint32.*uint16.*a\.u16"):
@@ -152,17 +158,17 @@ def test_shards_of_two_dtypes_are_refused(token_store):
         {"seq_len": 4, "chunk_bytes": 0},
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments):
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         TokensFormat(**arguments)
 
 
-def test_config_makes_an_equal_tokens_format():
+def test_config_makes_an_equal_tokens_format() -> None:
     fmt = TokensFormat(128, "int32", 1)
     assert TokensFormat(**fmt.config()) == fmt
 
 
-def test_an_unknown_column_of_tokens_is_an_error(token_store):
+def test_an_unknown_column_of_tokens_is_an_error(token_store: FolderStore) -> None:
     token_store.put("a.bin", bytes(100))
     with pytest.raises(ConfigError, match="tokens"):
         open_all(token_store, TokensFormat(10), ["labels"])

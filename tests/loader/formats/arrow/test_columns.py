@@ -140,7 +140,7 @@ def same(got: object, missing: object, want: object) -> bool:
 
 @settings(deadline=None, max_examples=600)
 @given(arrays())
-def test_columns_say_what_to_pylist_says(drawn):
+def test_columns_say_what_to_pylist_says(drawn: tuple[pa.ChunkedArray, bool]) -> None:
     array, with_nulls = drawn
     columns = to_columns("x", array, nulls=with_nulls or not marks_nulls(array.type), shard="s")
     want = plain(array)
@@ -157,7 +157,7 @@ def test_columns_say_what_to_pylist_says(drawn):
 
 @settings(deadline=None, max_examples=200)
 @given(arrays())
-def test_kind_dtype_and_names_do_not_depend_on_the_values(drawn):
+def test_kind_dtype_and_names_do_not_depend_on_the_values(drawn: tuple[pa.ChunkedArray, bool]) -> None:
     array, with_nulls = drawn
     empty = to_columns("x", array.slice(0, 0), nulls=with_nulls, shard="s")
     full = to_columns("x", array, nulls=with_nulls or not marks_nulls(array.type), shard="s")
@@ -170,14 +170,14 @@ def test_kind_dtype_and_names_do_not_depend_on_the_values(drawn):
 
 
 @pytest.mark.parametrize("kind", [*SCALARS, *TEMPORALS], ids=str)
-def test_nulls_make_a_second_column_where_values_cannot_say_so(kind):
+def test_nulls_make_a_second_column_where_values_cannot_say_so(kind: pa.DataType) -> None:
     columns = to_columns("x", pa.array([None, None], kind), nulls=True, shard="s")
     assert list(columns) == (["x"] if kind in FLOATS else ["x", "x__null"])
     if kind in TEMPORALS:
         assert columns["x"].values.dtype == np.int64
 
 
-def test_numbers_text_and_tensors_without_nulls_share_memory_with_arrow():
+def test_numbers_text_and_tensors_without_nulls_share_memory_with_arrow() -> None:
     numbers = pa.array(np.arange(100, dtype=np.int32)).slice(7, 50)
     column = to_columns("x", numbers, nulls=False, shard="s")["x"]
     assert column.values.ctypes.data == numbers.buffers()[1].address + 28
@@ -188,7 +188,7 @@ def test_numbers_text_and_tensors_without_nulls_share_memory_with_arrow():
     )
 
 
-def test_fixed_shape_tensors_keep_their_shape():
+def test_fixed_shape_tensors_keep_their_shape() -> None:
     tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24, dtype=np.float32).reshape(4, 2, 3))
     column = to_columns("x", pa.chunked_array([tensor.slice(1)]), nulls=True, shard="s")["x"]
     np.testing.assert_array_equal(column.values, np.arange(6, 24, dtype=np.float32).reshape(3, 2, 3))
@@ -196,24 +196,24 @@ def test_fixed_shape_tensors_keep_their_shape():
     assert value_bytes(tensor.type) == 24
 
 
-def test_nulls_that_the_index_did_not_announce_are_an_error():
+def test_nulls_that_the_index_did_not_announce_are_an_error() -> None:
     with pytest.raises(FormatError, match=r"s: column 'x' holds nulls.*index the data set again"):
         to_columns("x", pa.array([1, None]), nulls=False, shard="s")
 
 
-def test_floats_hold_nan_for_null_whatever_was_announced():
+def test_floats_hold_nan_for_null_whatever_was_announced() -> None:
     column = to_columns("x", pa.array([1.5, None], pa.float16()), nulls=False, shard="s")["x"]
     assert column.values.dtype == np.float16
     np.testing.assert_array_equal(column.values, [1.5, np.nan])
 
 
-def test_dates_count_days_and_timestamps_their_unit():
+def test_dates_count_days_and_timestamps_their_unit() -> None:
     days = to_columns("x", pa.array([datetime.date(1970, 1, 11)]), nulls=False, shard="s")["x"]
     seconds = to_columns("x", pa.array([datetime.datetime(1970, 1, 2)], pa.timestamp("s")), nulls=False, shard="s")["x"]
     assert (days.values.tolist(), seconds.values.tolist()) == ([10], [86_400])
 
 
-def test_strings_in_several_chunks_are_one_column():
+def test_strings_in_several_chunks_are_one_column() -> None:
     array = pa.chunked_array([["a", None], [], ["bc"]], pa.string())
     column = to_columns("x", array, nulls=True, shard="s")["x"]
     assert isinstance(column, BytesColumn)
@@ -222,7 +222,7 @@ def test_strings_in_several_chunks_are_one_column():
     assert empty.take(np.arange(0)) == []
 
 
-def test_everything_else_stays_an_arrow_array_until_it_is_taken():
+def test_everything_else_stays_an_arrow_array_until_it_is_taken() -> None:
     column = to_columns("x", pa.array([[1], None, [2, 3]]), nulls=True, shard="s")["x"]
     assert isinstance(column, ObjectColumn)
     assert column.take(np.array([2, 1])) == [[2, 3], None]
@@ -242,5 +242,5 @@ def test_everything_else_stays_an_arrow_array_until_it_is_taken():
         (pa.timestamp("us", "UTC"), "timestamp[us, tz=UTC]"),
     ],
 )
-def test_types_are_described_by_what_they_hold(kind, text):
+def test_types_are_described_by_what_they_hold(kind: pa.DataType, text: str) -> None:
     assert describe_type(kind) == text

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from folder_store import FolderStore, index_all, open_all
 
-from penstock.loader.columns import ArrayColumn
+from penstock.loader.columns import ArrayColumn, Block
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.arrow.ipc import ArrowFormat
 from penstock.loader.formats.shard import ChunkRef, ShardTask
@@ -49,7 +49,7 @@ def write(
     store.put(key, sink.getvalue())
 
 
-def check(blocks, table: pa.Table, names: list[str]) -> None:
+def check(blocks: list[Block], table: pa.Table, names: list[str]) -> None:
     for name in names:
         got, missing = [], []
         for block in blocks:
@@ -67,7 +67,9 @@ def check(blocks, table: pa.Table, names: list[str]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 20])
-def test_every_row_reads_as_pyarrow_wrote_it(arrow_store, dictionaries, stream, compression, chunk_bytes):
+def test_every_row_reads_as_pyarrow_wrote_it(
+    arrow_store: FolderStore, dictionaries: bool, stream: bool, compression: str | None, chunk_bytes: int
+) -> None:
     table = sample_table(500, dictionaries=dictionaries)
     write(arrow_store, "t.arrow", table, batch=70, stream=stream, compression=compression)
     blocks = open_all(arrow_store, ArrowFormat(chunk_bytes=chunk_bytes))
@@ -78,7 +80,7 @@ def test_every_row_reads_as_pyarrow_wrote_it(arrow_store, dictionaries, stream, 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("dictionaries", [False, True])
-def test_some_columns_in_any_order(arrow_store, compression, dictionaries):
+def test_some_columns_in_any_order(arrow_store: FolderStore, compression: str | None, dictionaries: bool) -> None:
     table = sample_table(300, dictionaries=dictionaries)
     write(arrow_store, "t.arrow", table, batch=100, compression=compression)
     names = ["word", "id", "map"]
@@ -87,7 +89,7 @@ def test_some_columns_in_any_order(arrow_store, compression, dictionaries):
     check(blocks, table, names)
 
 
-def test_small_batches_become_one_chunk_and_large_ones_their_own(arrow_store):
+def test_small_batches_become_one_chunk_and_large_ones_their_own(arrow_store: FolderStore) -> None:
     table = pa.table({"x": np.arange(10_000)})
     for key, stream in (("a.arrow", False), ("b.arrows", True)):
         write(arrow_store, key, table, batch=100, stream=stream)
@@ -98,7 +100,7 @@ def test_small_batches_become_one_chunk_and_large_ones_their_own(arrow_store):
         assert sum(span.samples for span in index.chunks) == 10_000
 
 
-def test_numbers_of_an_uncompressed_shard_are_views_of_its_bytes(arrow_store):
+def test_numbers_of_an_uncompressed_shard_are_views_of_its_bytes(arrow_store: FolderStore) -> None:
     write(arrow_store, "t.arrow", pa.table({"x": np.arange(1000)}), batch=1000)
     fmt = ArrowFormat()
     schema, ((task, index),) = index_all(arrow_store, fmt)
@@ -110,7 +112,7 @@ def test_numbers_of_an_uncompressed_shard_are_views_of_its_bytes(arrow_store):
     assert block.nbytes == span.length
 
 
-def test_dictionaries_that_grow_are_read(arrow_store):
+def test_dictionaries_that_grow_are_read(arrow_store: FolderStore) -> None:
     schema = pa.schema({"w": pa.dictionary(pa.int32(), pa.string())})
     first = pa.record_batch([pa.DictionaryArray.from_arrays([0, 1], ["a", "b"])], schema)
     second = pa.record_batch([pa.DictionaryArray.from_arrays([2, 0], ["a", "b", "c"])], schema)
@@ -126,7 +128,7 @@ def test_dictionaries_that_grow_are_read(arrow_store):
     assert words == ["a", "b", "c", "a"] * 2
 
 
-def test_a_dictionary_that_is_replaced_is_refused(arrow_store):
+def test_a_dictionary_that_is_replaced_is_refused(arrow_store: FolderStore) -> None:
     schema = pa.schema({"w": pa.dictionary(pa.int32(), pa.string())})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
@@ -137,7 +139,7 @@ def test_a_dictionary_that_is_replaced_is_refused(arrow_store):
         index_all(arrow_store, ArrowFormat())
 
 
-def test_indexing_skips_the_bodies_of_large_batches(arrow_store):
+def test_indexing_skips_the_bodies_of_large_batches(arrow_store: FolderStore) -> None:
     table = pa.table({"x": np.random.default_rng(0).random(800_000)})
     for key, stream in (("a.arrow", False), ("b.arrow", True)):
         write(arrow_store, key, table, batch=200_000, stream=stream)
@@ -145,14 +147,14 @@ def test_indexing_skips_the_bodies_of_large_batches(arrow_store):
     assert sum(stop - start for _, start, stop in arrow_store.reads) < 1_000_000
 
 
-def test_indexing_reads_many_small_batches_in_few_requests(arrow_store):
+def test_indexing_reads_many_small_batches_in_few_requests(arrow_store: FolderStore) -> None:
     write(arrow_store, "s.arrow", pa.table({"x": np.arange(200_000)}), batch=100, stream=True)
     _, ((_, index),) = index_all(arrow_store, ArrowFormat())
     assert sum(span.samples for span in index.chunks) == 200_000
     assert len(arrow_store.reads) < 12
 
 
-def test_a_stream_without_its_end_mark_is_read(arrow_store):
+def test_a_stream_without_its_end_mark_is_read(arrow_store: FolderStore) -> None:
     table = pa.table({"x": np.arange(50)})
     write(arrow_store, "s.arrow", table, batch=10, stream=True)
     arrow_store.put("s.arrow", (arrow_store.root / "s.arrow").read_bytes()[:-8])
@@ -160,7 +162,7 @@ def test_a_stream_without_its_end_mark_is_read(arrow_store):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_shard_cut_anywhere_is_an_error_or_ends_at_a_batch(arrow_store, stream):
+def test_a_shard_cut_anywhere_is_an_error_or_ends_at_a_batch(arrow_store: FolderStore, stream: bool) -> None:
     write(arrow_store, "whole", pa.table({"x": np.arange(60), "s": ["ab"] * 60}), batch=20, stream=stream)
     whole = (arrow_store.root / "whole").read_bytes()
     for size in range(0, len(whole), 13):
@@ -175,7 +177,9 @@ def test_a_shard_cut_anywhere_is_an_error_or_ends_at_a_batch(arrow_store, stream
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_flipped_bytes_never_escape_as_a_foreign_error(arrow_store, stream, compression):
+def test_flipped_bytes_never_escape_as_a_foreign_error(
+    arrow_store: FolderStore, stream: bool, compression: str | None
+) -> None:
     table = sample_table(60, dictionaries=True)
     write(arrow_store, "whole", table, batch=20, stream=stream, compression=compression)
     whole = (arrow_store.root / "whole").read_bytes()
@@ -249,20 +253,22 @@ def test_streams_that_were_joined_are_an_error(arrow_store: FolderStore) -> None
         (b"\xff\xff\xff\xff\0\0\0\0", "does not start with a schema"),
     ],
 )
-def test_bytes_that_are_no_arrow_are_an_error_that_names_the_shard(arrow_store, data, message):
+def test_bytes_that_are_no_arrow_are_an_error_that_names_the_shard(
+    arrow_store: FolderStore, data: bytes, message: str
+) -> None:
     arrow_store.put("t.arrow", data)
     with pytest.raises(FormatError, match=message) as caught:
         index_all(arrow_store, ArrowFormat())
     assert caught.value.shard == "t.arrow"
 
 
-def test_an_unknown_column_of_arrow_is_an_error(arrow_store):
+def test_an_unknown_column_of_arrow_is_an_error(arrow_store: FolderStore) -> None:
     write(arrow_store, "t.arrow", pa.table({"x": [1]}), batch=1)
     with pytest.raises(ConfigError, match="'x'"):
         open_all(arrow_store, ArrowFormat(), ["y"])
 
 
-def test_config_makes_an_equal_arrow_format():
+def test_config_makes_an_equal_arrow_format() -> None:
     assert ArrowFormat(**ArrowFormat(chunk_bytes=7).config()) == ArrowFormat(chunk_bytes=7)
     with pytest.raises(ConfigError):
         ArrowFormat(chunk_bytes=0)

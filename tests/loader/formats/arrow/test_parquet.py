@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from folder_store import FolderStore, index_all, open_all
 
-from penstock.loader.columns import ArrayColumn, BytesColumn, ObjectColumn
+from penstock.loader.columns import ArrayColumn, Block, BytesColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.arrow.parquet import ParquetFormat
 from penstock.loader.formats.shard import ChunkRef, ShardTask
@@ -24,7 +26,7 @@ def write(store: FolderStore, key: str, table: pa.Table, **options: object) -> N
     pq.write_table(table, store.root / key, **options)
 
 
-def values_of(block, name):
+def values_of(block: Block, name: str) -> list[Any]:
     column = block.columns[name]
     rows = np.arange(block.samples)
     return column.values.tolist() if isinstance(column, ArrayColumn) else column.take(rows)
@@ -53,7 +55,9 @@ def mixed_table(rows: int, seed: int = 0) -> pa.Table:
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
 @pytest.mark.parametrize("row_group_size", [7, 100, 1000])
-def test_every_row_reads_as_pyarrow_reads_it(parquet_store, compression, row_group_size):
+def test_every_row_reads_as_pyarrow_reads_it(
+    parquet_store: FolderStore, compression: str | None, row_group_size: int
+) -> None:
     tables = [mixed_table(1000, seed=1), mixed_table(333, seed=2)]
     for i, table in enumerate(tables):
         write(parquet_store, f"p{i}.parquet", table, compression=compression, row_group_size=row_group_size)
@@ -83,7 +87,7 @@ def test_every_row_reads_as_pyarrow_reads_it(parquet_store, compression, row_gro
     assert blocks[0].columns["vector"].values.shape == (blocks[0].samples, 4)
 
 
-def test_tiny_row_groups_become_chunks_of_about_chunk_bytes(parquet_store):
+def test_tiny_row_groups_become_chunks_of_about_chunk_bytes(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": np.arange(10_000)}), row_group_size=10, compression="none")
     _, ((_, index),) = index_all(parquet_store, ParquetFormat(chunk_bytes=8192))
     lengths = [span.length for span in index.chunks]
@@ -93,13 +97,13 @@ def test_tiny_row_groups_become_chunks_of_about_chunk_bytes(parquet_store):
     assert sum(span.samples for span in index.chunks) == 10_000
 
 
-def test_one_huge_row_group_is_one_chunk(parquet_store):
+def test_one_huge_row_group_is_one_chunk(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": np.random.default_rng(0).random(50_000)}))
     _, ((_, index),) = index_all(parquet_store, ParquetFormat(chunk_bytes=1000))
     assert [span.samples for span in index.chunks] == [50_000]
 
 
-def test_a_projection_reads_only_the_bytes_of_its_columns(parquet_store):
+def test_a_projection_reads_only_the_bytes_of_its_columns(parquet_store: FolderStore) -> None:
     rng = np.random.default_rng(0)
     table = pa.table({f"c{i}": rng.random(20_000) for i in range(12)})
     write(parquet_store, "t.parquet", table, row_group_size=20_000, compression="none", use_dictionary=False)
@@ -115,7 +119,7 @@ def test_a_projection_reads_only_the_bytes_of_its_columns(parquet_store):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 20])
-def test_gaps_of_any_size_between_wanted_columns_decode(parquet_store, count):
+def test_gaps_of_any_size_between_wanted_columns_decode(parquet_store: FolderStore, count: int) -> None:
     columns = {}
     for i in range(30):
         width = 1 if i % 2 else 1 << (i // 2)
@@ -127,14 +131,14 @@ def test_gaps_of_any_size_between_wanted_columns_decode(parquet_store, count):
             assert values_of(block, name) == columns[name].to_pylist()[: block.samples]
 
 
-def test_a_column_whose_name_begins_with_another_and_a_dot_does_not_mix_with_it(parquet_store):
+def test_a_column_whose_name_begins_with_another_and_a_dot_does_not_mix_with_it(parquet_store: FolderStore) -> None:
     table = pa.table({"a": [1, 2], "z": ["x" * 100_000] * 2, "a.b": [3, 4]})
     write(parquet_store, "t.parquet", table, compression="none")
     (block,) = open_all(parquet_store, ParquetFormat(), ["a"])
     assert {name: values_of(block, name) for name in block.columns} == {"a": [1, 2]}
 
 
-def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store):
+def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store: FolderStore) -> None:
     write(parquet_store, "a.parquet", pa.table({"n": pa.array([1, 2], pa.int32()), "f": pa.array([1.0, None])}))
     write(parquet_store, "b.parquet", pa.table({"n": pa.array([None, 4], pa.int32()), "f": pa.array([1.0, 2.0])}))
     first, second = open_all(parquet_store, ParquetFormat())
@@ -145,7 +149,7 @@ def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store):
     assert np.isnan(first.columns["f"].values[1])
 
 
-def test_nulls_of_and_in_fixed_size_lists_are_marked_by_place(parquet_store):
+def test_nulls_of_and_in_fixed_size_lists_are_marked_by_place(parquet_store: FolderStore) -> None:
     kind = pa.list_(pa.int16(), 2)
     write(parquet_store, "a.parquet", pa.table({"v": pa.array([[1, 2], None, [3, None]], kind)}))
     write(parquet_store, "b.parquet", pa.table({"v": pa.array([[5, 6]], kind)}))
@@ -155,14 +159,14 @@ def test_nulls_of_and_in_fixed_size_lists_are_marked_by_place(parquet_store):
     assert values_of(second, "v__null") == [[False, False]]
 
 
-def test_nulls_are_taken_for_possible_where_the_footer_does_not_count_them(parquet_store):
+def test_nulls_are_taken_for_possible_where_the_footer_does_not_count_them(parquet_store: FolderStore) -> None:
     table = pa.table({"n": pa.array([1, 2], pa.int32())})
     write(parquet_store, "a.parquet", table, write_statistics=False)
     (block,) = open_all(parquet_store, ParquetFormat())
     assert list(block.columns) == ["n", "n__null"]
 
 
-def test_an_image_column_of_bytes_and_path_gives_the_bytes(parquet_store):
+def test_an_image_column_of_bytes_and_path_gives_the_bytes(parquet_store: FolderStore) -> None:
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     table = pa.table({"image": pa.array([{"bytes": b"\xff\xd8", "path": "a.jpg"}, None], kind), "label": [1, 2]})
     write(parquet_store, "t.parquet", table)
@@ -170,7 +174,7 @@ def test_an_image_column_of_bytes_and_path_gives_the_bytes(parquet_store):
     assert values_of(block, "image") == [b"\xff\xd8", None]
 
 
-def test_the_footer_is_read_with_one_request_or_two_when_it_is_long(parquet_store):
+def test_the_footer_is_read_with_one_request_or_two_when_it_is_long(parquet_store: FolderStore) -> None:
     write(parquet_store, "small.parquet", pa.table({"x": [1]}))
     ParquetFormat().index_shard(parquet_store, ShardTask(parquet_store.head("small.parquet")))
     assert len(parquet_store.reads) == 1
@@ -181,26 +185,26 @@ def test_the_footer_is_read_with_one_request_or_two_when_it_is_long(parquet_stor
     assert len(index.schema["columns"]) == 1500
 
 
-def test_shards_leave_out_hidden_files_and_companions(parquet_store):
+def test_shards_leave_out_hidden_files_and_companions(parquet_store: FolderStore) -> None:
     for key in ("b/2.parquet", "a/1.parquet", "_metadata", "_temporary/0.parquet", "a/.x.parquet", "readme.md"):
         parquet_store.put(key, b"-")
     tasks = ParquetFormat().shards(parquet_store, list(parquet_store.list()))
     assert [task.info.key for task in tasks] == ["a/1.parquet", "b/2.parquet"]
 
 
-def test_an_empty_table_is_a_shard_without_chunks(parquet_store):
+def test_an_empty_table_is_a_shard_without_chunks(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": pa.array([], pa.int32())}))
     _, ((_, index),) = index_all(parquet_store, ParquetFormat())
     assert list(index.chunks) == []
 
 
-def test_a_shard_without_columns_is_an_error(parquet_store):
+def test_a_shard_without_columns_is_an_error(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": [1]}).select([]))
     with pytest.raises(FormatError, match="has no columns"):
         index_all(parquet_store, ParquetFormat())
 
 
-def test_shards_of_other_types_or_names_are_refused_naming_both(parquet_store):
+def test_shards_of_other_types_or_names_are_refused_naming_both(parquet_store: FolderStore) -> None:
     write(parquet_store, "a.parquet", pa.table({"x": pa.array([1], pa.int32())}))
     write(parquet_store, "b.parquet", pa.table({"x": pa.array([1], pa.int64())}))
     with pytest.raises(FormatError, match=r"b.parquet: column 'x' is int64, but int32 in a.parquet"):
@@ -210,7 +214,7 @@ def test_shards_of_other_types_or_names_are_refused_naming_both(parquet_store):
         index_all(parquet_store, ParquetFormat())
 
 
-def test_types_that_differ_only_in_encoding_are_one_data_set(parquet_store):
+def test_types_that_differ_only_in_encoding_are_one_data_set(parquet_store: FolderStore) -> None:
     words = pa.array(["a", "b", "a"])
     write(parquet_store, "a.parquet", pa.table({"s": words}))
     write(parquet_store, "b.parquet", pa.table({"s": words.cast(pa.large_string())}))
@@ -218,13 +222,13 @@ def test_types_that_differ_only_in_encoding_are_one_data_set(parquet_store):
     assert [values_of(block, "s") for block in open_all(parquet_store, ParquetFormat())] == [["a", "b", "a"]] * 3
 
 
-def test_a_column_that_is_not_there_is_an_error_listing_those_that_are(parquet_store):
+def test_a_column_that_is_not_there_is_an_error_listing_those_that_are(parquet_store: FolderStore) -> None:
     write(parquet_store, "a.parquet", pa.table({"x": [1], "y": [2]}))
     with pytest.raises(ConfigError, match=r"the data set has no \['z'\]; it has \['x', 'y'\]"):
         open_all(parquet_store, ParquetFormat(), ["x", "z"])
 
 
-def test_a_name_kept_for_nulls_is_refused(parquet_store):
+def test_a_name_kept_for_nulls_is_refused(parquet_store: FolderStore) -> None:
     write(parquet_store, "a.parquet", pa.table({"x": [1], "x__null": [2]}))
     with pytest.raises(FormatError, match="rename it"):
         index_all(parquet_store, ParquetFormat())
@@ -243,7 +247,9 @@ def test_a_name_kept_for_nulls_is_refused(parquet_store):
         (lambda data: data[:4] + data[4000:], "lies|is said to be|damaged"),
     ],
 )
-def test_a_damaged_footer_is_an_error_that_names_the_shard(parquet_store, damage, message):
+def test_a_damaged_footer_is_an_error_that_names_the_shard(
+    parquet_store: FolderStore, damage: Callable[[bytes], bytes], message: str
+) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": np.random.default_rng(0).random(2000)}), compression="none")
     parquet_store.put("t.parquet", damage((parquet_store.root / "t.parquet").read_bytes()))
     with pytest.raises(FormatError, match=message) as caught:
@@ -252,7 +258,9 @@ def test_a_damaged_footer_is_an_error_that_names_the_shard(parquet_store, damage
 
 
 @pytest.mark.parametrize(("start", "checksums"), [(4, False), (300, True)])
-def test_damaged_data_is_an_error_that_names_shard_and_offset(parquet_store, start, checksums):
+def test_damaged_data_is_an_error_that_names_shard_and_offset(
+    parquet_store: FolderStore, start: int, checksums: bool
+) -> None:
     table = pa.table({"x": np.arange(5000)})
     write(parquet_store, "t.parquet", table, compression="none", write_page_checksum=checksums)
     data = bytearray((parquet_store.root / "t.parquet").read_bytes())
@@ -263,7 +271,7 @@ def test_damaged_data_is_an_error_that_names_shard_and_offset(parquet_store, sta
     assert (caught.value.shard, caught.value.offset) == ("t.parquet", 4)
 
 
-def test_flipped_bytes_never_escape_as_a_foreign_error_nor_end_the_process(parquet_store):
+def test_flipped_bytes_never_escape_as_a_foreign_error_nor_end_the_process(parquet_store: FolderStore) -> None:
     write(parquet_store, "whole", mixed_table(60).drop_columns(["half"]), row_group_size=20)
     whole = (parquet_store.root / "whole").read_bytes()
     rng = np.random.default_rng(0)
@@ -277,7 +285,7 @@ def test_flipped_bytes_never_escape_as_a_foreign_error_nor_end_the_process(parqu
     assert refused > 20
 
 
-def test_a_footer_that_pyarrow_would_abort_on_is_an_error(parquet_store):
+def test_a_footer_that_pyarrow_would_abort_on_is_an_error(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": pa.array([1, 2], pa.int32())}), store_schema=False)
     data = (parquet_store.root / "t.parquet").read_bytes()
     # The type of the column's chunk: field 1 of ColumnMetaData, an enum; INT32 is 1 and stored as 2.
@@ -287,7 +295,7 @@ def test_a_footer_that_pyarrow_would_abort_on_is_an_error(parquet_store):
         index_all(parquet_store, ParquetFormat())
 
 
-def test_many_threads_open_chunks_at_once(parquet_store):
+def test_many_threads_open_chunks_at_once(parquet_store: FolderStore) -> None:
     table = mixed_table(4000)
     write(parquet_store, "t.parquet", table, row_group_size=100)
     fmt = ParquetFormat(chunk_bytes=1)
@@ -305,7 +313,7 @@ def test_many_threads_open_chunks_at_once(parquet_store):
     assert found == list(range(4000))
 
 
-def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store):
+def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": np.arange(50)}), row_group_size=10)
     header = ParquetFormat().open_shard(parquet_store, parquet_store.head("t.parquet"))
     for first, samples in ((5, 10), (0, 15), (40, 20), (50, 10)):
@@ -313,7 +321,7 @@ def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store):
             header.row_groups(ChunkRef(parquet_store.head("t.parquet"), 4, 10, samples, first))
 
 
-def test_config_makes_an_equal_format():
+def test_config_makes_an_equal_format() -> None:
     assert ParquetFormat(**ParquetFormat(chunk_bytes=5).config()) == ParquetFormat(chunk_bytes=5)
     with pytest.raises(ConfigError):
         ParquetFormat(chunk_bytes=0)

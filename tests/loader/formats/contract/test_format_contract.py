@@ -10,12 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from contract.writers import CASES, SAMPLES, Case, Row, rows_of
-from folder_store import FolderStore, index_all, open_all
+from contract.writers import CASES, SAMPLES, Case, Row, make_rows
+from folder_store import FolderStore, index_all, open_all, rows_of
 
-from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.columns import ArrayColumn
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
 from penstock.loader.formats.detect import detect_format, make_format
 from penstock.loader.formats.shard import ChunkRef, ShardIndex, ShardTask
@@ -31,7 +30,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def store(tmp_path: Path, case: Case) -> FolderStore:
     """The data set as two shards, a and b."""
-    for name, rows in (("a", rows_of(0, HALF)), ("b", rows_of(HALF, SAMPLES))):
+    for name, rows in (("a", make_rows(0, HALF)), ("b", make_rows(HALF, SAMPLES))):
         case.write(tmp_path, case.name.format(name), rows)
     return FolderStore(tmp_path)
 
@@ -53,20 +52,11 @@ def open_ref(
 ) -> list[Row]:
     header = case.form.open_shard(store, ref.shard)
     parts = store.get_ranges(ref.shard.key, case.form.chunk_ranges(ref, header, columns))
-    return block_rows(case.form.open_chunk(ref, header, parts, columns, schema))
-
-
-def block_rows(block: Block) -> list[Row]:
-    every = np.arange(block.samples)
-    values = {
-        name: column.values.tolist() if isinstance(column, ArrayColumn) else column.take(every)
-        for name, column in block.columns.items()
-    }
-    return [{name: column[i] for name, column in values.items()} for i in range(block.samples)]
+    return rows_of(case.form.open_chunk(ref, header, parts, columns, schema))
 
 
 def expected(case: Case) -> list[Row]:
-    return [case.read(row) for row in rows_of(0, SAMPLES)]
+    return [case.read(row) for row in make_rows(0, SAMPLES)]
 
 
 def test_the_index_finds_every_sample_once_and_chunks_do_not_overlap(store: FolderStore, case: Case) -> None:
@@ -81,7 +71,7 @@ def test_the_index_finds_every_sample_once_and_chunks_do_not_overlap(store: Fold
 
 
 def test_all_chunks_in_order_hold_the_data_in_order(store: FolderStore, case: Case) -> None:
-    rows = [row for block in open_all(store, case.form) for row in block_rows(block)]
+    rows = [row for block in open_all(store, case.form) for row in rows_of(block)]
     assert rows == expected(case)
 
 
@@ -102,7 +92,7 @@ def test_some_columns_have_the_same_values_and_read_no_more_bytes(store: FolderS
     open_all(store, case.form)
     whole = sum(stop - start for _, start, stop in store.reads)
     store.reads.clear()
-    got = [row for block in open_all(store, case.form, names) for row in block_rows(block)]
+    got = [row for block in open_all(store, case.form, names) for row in rows_of(block)]
     assert got == [{name: row[name] for name in names} for row in rows]
     assert sum(stop - start for _, start, stop in store.reads) <= whole
 
@@ -180,7 +170,7 @@ def test_a_truncated_shard_is_refused_by_name_or_ends_at_a_sample(store: FolderS
     path.write_bytes(data[: int(len(data) * keep) | 1])
     # A line, a token and a member may each end where the shard was cut.
     try:
-        rows = [row for block in open_all(store, case.form) for row in block_rows(block)]
+        rows = [row for block in open_all(store, case.form) for row in rows_of(block)]
     except FormatError as exc:
         assert case.name.format("a") in str(exc)  # noqa: PT017 - either outcome is right
     else:
@@ -210,7 +200,7 @@ def test_flipped_bits_are_refused_by_name_or_change_values_alone(store: FolderSt
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
         try:
             blocks = open_all(store, case.form)
-            rows = [row for block in blocks for row in block_rows(block)]
+            rows = [row for block in blocks for row in rows_of(block)]
         except FormatError as exc:
             refused += 1
             assert case.name.format("a") in str(exc)  # noqa: PT017 - either outcome is right

@@ -24,7 +24,7 @@ SEQ_LEN = 16
 Row = dict[str, object]
 
 
-def rows_of(start: int, stop: int) -> list[Row]:
+def make_rows(start: int, stop: int) -> list[Row]:
     """Samples ``start`` to ``stop`` of the data set: a number, a text and incompressible bytes."""
     return [
         {"number": i, "text": f"sample {i}", "data": np.random.default_rng(i).bytes(300).hex()}

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from folder_store import FolderStore, open_all, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from row_shards import FolderStore, open_blocks, rows_of
 
 from penstock.loader.columns import ArrayColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
@@ -32,9 +32,7 @@ def write(folder: Path, rows: list[Any], name: str = "s.jsonl") -> bytes:
 
 
 def read(folder: Path, chunk_bytes: int = 1 << 20, columns: list[str] | None = None) -> list[dict[str, Any]]:
-    return [
-        row for block in open_blocks(JsonlFormat(chunk_bytes), FolderStore(folder), columns) for row in rows_of(block)
-    ]
+    return [row for block in open_all(FolderStore(folder), JsonlFormat(chunk_bytes), columns) for row in rows_of(block)]
 
 
 def index(folder: Path, data: bytes, name: str = "s.jsonl", chunk_bytes: int = 1 << 20) -> ShardIndex:
@@ -95,7 +93,7 @@ def test_a_shard_of_blank_lines_has_no_chunks_and_no_say_in_the_schema(tmp_path:
 
 def test_columns_have_the_kinds_that_batches_need(tmp_path: Path) -> None:
     write(tmp_path, ROWS)
-    [block] = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    [block] = open_all(FolderStore(tmp_path), JsonlFormat())
     dtypes = {name: c.values.dtype for name, c in block.columns.items() if isinstance(c, ArrayColumn)}
     assert dtypes == {"id": np.int64, "x": np.float64, "ok": np.bool_}
     assert {name for name, c in block.columns.items() if isinstance(c, ObjectColumn)} == {"text", "tags", "of"}
@@ -105,7 +103,7 @@ def test_columns_have_the_kinds_that_batches_need(tmp_path: Path) -> None:
 def test_nulls_are_marked_in_every_chunk_though_one_shard_alone_has_them(tmp_path: Path) -> None:
     write(tmp_path, [{"i": 1, "b": True, "f": 1.5, "s": "x"}], "a.jsonl")
     write(tmp_path, [{"i": None, "b": None, "f": None, "s": None}, {}], "b.jsonl")
-    first, second = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    first, second = open_all(FolderStore(tmp_path), JsonlFormat())
     assert list(first.columns) == list(second.columns) == ["i", "i__null", "b", "b__null", "f", "s"]
     assert rows_of(first) == [{"i": 1, "i__null": False, "b": True, "b__null": False, "f": 1.5, "s": "x"}]
     row = rows_of(second)[0]
@@ -130,7 +128,7 @@ def test_a_column_that_some_lines_lack_has_nulls_there(tmp_path: Path) -> None:
 def test_integers_become_floats_everywhere_when_one_shard_has_a_fraction(tmp_path: Path) -> None:
     write(tmp_path, [{"x": 1}], "a.jsonl")
     write(tmp_path, [{"x": 0.5}], "b.jsonl")
-    blocks = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    blocks = open_all(FolderStore(tmp_path), JsonlFormat())
     assert [c.values.dtype for block in blocks for c in block.columns.values() if isinstance(c, ArrayColumn)] == [
         np.float64,
         np.float64,
@@ -147,7 +145,7 @@ def test_values_that_contradict_each_other_stay_python_objects(tmp_path: Path) -
     ]
     write(tmp_path, rows[:1], "a.jsonl")
     write(tmp_path, rows[1:], "b.jsonl")
-    blocks = open_blocks(JsonlFormat(), FolderStore(tmp_path))
+    blocks = open_all(FolderStore(tmp_path), JsonlFormat())
     assert [row for block in blocks for row in rows_of(block)] == rows
     assert all(isinstance(block.columns["v"], JsonColumn) for block in blocks)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import zstandard
+from folder_store import FolderStore, open_all, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from row_shards import FolderStore, open_blocks, rows_of
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
 from penstock.loader.errors import FormatError
@@ -46,7 +46,7 @@ def read_with_webdataset(data: bytes) -> list[dict[str, Any]]:
 
 def read_with_ours(folder: Path, data: bytes, name: str = "shard.tar", chunk_bytes: int = 4096) -> list[dict[str, Any]]:
     (folder / name).write_bytes(data)
-    blocks = open_blocks(TarFormat(chunk_bytes=chunk_bytes), FolderStore(folder))
+    blocks = open_all(FolderStore(folder), TarFormat(chunk_bytes=chunk_bytes))
     (folder / name).unlink()
     return [row for block in blocks for row in rows_of(block)]
 

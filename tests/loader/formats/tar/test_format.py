@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from folder_store import FolderStore, open_all, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from row_shards import FolderStore, open_blocks, rows_of
 
 from penstock.loader.columns import BytesColumn
 from penstock.loader.errors import ConfigError, FormatError
@@ -61,7 +61,7 @@ def index(folder: Path, data: bytes, name: str = "s.tar", form: TarFormat | None
 
 def read(folder: Path, data: bytes, name: str = "s.tar", chunk_bytes: int = 4096) -> list[dict[str, Any]]:
     (folder / name).write_bytes(data)
-    return [row for block in open_blocks(TarFormat(chunk_bytes), FolderStore(folder)) for row in rows_of(block)]
+    return [row for block in open_all(FolderStore(folder), TarFormat(chunk_bytes)) for row in rows_of(block)]
 
 
 def test_chunks_hold_whole_samples_and_follow_each_other(tmp_path: Path) -> None:
@@ -83,20 +83,20 @@ def test_a_sample_longer_than_a_chunk_is_a_chunk_of_its_own() -> None:
 
 def test_only_chosen_columns_come_and_the_key_always(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(member("k.jpg", b"j") + member("k.cls", b"7") + END)
-    [block] = open_blocks(TarFormat(), FolderStore(tmp_path), ["cls"])
+    [block] = open_all(FolderStore(tmp_path), TarFormat(), ["cls"])
     assert rows_of(block) == [{"__key__": "k", "cls": b"7"}]
 
 
 def test_an_unknown_column_is_refused_with_the_ones_there_are(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(member("k.jpg", b"j") + member("k.cls", b"7") + END)
     with pytest.raises(ConfigError, match=r"no \['png'\]; it has \['__key__', 'cls', 'jpg'\]"):
-        open_blocks(TarFormat(), FolderStore(tmp_path), ["png"])
+        open_all(FolderStore(tmp_path), TarFormat(), ["png"])
 
 
 def test_a_field_that_a_sample_or_a_whole_shard_lacks_is_missing_there(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(member("1.x", b"x") + member("1.y", b"") + member("2.x", b"z") + END)
     (tmp_path / "b.tar").write_bytes(member("3.z", b"z") + END)
-    first, second = open_blocks(TarFormat(), FolderStore(tmp_path))
+    first, second = open_all(FolderStore(tmp_path), TarFormat())
     assert set(first.columns) == set(second.columns) == {"__key__", "x", "y", "z"}
     assert rows_of(first) == [{"__key__": "1", "x": b"x", "y": b""}, {"__key__": "2", "x": b"z"}]
     column = second.columns["x"]
@@ -320,7 +320,7 @@ def test_large_members_are_hopped_over(tmp_path: Path) -> None:
     store = write_large(tmp_path, [200 << 20] * 5)
     spans = TarFormat().index_shard(store, ShardTask(store.head("big.tar"))).chunks
     assert [span.samples for span in spans] == [1] * 5
-    assert sum(stop - start for _, start, stop in store.ranges) < 4 * WINDOW_BYTES + 2 * WINDOW_BYTES
+    assert sum(stop - start for _, start, stop in store.reads) < 4 * WINDOW_BYTES + 2 * WINDOW_BYTES
 
 
 def test_a_shard_of_many_windows_is_cut_as_one_window_would_cut_it(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_shard_of_many_windows_is_cut_as_one_window_would_cut_it(tmp_path: Pat
     info = store.head("big.tar")
     assert info.size > 6 * WINDOW_BYTES
     spans = TarFormat().index_shard(store, ShardTask(info)).chunks
-    assert sum(stop - start for _, start, stop in store.ranges) == info.size
+    assert sum(stop - start for _, start, stop in store.reads) == info.size
     table = read_members(store.get("big.tar"), "big.tar", 0, whole=True)
     expected = cut_samples(table.records[::2], (table.starts + table.sizes)[1::2], 4 << 20)
     assert list(spans) == expected
@@ -368,7 +368,7 @@ def test_small_shards_are_indexed_with_one_request(tmp_path: Path) -> None:
     (tmp_path / "s.tar").write_bytes(GOOD + END)
     store = FolderStore(tmp_path)
     TarFormat().index_shard(store, ShardTask(store.head("s.tar")))
-    assert store.ranges == [("s.tar", 0, len(GOOD + END))]
+    assert store.reads == [("s.tar", 0, len(GOOD + END))]
 
 
 @settings(max_examples=100, deadline=None)
