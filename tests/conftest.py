@@ -35,11 +35,13 @@ SLOW_FILES = {
     "test_examples.py",
     "test_memory.py",
     "test_nodes.py",
+    "test_processes.py",
     "test_restarts.py",
     "test_stall.py",
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item):
