@@ -17,7 +17,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def alone(device: torch.device) -> World:
-    return World(0, 1, 0, 1, 0, 1, device, "gloo")
+    place = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, "local_world_size": 1, "num_nodes": 1}
+    return World(**place, device=device, backend="gloo")
 
 
 def rows(count: int = 10, **options: Any) -> ArrayLoader:
