@@ -23,12 +23,15 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo/run.py --store $(STORE)
 
-# Slow tests run one after another on one of the two workers: servers and ranks do not take the cores from each other.
+PARALLEL := -n auto --maxprocesses=8
+
+# Slow tests run alone, one after another: servers and ranks do not take the cores from each other. 5: none was selected.
 test: $(VENV)/.test servers
-	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m slow $(ARGS) || [ $$? = 5 ]
 
 quick: $(VENV)/.test
-	$(PYTEST) -n auto --maxprocesses=8 -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -25,8 +25,8 @@ settings.register_profile("penstock", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=10)
 settings.load_profile("penstock")
 
-# What makes a test slow: a server, ranks of its own, a kill. `make quick` leaves these out; `make test` runs them one
-# after another on one worker, so that they do not take the cores from each other.
+# What makes a test slow: a server, ranks of its own, a kill. `make quick` leaves these out; `make test` runs them last,
+# one after another, so that they do not take the cores from each other.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
 SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "kill", "killpg"}
@@ -41,13 +41,10 @@ SLOW_FILES = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group("slow"))
 
 
 def is_slow(item: pytest.Item) -> bool:
