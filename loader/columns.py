@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from .order.plan import IntArray
+from .order.permutation import IntArray
 
 __all__ = [
     "KEY_COLUMN",

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from .plan import EpochPlan, IntArray, Order, batch_bounds, lane_offsets, require_steps, share_bounds
+from .permutation import IntArray
+from .plan import EpochPlan, Order, batch_bounds, lane_offsets, require_steps, share_bounds
 
 _MOST_EDGES = 1 << 20  # cuts of lanes and ranks that are examined at most: it bounds memory
 

@@ -13,17 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .plan import (
-    EpochPlan,
-    IntArray,
-    LaneWindow,
-    Segments,
-    Share,
-    batch_bounds,
-    lane_offsets,
-    rank_segments,
-    share_bounds,
-)
+from .permutation import IntArray
+from .plan import EpochPlan, LaneWindow, Segments, Share, batch_bounds, lane_offsets, rank_segments, share_bounds
 
 
 @dataclass(frozen=True, slots=True)

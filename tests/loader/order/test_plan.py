@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.loader.errors import ConfigError, PartitionError
+from penstock.loader.order.permutation import IntArray, permutation
 from penstock.loader.order.plan import (
     EpochPlan,
-    IntArray,
     Order,
     Share,
     auto_lanes,
@@ -24,7 +24,6 @@ from penstock.loader.order.plan import (
     lane_offsets,
     lane_sizes,
     lane_turns,
-    permutation,
     rank_segments,
     share_bounds,
 )
