@@ -18,7 +18,7 @@ import pytest
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder, PenstockError
-from penstock.loader.errors import DatasetError, DecodeError, FormatError
+from penstock.loader import DatasetError, DecodeError, FormatError
 from penstock.storage import AccessDeniedError, Fault, MemoryStore, NotFoundError, ObjectChangedError
 
 

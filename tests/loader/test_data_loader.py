@@ -18,9 +18,9 @@ import pytest
 import torch
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, ImageDecoder, TokensFormat
-from penstock.loader.dataset.manifest import Manifest
-from penstock.loader.errors import (
+from penstock import DistributedDataLoader, ImageDecoder, Manifest, TokensFormat
+from penstock.loader import (
+    BadChunkWarning,
     ConfigError,
     DatasetError,
     DecodeError,
@@ -29,7 +29,6 @@ from penstock.loader.errors import (
     PartitionError,
     StateMismatchError,
 )
-from penstock.loader.reading.quarantine import BadChunkWarning
 
 SIZES = [37, 5, 80, 1, 64, 23, 90, 12]
 

@@ -10,7 +10,7 @@ import pytest
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
-from penstock.loader.errors import ConfigError
+from penstock.loader import ConfigError
 from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 
+from penstock import open_store
 from penstock.storage import (
     AccessDeniedError,
     ByteRange,
@@ -25,7 +26,6 @@ from penstock.storage import (
     ThrottledError,
     UnsupportedURLError,
     open_client,
-    open_store,
     split_url,
 )
 from penstock.storage.options import configure, find_secrets

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from penstock import open_store
 from penstock.storage import (
     ByteRange,
     CacheStore,
@@ -25,7 +26,6 @@ from penstock.storage import (
     StorageError,
     Store,
     open_client,
-    open_store,
 )
 
 DATA = bytes(range(256)) * 40

@@ -8,11 +8,8 @@ import torch
 from parity_cases import data, loss, make_model
 from torch import nn
 
-from penstock.trainer.arrays import ArrayLoader
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
-from penstock.trainer.ranks.world import World
-from penstock.trainer.trainer import DistributedTrainer
 
 CHAIN = ((3, 3), (2, 1), (4, 0))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trainer.ranks.world import World, close_world, open_world
+from penstock.trainer import World, close_world, open_world
 
 
 @pytest.fixture

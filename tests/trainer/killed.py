@@ -12,7 +12,7 @@ import torch
 from together_cases import Line, make_trainer, rows, square
 from torch import nn
 
-from penstock.trainer.ranks.world import close_world, open_world
+from penstock.trainer import close_world, open_world
 
 
 class Noisy(Line):

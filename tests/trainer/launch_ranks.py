@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(

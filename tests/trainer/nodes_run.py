@@ -9,8 +9,7 @@ from typing import Any
 
 from tar_rows import square_x, training
 
-from penstock.trainer import EXIT_STALLED
-from penstock.trainer.ranks.world import close_world, open_world
+from penstock.trainer import EXIT_STALLED, close_world, open_world
 
 
 def main(folder: Path) -> int:

@@ -11,11 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import functional as F  # noqa: N812
 
-from penstock.trainer.arrays import ArrayLoader
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
-from penstock.trainer.ranks.world import World
-from penstock.trainer.trainer import DistributedTrainer
 
 STEPS = 20
 ROWS = 62  # seven global batches of at most 10 rows; the last one has 2, so that of four ranks some have none

@@ -18,7 +18,7 @@ from chain_cases import CHAIN, train_link
 from parity_cases import Case, all_cases, train_case
 from together_cases import TOGETHER
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 
 def main(folder: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 from tar_rows import square_x, training
 
 from penstock import DistributedDataLoader
-from penstock.trainer.evaluate import Evaluation
-from penstock.trainer.ranks.world import close_world, open_world
+from penstock.trainer import Evaluation, close_world, open_world
 
 
 def main(folder: Path, kill_at: int, evaluate_every: int) -> None:

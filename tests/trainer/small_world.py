@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.trainer.parallel.model import ParallelConfig, ParallelModel
-from penstock.trainer.parallel.precision import PrecisionConfig
-from penstock.trainer.ranks.world import World
-from penstock.trainer.step import LossFunction, StepConfig, StepRunner
+from penstock.trainer import LossFunction, ParallelConfig, PrecisionConfig, StepConfig, World
+from penstock.trainer.parallel.model import ParallelModel
+from penstock.trainer.step import StepRunner
 
 FP32 = PrecisionConfig(dtype="fp32")
 

@@ -17,7 +17,7 @@ from together_cases import Line, make_trainer
 from torch import nn
 
 from penstock import DistributedDataLoader
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 
 def write_shards(folder: Path, *, samples: int) -> None:

@@ -12,11 +12,9 @@ import torch
 from small_world import FP32, Slope, batch_of, make_steps, sum_of_outputs
 from torch import nn
 
-from penstock.trainer.arrays import ArrayLoader
-from penstock.trainer.errors import TrainerConfigError
-from penstock.trainer.evaluate import Evaluation, MetricFunction, evaluate
-from penstock.trainer.parallel.model import ParallelConfig, ParallelModel
-from penstock.trainer.ranks.world import World
+from penstock.trainer import ArrayLoader, Evaluation, MetricFunction, ParallelConfig, TrainerConfigError, World
+from penstock.trainer.evaluate import evaluate
+from penstock.trainer.parallel.model import ParallelModel
 
 
 def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.trainer.arrays import ArrayLoader
-from penstock.trainer.errors import TrainerError
+from penstock.trainer import ArrayLoader, TrainerError, World
 from penstock.trainer.feed import Feed
-from penstock.trainer.ranks.world import World
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

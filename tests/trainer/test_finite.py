@@ -13,9 +13,8 @@ from launch_ranks import run_ranks
 from together_cases import Line, make_trainer, rows, square
 from torch import nn
 
-from penstock.trainer.errors import NonFiniteLossError, TrainerError
+from penstock.trainer import NonFiniteLossError, TrainerError, World
 from penstock.trainer.finite import any_not_finite, name_not_finite
-from penstock.trainer.ranks.world import World
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from launch_ranks import run_ranks
 from together_cases import make_trainer, square
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):

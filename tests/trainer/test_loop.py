@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 from together_cases import ROWS, Line, add_up, make_trainer, rows, spoil, square
 from torch import nn
 
-from penstock.trainer.arrays import ArrayLoader
-from penstock.trainer.errors import TrainerConfigError, TrainerError
-from penstock.trainer.evaluate import Evaluation
-from penstock.trainer.ranks.world import World
+from penstock.trainer import ArrayLoader, Evaluation, TrainerConfigError, TrainerError, World
 from penstock.trainer.report.observers import JsonLines, ProgressLine, Prometheus, format_times
 from penstock.trainer.shares import blend_weights
 
@@ -190,8 +187,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(world: World, tmp_path:
 
 
 def test_an_optimizer_over_other_parameters_is_refused(world: World, tmp_path: Path) -> None:
-    from penstock.trainer.config import TrainerConfig
-    from penstock.trainer.trainer import DistributedTrainer
+    from penstock.trainer import DistributedTrainer, TrainerConfig
 
     with pytest.raises(TrainerConfigError, match="1 parameters of group 0 are not the model's"):
         DistributedTrainer(
@@ -242,7 +238,8 @@ def test_recomputed_blocks_give_the_same_gradients(world: World, tmp_path: Path)
 
 
 def test_recomputed_blocks_keep_fewer_activations() -> None:
-    from penstock.trainer.parallel.activation import ActivationConfig, recompute_activations
+    from penstock.trainer import ActivationConfig
+    from penstock.trainer.parallel.activation import recompute_activations
 
     def count_saved(every: int) -> int:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))

@@ -10,9 +10,8 @@ import torch
 from together_cases import Line, make_trainer, rows
 from torch import nn
 
-from penstock.trainer.errors import TrainerConfigError
-from penstock.trainer.evaluate import Evaluation, good_end
-from penstock.trainer.ranks.world import World
+from penstock.trainer import Evaluation, TrainerConfigError, World
+from penstock.trainer.evaluate import good_end
 
 
 class Stemmed(nn.Module):

@@ -11,9 +11,7 @@ from launch_ranks import run_ranks
 from together_cases import Line, make_trainer, rows
 from torch import nn
 
-from penstock.trainer.errors import TrainerConfigError
-from penstock.trainer.evaluate import Evaluation
-from penstock.trainer.ranks.world import World
+from penstock.trainer import Evaluation, TrainerConfigError, World
 
 
 class Normed(nn.Module):
@@ -76,7 +74,7 @@ def test_buffers_are_one_and_saving_them_changes_nothing(tmp_path: Path, zero: i
 def test_what_is_saved_is_what_rank_0_holds(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from penstock.trainer.checkpoint.state import export_safetensors
+    from penstock.trainer import export_safetensors
 
     for zero in (0, 3):
         folder = tmp_path / str(zero)

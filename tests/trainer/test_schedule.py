@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import TrainerConfigError
-from penstock.trainer.ranks.world import World
+from penstock.trainer import ScheduleConfig, StepConfig, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.run_length import effective_batch_size
-from penstock.trainer.schedule import Schedule, ScheduleConfig, rate_factor
-from penstock.trainer.step import StepConfig
+from penstock.trainer.schedule import Schedule, rate_factor
 
 
 def halve(update: int, total: int) -> float:

@@ -11,11 +11,9 @@ import torch
 from small_world import Slope, batch_of, make_steps, sum_of_outputs
 from torch import nn
 
-from penstock.trainer.errors import NonFiniteLossError, TrainerConfigError
-from penstock.trainer.parallel.precision import PrecisionConfig
-from penstock.trainer.ranks.world import World
+from penstock.trainer import NonFiniteLossError, PrecisionConfig, ScheduleConfig, TrainerConfigError, World
 from penstock.trainer.report.progress import Progress
-from penstock.trainer.schedule import Schedule, ScheduleConfig
+from penstock.trainer.schedule import Schedule
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

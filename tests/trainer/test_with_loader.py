@@ -17,8 +17,7 @@ from together_cases import Line, make_trainer
 from torch import nn
 
 from penstock import DistributedDataLoader
-from penstock.trainer.errors import NonFiniteLossError
-from penstock.trainer.ranks.world import World
+from penstock.trainer import NonFiniteLossError, World
 
 ROWS = 50  # five steps of two batches of at most six rows, the last batch of two
 

@@ -14,13 +14,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from penstock.trainer.arrays import ArrayLoader
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import TrainerConfigError, TrainerError
-from penstock.trainer.evaluate import Evaluation
+from penstock.trainer import (
+    ArrayLoader,
+    DistributedTrainer,
+    Evaluation,
+    TrainerConfig,
+    TrainerConfigError,
+    TrainerError,
+    World,
+)
 from penstock.trainer.options import build_config
-from penstock.trainer.ranks.world import World
-from penstock.trainer.trainer import DistributedTrainer
 
 ROWS = 23
 

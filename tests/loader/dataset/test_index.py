@@ -15,14 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.loader.dataset.build import StaleManifestWarning
+from penstock import open_manifest, open_store
+from penstock.loader import ConfigError, DatasetError, FormatError, StaleManifestWarning
 from penstock.loader.dataset.cache import IndexCache
-from penstock.loader.dataset.index import open_manifest
 from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.loader.dataset.source import expand_braces, select
-from penstock.loader.errors import ConfigError, DatasetError, FormatError
-from penstock.storage import NotFoundError, open_store
-from penstock.storage.memory import MemoryStore
+from penstock.storage import MemoryStore, NotFoundError
 
 PutShards = Callable[..., list[int]]
 
@@ -232,7 +230,7 @@ def test_a_data_set_of_empty_shards_is_refused(memory_store: MemoryStore) -> Non
 
 def _count_builds(folder: str, cache: str, started: object, results: object) -> None:
     os.environ["PENSTOCK_CACHE"] = cache
-    from penstock.loader.formats.arrow.parquet import ParquetFormat
+    from penstock import ParquetFormat
 
     built = 0
     read = ParquetFormat.index_shard
@@ -277,7 +275,7 @@ def test_indexing_needs_no_torch(memory_store: MemoryStore, put_shards: PutShard
 
 
 def test_a_store_without_etags_is_not_cached(memory_store: MemoryStore, put_shards: PutShards) -> None:
-    from penstock.loader.formats.arrow.parquet import ParquetFormat
+    from penstock import ParquetFormat
     from penstock.storage import ObjectInfo
 
     assert IndexCache().key("u", [ObjectInfo("a", 1, "e"), ObjectInfo("b", 1, None)], ParquetFormat()) is None
@@ -328,7 +326,7 @@ def test_one_mds_shard_of_a_folder_is_a_source(tmp_path: Path) -> None:
 
 
 def test_one_megatron_file_is_found_with_its_index(tmp_path: Path) -> None:
-    from penstock.loader.formats.tokens import TokensFormat
+    from penstock import TokensFormat
 
     (tmp_path / "a.bin").write_bytes(bytes(400))
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<iqqq", 100, 0, 0, 1)

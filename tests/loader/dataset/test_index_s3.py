@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.loader.dataset.index import open_manifest
+from penstock import open_manifest, open_store, pack, verify
 from penstock.loader.dataset.manifest import MANIFEST_NAME
-from penstock.loader.tools.pack import pack
-from penstock.loader.tools.verify import verify
-from penstock.storage import NotFoundError, open_store
+from penstock.storage import NotFoundError
 
 pytestmark = pytest.mark.s3
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_manifest import make_manifest
 
-from penstock.loader.dataset.manifest import Manifest
-from penstock.loader.errors import DatasetError
+from penstock import Manifest
+from penstock.loader import DatasetError
 
 shard_sizes = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=9).filter(any)
 

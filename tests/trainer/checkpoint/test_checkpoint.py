@@ -25,10 +25,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.trainer.checkpoint.checkpointer import CheckpointConfig, Checkpointer, export_safetensors
+from penstock.trainer import (
+    CheckpointConfig,
+    CheckpointError,
+    CheckpointMismatchError,
+    TrainerConfigError,
+    World,
+    export_safetensors,
+)
+from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.folder import choose_kept, list_steps
-from penstock.trainer.errors import CheckpointError, CheckpointMismatchError, TrainerConfigError
-from penstock.trainer.ranks.world import World
 
 
 @pytest.fixture

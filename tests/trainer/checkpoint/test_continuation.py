@@ -7,7 +7,7 @@ import torch
 from chain_cases import CHAIN, train_link
 from launch import run_ranks
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 
 def test_a_killed_rank_and_a_restart_end_bit_equal_to_an_unbroken_run(tmp_path: Path) -> None:

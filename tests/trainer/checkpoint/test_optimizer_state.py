@@ -11,11 +11,8 @@ import torch
 from launch_ranks import run_ranks
 from together_cases import Line, rows, square
 
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import CheckpointMismatchError
+from penstock.trainer import CheckpointMismatchError, DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
-from penstock.trainer.ranks.world import World
-from penstock.trainer.trainer import DistributedTrainer
 
 
 class Stubborn(torch.optim.Optimizer):

@@ -10,7 +10,7 @@ from pathlib import Path
 from launch import run_ranks, start_ranks
 from tar_rows import read_starts, write_shards
 
-from penstock.loader.tools.audit import audit
+from penstock import audit
 
 SCRIPT = Path(__file__).parents[1] / "restarted_run.py"
 SAMPLES, STEPS = 60, 30  # three epochs of ten steps

@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.trainer.compression.compression import Compression, CompressionConfig, CompressionStats
+from penstock.trainer import CompressionConfig, CompressionError, World
+from penstock.trainer.compression.compression import Compression, CompressionStats
 from penstock.trainer.compression.dense import INT8_BLOCK, dequantise, quantise
 from penstock.trainer.compression.memory import GradientMemory
 from penstock.trainer.compression.sparse import density_at
-from penstock.trainer.errors import CompressionError
-from penstock.trainer.ranks.world import World
 
 STEPS, BATCH = 700, 48
 

@@ -10,9 +10,8 @@ from launch_ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.trainer.errors import TrainerConfigError
-from penstock.trainer.parallel.averaging import AveragingConfig, PeriodicAverager
-from penstock.trainer.ranks.world import World
+from penstock.trainer import AveragingConfig, TrainerConfigError, World
+from penstock.trainer.parallel.averaging import PeriodicAverager
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

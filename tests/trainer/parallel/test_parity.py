@@ -6,7 +6,7 @@ import pytest
 import torch
 from parity_cases import Case, all_cases, train_case, train_naively
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 CASES = [(size, case) for size in (2, 3, 4) for case in all_cases(size)]
 

@@ -11,8 +11,7 @@ from launch_ranks import run_ranks
 from together_cases import make_trainer, rows
 from torch import nn
 
-from penstock.trainer.errors import TrainerError
-from penstock.trainer.ranks.world import World
+from penstock.trainer import TrainerError, World
 
 
 class Expert(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 from launch import ranks_environment
 from tar_rows import read_starts, write_shards
 
-from penstock.loader.tools.audit import audit
+from penstock import audit
 
 SAMPLES, EPOCHS = 240, 8
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.trainer.errors import WorldError
+from penstock.trainer import World, WorldError, close_world, open_world
 from penstock.trainer.ranks.rendezvous import agree_on_start
-from penstock.trainer.ranks.world import World, close_world, open_world
 
 
 def make(**changes: object) -> World:

@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from penstock import ImageDecoder
+from penstock.trainer import RecipeError, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.__main__ import main, prepare_data
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import RecipeError, TrainerConfigError
-from penstock.trainer.ranks.world import World
 from penstock.trainer.recipes.command_line import read_command, split_overrides
 from penstock.trainer.recipes.recipe import build_recipe, format_toml, shipped_recipes
 
@@ -233,7 +231,7 @@ def test_data_is_prepared_where_the_loader_reads_it_and_once(
 def test_data_that_cannot_be_prepared_is_an_error_that_names_rank_and_cause(tmp_path: Path, world: World) -> None:
     given = tables()
     wrong = {"source": ["text"], "format": "tokens"}
-    put("data.prepare", {"use": "penstock.loader.tools.pack:pack_once", "args": wrong})(given)
+    put("data.prepare", {"use": "penstock.loader:pack_once", "args": wrong})(given)
     put("data.args.source", str(tmp_path / "rows"))(given)
     with pytest.raises(RecipeError, match=r"data.prepare failed on rank 0: ConfigError: seq_len=None"):
         prepare_data(build_recipe(given), world)
@@ -364,7 +362,7 @@ def no_optimizer(parameters: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    from penstock.loader.tools.pack import pack_once
+    from penstock.loader import pack_once
     from penstock.trainer.recipes.digits import read_digits
 
     folder = tmp_path_factory.mktemp("digits")

@@ -16,8 +16,7 @@ from launch_ranks import Ranks
 from together_cases import make_trainer
 
 from penstock import DistributedDataLoader
-from penstock.trainer.evaluate import Evaluation
-from penstock.trainer.ranks.world import World
+from penstock.trainer import Evaluation, World
 
 STALL_TIMEOUT_S = 8.0
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer import TrainerConfigError
 from penstock.trainer.watch.stop_flag import StopFlag
 
 

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from launch_ranks import Outcome, Ranks, run_ranks
 
-from penstock.trainer.errors import StallError, TrainerConfigError
-from penstock.trainer.ranks.world import World
-from penstock.trainer.watch.watchdog import EXIT_STALLED, Watchdog, is_of_a_collective
+from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
+from penstock.trainer.watch.watchdog import Watchdog, is_of_a_collective
 
 STALL_TIMEOUT_S = 10.0
 
