@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .errors import RecipeError, StallError
 from .evaluate import Evaluation
 from .ranks.world import World, close_world, open_world
 from .recipes.command_line import read_command
+from .recipes.parameter_groups import freeze_parameters
 from .recipes.recipe import Recipe, format_toml
 from .report.progress import Summary
 from .trainer import DistributedTrainer
@@ -81,6 +83,7 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
     """Build everything that the recipe names, train, and close what can be closed."""
     torch.manual_seed(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
     model = recipe.model.make()
+    freeze_parameters(model, recipe.groups)
     with _opened(recipe.data.make()) as loader:
         evaluation_source = recipe.evaluation_data.make() if recipe.evaluation_data else None
         with _opened(evaluation_source) as evaluation_batches:
@@ -91,7 +94,7 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
             )
             with DistributedTrainer(
                 model,
-                recipe.optimizer.make,
+                partial(recipe.make_optimizer, model),
                 loader,
                 recipe.trainer,
                 loss=recipe.loss.resolve(2),

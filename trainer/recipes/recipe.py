@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from ...storage.errors import PenstockError
 from ..config import TrainerConfig
 from ..errors import RecipeError, TrainerConfigError
 from ..imports import describe_error, import_name
 from ..options import build_config, suggest
+from .parameter_groups import ParameterGroup, read_groups, split_parameters
 
 SHIPPED = Path(__file__).parent
 SECTIONS = ("model", "optimizer", "loss", "data", "evaluation", "trainer")
@@ -108,6 +112,7 @@ class Recipe:
 
     model: Component
     optimizer: Component
+    groups: tuple[ParameterGroup, ...] = ()
     loss: Component
     data: Component
     evaluation: Component | None
@@ -126,6 +131,19 @@ class Recipe:
         ):
             if component is not None:
                 component.check(given)
+        for group in self.groups:
+            # The group's settings go to the optimizer beside the recipe's arguments for it.
+            replace(self.optimizer, key=group.key, args={**self.optimizer.args, **group.settings}).check(1)
+
+    def make_optimizer(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over the parameters of a model that is spread over the ranks already.
+
+        Raises:
+            RecipeError: the arguments do not fit, or the optimizer raised an error; the message says where.
+        """
+        given = split_parameters(model, self.groups) if self.groups else parameters
+        made: torch.optim.Optimizer = self.optimizer.make(given)
+        return made
 
     def describe(self) -> dict[str, Any]:
         """Nested plain data, as in the TOML file."""
@@ -140,6 +158,8 @@ class Recipe:
             )
             if component is not None
         }
+        if self.groups:
+            tables["optimizer"]["groups"] = [group.describe() for group in self.groups]
         if self.evaluation_data is not None:
             tables["evaluation"]["data"] = self.evaluation_data.describe()
         tables["trainer"] = asdict(self.trainer)
@@ -191,12 +211,15 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
     for key in ("model", "optimizer", "loss", "data", "trainer"):
         if key not in tables:
             raise RecipeError(f"the recipe has no section [{key}]; add it")
+    optimizer = dict(as_table("optimizer", tables["optimizer"]))
+    groups = read_groups("optimizer.groups", optimizer.pop("groups", []))
     trainer = tables["trainer"]
     if not isinstance(trainer, TrainerConfig):
         trainer = build_config(TrainerConfig, as_table("trainer", trainer), "trainer.")
     return Recipe(
         model=_component("model", tables["model"]),
-        optimizer=_component("optimizer", tables["optimizer"]),
+        optimizer=_component("optimizer", optimizer),
+        groups=groups,
         loss=_component("loss", tables["loss"]),
         data=_data_component("data", tables["data"]),
         evaluation=None if evaluation is None else _component("evaluation", evaluation),
