@@ -33,8 +33,16 @@ class EvaluateConfig:
     best: str | None = None
     """Metric that decides which checkpoint is the best; checkpoint.best says which end of it."""
 
+    patience: int | None = None
+    """Stop after this many evaluations in a row without a better ``best``; none: never."""
+
     def __post_init__(self) -> None:
         check_range("evaluate.every", self.every, low=1)
+        check_range("evaluate.patience", self.patience, low=1)
+        if self.patience is not None and self.best is None:
+            raise TrainerConfigError(
+                f"evaluate.patience={self.patience} waits for a better metric; name it with evaluate.best"
+            )
 
 
 _LOW_IS_GOOD = frozenset(

@@ -280,7 +280,11 @@ class DistributedTrainer:
         return self.parallel.activity()  # made after the guard
 
     def _is_done(self) -> bool:
-        limits = ((self.progress.step, self.config.steps), (self.progress.epoch, self.config.epochs))
+        limits = (
+            (self.progress.step, self.config.steps),
+            (self.progress.epoch, self.config.epochs),
+            (self.progress.evaluations_without_better, self.config.evaluate.patience),
+        )
         return any(limit is not None and done >= limit for done, limit in limits)
 
     def _is_multiple(self, every: int | None) -> bool:
@@ -329,6 +333,11 @@ class DistributedTrainer:
                 f"evaluate.best={name!r} is no metric of the evaluation; it returns {', '.join(sorted(found))}"
             )
         is_best = self.progress.improve(found[name], best_is=self.config.best_end)
+        if self.progress.evaluations_without_better == self.config.evaluate.patience:
+            self._recorder.note(
+                f"training ends: no better {name} than {self.progress.best} of step {self.progress.best_step} in "
+                f"{self.config.evaluate.patience} evaluations"
+            )
         if is_best and self.config.checkpoint.keep_best:
             self._save(blocking=False, metric=found[name])
 

@@ -87,3 +87,29 @@ def test_a_metric_of_unknown_direction_is_refused_at_once(world: World, tmp_path
     evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=falling([1.0]))
     with pytest.raises(TrainerConfigError, match=r"evaluate\.best='reward'.*checkpoint\.best='max' or 'min'"):
         make_trainer(world, str(tmp_path), evaluation=evaluation, evaluate={"best": "reward"})
+
+
+def evaluate_until(world: World, folder: Path, losses: list[float], **options: Any) -> Any:
+    evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=falling(losses))
+    evaluate = {"every": 1, "best": "loss", "patience": 2}
+    with make_trainer(world, str(folder), evaluation=evaluation, evaluate=evaluate, **options) as trainer:
+        return trainer.train()
+
+
+def test_training_ends_when_patience_does_and_says_so(world: World, tmp_path: Path) -> None:
+    summary = evaluate_until(world, tmp_path, [3.0, 1.0, 2.0, float("nan"), 0.5], steps=9)
+    assert (summary.steps, summary.best_step) == (4, 2)
+    assert "no better loss than 1.0 of step 2 in 2 evaluations" in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_patience_counts_over_restarts_and_starts_anew_with_each_better_one(world: World, tmp_path: Path) -> None:
+    options = {"checkpoint": {"every_steps": 1}}
+    assert evaluate_until(world, tmp_path, [3.0, 4.0], steps=2, **options).steps == 2
+    summary = evaluate_until(world, tmp_path, [2.0, 5.0, 5.0, 1.0], steps=9, **options)
+    assert (summary.steps, summary.best, summary.best_step) == (5, 2.0, 3)
+    assert evaluate_until(world, tmp_path, [], steps=9, **options).steps == 5, "a run whose patience ended stays ended"
+
+
+def test_patience_without_a_metric_is_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(TrainerConfigError, match=r"evaluate\.patience=3.*evaluate\.best"):
+        make_trainer(world, str(tmp_path), evaluate={"patience": 3})

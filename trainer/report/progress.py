@@ -29,6 +29,7 @@ class Progress(Counts):
 
     step: int = 0
     epoch: int = 0
+    evaluations_without_better: int = 0
 
     def count(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -42,8 +43,9 @@ class Progress(Counts):
         """Keep the metric and its step if it is the best so far ("max" or "min"), and say whether it is."""
         sign = 1 if best_is == "max" else -1
         if math.isnan(metric) or (self.best is not None and sign * metric <= sign * self.best):
+            self.evaluations_without_better += 1
             return False
-        self.best, self.best_step = metric, self.step
+        self.best, self.best_step, self.evaluations_without_better = metric, self.step, 0
         return True
 
     def counts(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class Progress(Counts):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for entry in fields(self):
-            setattr(self, entry.name, state[entry.name])
+            setattr(self, entry.name, state.get(entry.name, entry.default))  # states of older releases lack some
 
 
 @dataclass(kw_only=True)
