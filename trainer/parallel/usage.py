@@ -27,7 +27,9 @@ class ParameterUsage:
     """
 
     def __init__(self, root: nn.Module, modules: Sequence[FSDPModule]) -> None:
-        for module in modules:
+        # Torch before 2.13 cannot: there every rank must use the same parameters.
+        self._fills = all(hasattr(module, "set_reduce_scatter_unused_params") for module in modules)
+        for module in modules if self._fills else ():
             module.set_reduce_scatter_unused_params(True, recurse=False)
         self._sharded = {name: one for name, one in root.named_parameters() if one.requires_grad}
         self._flags = dict.fromkeys(self._sharded, False)
@@ -47,10 +49,20 @@ class ParameterUsage:
         return torch.tensor(list(self._flags.values()), dtype=torch.float64, device=device)
 
     def drop_unused(self, used_anywhere: Iterable[float]) -> None:
-        """Let parameters that no rank used have no gradient, as if the model were not sharded."""
-        for parameter, used in zip(self._sharded.values(), used_anywhere, strict=True):
+        """Let parameters that no rank used have no gradient, as if the model were not sharded.
+
+        Raises:
+            TrainerError: another rank used one that this rank did not, and this torch cannot make that right.
+        """
+        for name, used in zip(self._sharded, used_anywhere, strict=True):
             if not used:
-                parameter.grad = None
+                self._sharded[name].grad = None
+            elif not self._flags[name] and not self._fills:
+                raise TrainerError(
+                    f"{name} has a gradient on another rank and none here, and torch {torch.__version__} would mix up "
+                    "sharded gradients; update torch to 2.13 or newer, or use parallel.zero=0 with "
+                    "parallel.unused_parameters=True"
+                )
 
     def _listener(self, name: str) -> Callable[[Tensor], None]:
         def listen(gradient: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from launch_ranks import run_ranks
 from together_cases import make_trainer, rows
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from penstock.trainer import TrainerError, World
 
@@ -106,6 +108,19 @@ def test_experts_that_only_some_ranks_use_train_as_on_one(zero: int, accumulate:
         assert found.keys() == expected.keys()
         for name in expected:
             assert found[name] == pytest.approx(expected[name], abs=1e-6), name
+
+
+def test_an_older_torch_refuses_what_it_would_mix_up(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch 2.13 ``fully_shard`` could not add zeros; another rank's use is what ``drop_unused`` is told."""
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with make_trainer(world, str(tmp_path), model=Routed(), parallel={"zero": 3}) as trainer:
+        usage = trainer.parallel.usage
+        names = [name for name, _ in trainer.parallel.inner.named_parameters()]
+        usage.drop_unused([0.0] * len(names))
+        with pytest.raises(TrainerError, match=rf"{names[0]} has a gradient on another rank.*torch to 2\.13"):
+            usage.drop_unused([1.0] * len(names))
 
 
 def test_sharded_modules_that_only_some_ranks_run_are_refused_by_name() -> None:
