@@ -94,8 +94,8 @@ class DistributedTrainer:
             activities={**list_activities(loader, evaluation), "forward": self._name_module},
         )
 
+        compile_model(model, config.compile, config.parallel, self.world, config.activation)
         recompute_activations(model, config.activation)
-        compile_model(model, config.compile, config.parallel, self.world)
         self.parallel = ParallelModel(
             model, config.parallel, config.precision, self.world, exchange=config.averaging is None
         )
