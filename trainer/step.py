@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .batches import count_rows, sample_ids
+from .computing import ComputeClock
 from .errors import NonFiniteLossError, TrainerConfigError
 from .finite import any_not_finite, name_on_all_ranks
 from .options import check_choice, check_range
@@ -82,6 +83,7 @@ class StepRunner:
         config: StepConfig,
         precision: PrecisionConfig,
         phase: Phase,
+        clock: ComputeClock | None = None,
     ) -> None:
         self._parallel = parallel
         self._world = parallel.world
@@ -90,6 +92,7 @@ class StepRunner:
         self._config = config
         self._precision = precision
         self._phase = phase
+        self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._scaler = LossScaler(precision, self._world)
         self._expected_count: float | None = None
         self._skipped = 0
@@ -132,7 +135,7 @@ class StepRunner:
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             with self._parallel.exchange_when(last=last):
-                with self._phase("forward"), self._parallel.watched_forward():
+                with self._phase("forward"), self._parallel.watched_forward(), self._computing():
                     loss_sum, count = self._forward(batch)
                 finite = torch.isfinite(loss_sum.detach())
                 totals[0] += loss_sum.detach()
@@ -146,7 +149,7 @@ class StepRunner:
                     own_count = totals[1].clone()
                     totals[5], totals[6] = self._parallel.order_marks()
                     exchange = dist.all_reduce(totals, async_op=True)
-                with self._phase("backward"):
+                with self._phase("backward"), self._computing():
                     scale = self._world.world_size / self._expected_count
                     self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         if exchange is not None:

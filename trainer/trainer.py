@@ -106,7 +106,12 @@ class DistributedTrainer:
             total_updates=total_steps or 0,
             effective_batch_size=effective_batch_size(loader, config, self.world),
         )
-        self.compression = Compression(self.parallel.module, self.optimizer, config.compression, self.world)
+        clock = None if self._shares is None else self._shares.clock
+        if clock is not None:
+            clock.listen(self.parallel.module)
+        self.compression = Compression(
+            self.parallel.module, self.optimizer, config.compression, self.world, clock=clock
+        )
         self.steps = StepRunner(
             self.parallel,
             self.optimizer,
@@ -114,6 +119,7 @@ class DistributedTrainer:
             config=config.step,
             precision=config.precision,
             phase=self.stopwatch.phase,
+            clock=clock,
         )
         try:
             if config.averaging is not None:
@@ -318,7 +324,7 @@ class DistributedTrainer:
         shares.add(sum(count_rows(batch) for batch in microbatches))
         if self._is_multiple(self.config.shares_every):
             with self.stopwatch.phase("shares"):
-                shares.rebalance(self.stopwatch.seconds["forward"])
+                shares.rebalance()
 
     def _keep_best(self, found: dict[str, float]) -> None:
         name = self.config.evaluate.best

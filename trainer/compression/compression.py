@@ -9,7 +9,8 @@ choose by bucket, resume with the same errors owed, but not bit-equal to an unbr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..computing import ComputeClock
 from ..errors import CompressionError
 from ..ranks.world import World
 from .dense import CastHook, Int8Hook
@@ -90,8 +92,17 @@ class Compression:
         CompressionError: the scheme cannot work with this way of sharding, or with this optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: CompressionConfig, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: CompressionConfig,
+        world: World,
+        *,
+        clock: ComputeClock | None = None,
+    ) -> None:
         self.config = config
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext if clock is None else clock.waiting
         self._wire = WireCounter()
         self._steps = 0
         self._memory = GradientMemory(_bare(model))
@@ -159,8 +170,12 @@ class Compression:
                 wire=self._wire,
                 memory=self._memory,
             )
-        # DDP insists on seeing annotations as objects, or none.
-        model.register_comm_hook(None, lambda state, bucket: hook(bucket))
+
+        def exchange(state, bucket):  # type: ignore[no-untyped-def] # DDP wants annotations as objects, or none
+            with self._waiting():
+                return hook(bucket)
+
+        model.register_comm_hook(None, exchange)
 
     def _install_reduce_scatter(self, model: nn.Module) -> None:
         scheme = self.config.scheme
