@@ -123,7 +123,9 @@ class DistributedTrainer:
         )
         try:
             if config.averaging is not None:
-                self._averager = PeriodicAverager(model, self.optimizer, config.averaging, self.world)
+                self._averager = PeriodicAverager(
+                    model, self.optimizer, config.averaging, self.world, count_sum=self.compression.wire.add_ring
+                )
             if config.keeps_checkpoints:
                 folder = Path(config.output_dir) / config.checkpoint.folder
                 self._checkpointer = Checkpointer(
@@ -208,12 +210,13 @@ class DistributedTrainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but weights and optimizer state: small, JSON, and the same for any number of ranks."""
+        """Everything but weights and optimizer state: small, JSON, and readable on any number of ranks."""
         return {
             "version": 1,
             "progress": self.progress.state_dict(),
             "steps": self.steps.state_dict(),
             "feed": self._feed.state_dict(),
+            "sent": self.compression.wire.state_dict(),
             "random": {"policy": "seed, step, rank", "seed": self.config.seed},
         }
 
@@ -224,6 +227,8 @@ class DistributedTrainer:
         self.progress.load_state_dict(state["progress"])
         self.steps.load_state_dict(state["steps"])
         self._feed.load_state_dict(state["feed"])
+        if "sent" in state:  # states of before do not have it
+            self.compression.wire.load_state_dict(state["sent"])
 
     def close(self) -> None:
         """Finish the save under way and close what the trainer opened; loader and process group are the caller's."""
