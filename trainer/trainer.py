@@ -97,7 +97,12 @@ class DistributedTrainer:
         compile_model(model, config.compile, config.parallel, self.world, config.activation)
         recompute_activations(model, config.activation)
         self.parallel = ParallelModel(
-            model, config.parallel, config.precision, self.world, exchange=config.averaging is None
+            model,
+            config.parallel,
+            config.precision,
+            self.world,
+            exchange=config.averaging is None,
+            scheme=config.compression.scheme,
         )
         self.optimizer = self.parallel.adopt_optimizer(optimizer)
         self.schedule = Schedule(
