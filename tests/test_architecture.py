@@ -39,7 +39,7 @@ FLOORS = {
         {"data_loader", "tools"},
     ),
     "trainer": (
-        {"batches", "errors", "modes", "randomness", "stopwatch"},
+        {"batches", "computing", "errors", "modes", "randomness", "stopwatch"},
         {"options", "ranks"},
         {"arrays", "compression", "feed", "finite", "imports", "parallel", "watch"},
         {"checkpoint"},

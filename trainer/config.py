@@ -144,6 +144,12 @@ class TrainerConfig:
         """Schemes with error feedback would keep a NaN for ever."""
         if self.compression.scheme not in ("int8", "powersgd", "topk"):
             return
+        if self.compression.scheme == "topk" and self.step.clip_norm is not None:
+            raise TrainerConfigError(
+                f"step.clip_norm={self.step.clip_norm} with compression.scheme='topk' would clip sums of many steps' "
+                "gradients, which arrive late and at once, and training diverges; leave step.clip_norm out (recipes: "
+                "none), or use compression.scheme='int8'"
+            )
         for key, value, cure in (
             ("precision.dtype", self.precision.dtype == "fp16", "bf16"),
             ("step.on_nan", self.step.on_nan == "skip", "stop"),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .computing import ComputeClock
 from .errors import TrainerConfigError
 from .parallel.model import ParallelConfig
 from .ranks.world import World
@@ -21,8 +22,8 @@ def check_speed_shares(parallel: ParallelConfig) -> None:
     """Refuse shares by speed where a rank's speed cannot be measured."""
     if parallel.zero:
         raise TrainerConfigError(
-            f"shares='auto' measures each rank's forward, and with parallel.zero={parallel.zero} forward waits for the "
-            "slowest rank; use parallel.zero=0, or shares='equal'"
+            f"shares='auto' measures how long each rank computes, and with parallel.zero={parallel.zero} forward waits "
+            "for the slowest rank; use parallel.zero=0, or shares='equal'"
         )
 
 
@@ -59,19 +60,19 @@ class SpeedShares:
         self._world = world
         self._weights = [1.0] * world.world_size
         self._rows = 0
-        self._seconds_before = 0.0
+        self.clock = ComputeClock(world.device)
 
     def add(self, rows: int) -> None:
         """Count the rows that this rank has computed in a step."""
         self._rows += rows
 
-    def rebalance(self, forward_s: float) -> None:
-        """Set new shares from the seconds that this rank has spent in forward since the start; a collective."""
-        spent = forward_s - self._seconds_before
+    def rebalance(self) -> None:
+        """Set new shares from the rows and seconds that this rank has computed since the last call; a collective."""
+        spent = self.clock.take()
         speeds = torch.zeros(self._world.world_size, dtype=torch.float64, device=self._world.device)
         speeds[self._world.rank] = self._rows / spent if spent > 0 else 0.0
         if self._world.world_size > 1:
             dist.all_reduce(speeds)
         self._weights = blend_weights(self._weights, speeds.tolist())
         self._loader.set_shares(self._weights)
-        self._rows, self._seconds_before = 0, forward_s
+        self._rows = 0

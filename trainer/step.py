@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .batches import count_rows, sample_ids
+from .computing import ComputeClock
 from .errors import NonFiniteLossError, TrainerConfigError
 from .finite import any_not_finite, name_on_all_ranks
 from .options import check_choice, check_range
+from .parallel.limits import named_if_it_fails
 from .parallel.model import ParallelModel
 from .parallel.precision import LossScaler, PrecisionConfig, compute_context, local_part
 
@@ -82,6 +84,7 @@ class StepRunner:
         config: StepConfig,
         precision: PrecisionConfig,
         phase: Phase,
+        clock: ComputeClock | None = None,
     ) -> None:
         self._parallel = parallel
         self._world = parallel.world
@@ -90,6 +93,7 @@ class StepRunner:
         self._config = config
         self._precision = precision
         self._phase = phase
+        self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._scaler = LossScaler(precision, self._world)
         self._expected_count: float | None = None
         self._skipped = 0
@@ -132,7 +136,7 @@ class StepRunner:
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             with self._parallel.exchange_when(last=last):
-                with self._phase("forward"), self._parallel.watched_forward():
+                with self._phase("forward"), self._parallel.watched_forward(), self._computing():
                     loss_sum, count = self._forward(batch)
                 finite = torch.isfinite(loss_sum.detach())
                 totals[0] += loss_sum.detach()
@@ -146,9 +150,10 @@ class StepRunner:
                     own_count = totals[1].clone()
                     totals[5], totals[6] = self._parallel.order_marks()
                     exchange = dist.all_reduce(totals, async_op=True)
-                with self._phase("backward"):
+                with self._phase("backward"), self._computing():
                     scale = self._world.world_size / self._expected_count
                     self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        self._parallel.check_gradients()
         if exchange is not None:
             with self._phase("reduce"):
                 exchange.wait()
@@ -224,7 +229,7 @@ class StepRunner:
     def _update(self, step: int, correction: float) -> tuple[Outcome, float | None]:
         norm: float | None = None
         factor = correction
-        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = self._gather_gradients()
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
         if self._config.clip_norm is not None:
@@ -235,7 +240,9 @@ class StepRunner:
             factor *= min(1.0, self._config.clip_norm / (norm + 1e-6))
         if factor != 1.0:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
-        if self._scaler.step_and_update(self._optimizer):
+        with named_if_it_fails(self._optimizer, self._parallel.config.zero):
+            is_updated = self._scaler.step_and_update(self._optimizer)
+        if is_updated:
             return "updated", norm
         if self._scaler.get_scale() < _LEAST_LOSS_SCALE:
             raise NonFiniteLossError(
@@ -244,6 +251,16 @@ class StepRunner:
                 "precision.dtype='bf16'"
             )
         return "overflow", norm
+
+    def _gather_gradients(self) -> list[torch.Tensor]:
+        found = []
+        for group in self._optimizer.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    if one.grad.is_sparse:
+                        one.grad = one.grad.coalesce()  # each element once: the norm is that of the sums
+                    found.append(one.grad)
+        return found
 
     def _refuse_gradients(self, step: int) -> None:
         gradients = ((name, one.grad) for name, one in self._trained() if one.grad is not None)
@@ -303,5 +320,5 @@ def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> float:
     """The Euclidean norm of all gradients as one vector, over all shards; a collective where they are sharded."""
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm([one._values() if one.is_sparse else one for one in gradients])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

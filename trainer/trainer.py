@@ -94,10 +94,15 @@ class DistributedTrainer:
             activities={**list_activities(loader, evaluation), "forward": self._name_module},
         )
 
+        compile_model(model, config.compile, config.parallel, self.world, config.activation)
         recompute_activations(model, config.activation)
-        compile_model(model, config.compile, config.parallel, self.world)
         self.parallel = ParallelModel(
-            model, config.parallel, config.precision, self.world, exchange=config.averaging is None
+            model,
+            config.parallel,
+            config.precision,
+            self.world,
+            exchange=config.averaging is None,
+            scheme=config.compression.scheme,
         )
         self.optimizer = self.parallel.adopt_optimizer(optimizer)
         self.schedule = Schedule(
@@ -106,7 +111,12 @@ class DistributedTrainer:
             total_updates=total_steps or 0,
             effective_batch_size=effective_batch_size(loader, config, self.world),
         )
-        self.compression = Compression(self.parallel.module, self.optimizer, config.compression, self.world)
+        clock = None if self._shares is None else self._shares.clock
+        if clock is not None:
+            clock.listen(self.parallel.module)
+        self.compression = Compression(
+            self.parallel.module, self.optimizer, config.compression, self.world, clock=clock
+        )
         self.steps = StepRunner(
             self.parallel,
             self.optimizer,
@@ -114,10 +124,13 @@ class DistributedTrainer:
             config=config.step,
             precision=config.precision,
             phase=self.stopwatch.phase,
+            clock=clock,
         )
         try:
             if config.averaging is not None:
-                self._averager = PeriodicAverager(model, self.optimizer, config.averaging, self.world)
+                self._averager = PeriodicAverager(
+                    model, self.optimizer, config.averaging, self.world, count_sum=self.compression.wire.add_ring
+                )
             if config.keeps_checkpoints:
                 folder = Path(config.output_dir) / config.checkpoint.folder
                 self._checkpointer = Checkpointer(
@@ -202,12 +215,13 @@ class DistributedTrainer:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but weights and optimizer state: small, JSON, and the same for any number of ranks."""
+        """Everything but weights and optimizer state: small, JSON, and readable on any number of ranks."""
         return {
             "version": 1,
             "progress": self.progress.state_dict(),
             "steps": self.steps.state_dict(),
             "feed": self._feed.state_dict(),
+            "sent": self.compression.wire.state_dict(),
             "random": {"policy": "seed, step, rank", "seed": self.config.seed},
         }
 
@@ -218,6 +232,8 @@ class DistributedTrainer:
         self.progress.load_state_dict(state["progress"])
         self.steps.load_state_dict(state["steps"])
         self._feed.load_state_dict(state["feed"])
+        if "sent" in state:  # states of before do not have it
+            self.compression.wire.load_state_dict(state["sent"])
 
     def close(self) -> None:
         """Finish the save under way and close what the trainer opened; loader and process group are the caller's."""
@@ -322,7 +338,7 @@ class DistributedTrainer:
         shares.add(sum(count_rows(batch) for batch in microbatches))
         if self._is_multiple(self.config.shares_every):
             with self.stopwatch.phase("shares"):
-                shares.rebalance(self.stopwatch.seconds["forward"])
+                shares.rebalance()
 
     def _keep_best(self, found: dict[str, float]) -> None:
         name = self.config.evaluate.best

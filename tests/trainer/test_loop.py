@@ -122,6 +122,10 @@ def test_a_decay_without_a_known_end_asks_for_steps(world: World, tmp_path: Path
         ({"node_average_every": 4}, "needs average_every"),
         ({"compression": {"scheme": "int8"}, "precision": {"dtype": "fp16"}}, "use precision.dtype='bf16'"),
         ({"compression": {"scheme": "topk"}, "step": {"on_nan": "skip"}}, "use step.on_nan='stop'"),
+        (
+            {"compression": {"scheme": "topk"}, "step": {"clip_norm": 1.0}},
+            "step.clip_norm=1.0 with compression.scheme='t",
+        ),
         ({"compression": {"scheme": "topk"}, "parallel": {"zero": 2}}, "scheme='topk' needs whole gradients"),
     ],
 )

@@ -9,7 +9,8 @@ choose by bucket, resume with the same errors owed, but not bit-equal to an unbr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..computing import ComputeClock
 from ..errors import CompressionError
 from ..ranks.world import World
 from .dense import CastHook, Int8Hook
@@ -74,8 +76,9 @@ class CompressionConfig:
 class CompressionStats:
     """Bytes of gradients that this rank sent since training began, and would have sent uncompressed.
 
-    Counted as the algorithms send them: a ring all-reduce of n bytes on W ranks 2(W-1)/W n, a reduce-scatter or an
-    all-to-all (W-1)/W n, an all-gather (W-1) times what each rank contributes. Where ``fully_shard`` shards within a
+    Local SGD sends weights instead, and they count. Counted as the algorithms send them: a ring all-reduce of n bytes
+    on W ranks 2(W-1)/W n, and so gloo's reduce-scatter, which is one; any other reduce-scatter and an all-to-all
+    (W-1)/W n, an all-gather (W-1) times what each rank contributes. Where ``fully_shard`` shards within a
     node and replicates across nodes, the all-reduce across nodes is neither compressed nor counted.
     """
 
@@ -90,9 +93,18 @@ class Compression:
         CompressionError: the scheme cannot work with this way of sharding, or with this optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: CompressionConfig, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: CompressionConfig,
+        world: World,
+        *,
+        clock: ComputeClock | None = None,
+    ) -> None:
         self.config = config
-        self._wire = WireCounter()
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext if clock is None else clock.waiting
+        self.wire = WireCounter()
         self._steps = 0
         self._memory = GradientMemory(_bare(model))
         self._plain_step_bytes = 0
@@ -110,14 +122,12 @@ class Compression:
     @property
     def stats(self) -> CompressionStats:
         """The bytes since training began."""
-        return CompressionStats(
-            wire_bytes=self._wire.wire_bytes + self._steps * self._plain_step_bytes,
-            plain_bytes=self._wire.plain_bytes + self._steps * self._plain_step_bytes,
-        )
+        return CompressionStats(wire_bytes=self.wire.wire_bytes, plain_bytes=self.wire.plain_bytes)
 
     def end_step(self) -> None:
         """Count an optimizer step that is done."""
         self._steps += 1
+        self.wire.add(self._plain_step_bytes)
         if self._topk is not None:
             self._topk.steps = self._steps
 
@@ -144,11 +154,11 @@ class Compression:
             self._plain_step_bytes = ring_bytes(nbytes, dist.get_world_size(group))
             return
         if config.scheme in ("bf16", "fp16"):
-            hook: CastHook | Int8Hook | PowerSGDHook | TopKHook = CastHook(config.scheme, group, self._wire)
+            hook: CastHook | Int8Hook | PowerSGDHook | TopKHook = CastHook(config.scheme, group, self.wire)
         elif config.scheme == "int8":
-            hook = Int8Hook(group, self._wire, self._memory)
+            hook = Int8Hook(group, self.wire, self._memory)
         elif config.scheme == "powersgd":
-            hook = PowerSGDHook(config.rank, group, self._wire, self._memory)
+            hook = PowerSGDHook(config.rank, group, self.wire, self._memory)
         else:
             _refuse_second_momentum(optimizer, config)
             hook = self._topk = TopKHook(
@@ -156,11 +166,15 @@ class Compression:
                 momentum=config.momentum,
                 warmup_steps=config.warmup_steps,
                 group=group,
-                wire=self._wire,
+                wire=self.wire,
                 memory=self._memory,
             )
-        # DDP insists on seeing annotations as objects, or none.
-        model.register_comm_hook(None, lambda state, bucket: hook(bucket))
+
+        def exchange(state, bucket):  # type: ignore[no-untyped-def] # DDP wants annotations as objects, or none
+            with self._waiting():
+                return hook(bucket)
+
+        model.register_comm_hook(None, exchange)
 
     def _install_reduce_scatter(self, model: nn.Module) -> None:
         scheme = self.config.scheme
@@ -172,9 +186,9 @@ class Compression:
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 if scheme == "int8":
-                    module.set_custom_reduce_scatter(Int8ReduceScatter(name, self._wire, self._memory))
+                    module.set_custom_reduce_scatter(Int8ReduceScatter(name, self.wire, self._memory))
                 else:
-                    module.set_custom_reduce_scatter(CastReduceScatter(scheme, self._wire))
+                    module.set_custom_reduce_scatter(CastReduceScatter(scheme, self.wire))
 
 
 def _bare(model: nn.Module) -> nn.Module:

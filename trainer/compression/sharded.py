@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ..errors import CompressionError
 from .dense import CAST_TYPES, exchange_int8
 from .memory import GradientMemory
-from .wire import WireCounter, reduce_scatter_flat
+from .wire import WireCounter, reduce_scatter_bytes, reduce_scatter_flat
 
 
 class CastReduceScatter(ReduceScatter):
@@ -35,9 +35,8 @@ class CastReduceScatter(ReduceScatter):
     ) -> None:
         _refuse_async(async_op)
         small = input_tensor if self._dtype is None else input_tensor.to(self._dtype)
-        share = (group.size() - 1) / group.size()
-        self._wire.plain_bytes += int(input_tensor.nbytes * share)
-        self._wire.wire_bytes += int(small.nbytes * share)
+        self._wire.plain_bytes += reduce_scatter_bytes(input_tensor.nbytes, group, input_tensor.device)
+        self._wire.wire_bytes += reduce_scatter_bytes(small.nbytes, group, input_tensor.device)
         if small.dtype == output_tensor.dtype:
             reduce_scatter_flat(output_tensor, small, op, group)
             return
@@ -75,7 +74,7 @@ class Int8ReduceScatter(ReduceScatter):
         parts = (input_tensor + owed).view(ranks, -1)
         sent = exchange_int8(parts, group, self._wire)
         owed.copy_(sent.error.view_as(owed))
-        self._wire.plain_bytes += input_tensor.nbytes * (ranks - 1) // ranks
+        self._wire.plain_bytes += reduce_scatter_bytes(input_tensor.nbytes, group, input_tensor.device)
         torch.sum(sent.received, 0, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor /= ranks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,10 +24,31 @@ class WireCounter:
     wire_bytes: int = 0
     plain_bytes: int = 0
 
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are sent uncompressed."""
+        self.wire_bytes += nbytes
+        self.plain_bytes += nbytes
+
+    def add_ring(self, nbytes: int, ranks: int) -> None:
+        """Count an uncompressed ring all-reduce."""
+        self.add(ring_bytes(nbytes, ranks))
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.wire_bytes, self.plain_bytes = state["wire_bytes"], state["plain_bytes"]
+
 
 def ring_bytes(nbytes: int, ranks: int) -> int:
     """Bytes that one rank sends in a ring all-reduce of ``nbytes`` (Patarasuk and Yuan 2009)."""
     return 2 * (ranks - 1) * nbytes // ranks
+
+
+def reduce_scatter_bytes(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Bytes that one rank sends when it reduces and scatters ``nbytes``: gloo makes an all-reduce of it."""
+    whole = ring_bytes(nbytes, group.size())
+    return whole if group._get_backend(device).name() == "gloo" else whole // 2
 
 
 def all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,22 +64,16 @@ class CompileConfig:
 
 def recompute_activations(model: nn.Module, config: ActivationConfig) -> int:
     """Make every k-th block recompute its activations, and return how many do. Parameter names stay the same."""
-    if not config.every:
-        return 0
-    blocks = find_blocks(model, config.blocks, "activation.blocks")
-    if not blocks:
-        raise TrainerConfigError(
-            f"activation.every={config.every}: the model has no ModuleList to find blocks in; "
-            "name their classes with activation.blocks"
-        )
-    chosen = blocks[:: config.every]
+    chosen = _find_recomputed(model, config)
     for block in chosen:
         block.forward = _recomputed(block.forward)
     return len(chosen)
 
 
-def compile_model(model: nn.Module, config: CompileConfig, parallel: ParallelConfig, world: World) -> None:
-    """Compile the model in place, before it is spread over the ranks.
+def compile_model(
+    model: nn.Module, config: CompileConfig, parallel: ParallelConfig, world: World, activation: ActivationConfig
+) -> None:
+    """Compile the model in place, before its blocks recompute activations and before it is spread over the ranks.
 
     Raises:
         TrainerConfigError: CUDA graphs where they cannot work.
@@ -86,16 +81,32 @@ def compile_model(model: nn.Module, config: CompileConfig, parallel: ParallelCon
     if not config.enabled:
         return
     if config.cuda_graphs:
-        _refuse_graphs(parallel, world)
+        _refuse_graphs(parallel, world, activation)
     arguments: dict[str, Any] = {"backend": config.backend}
     if config.cuda_graphs:
         arguments["mode"] = "reduce-overhead"
-    blocks = find_blocks(model, parallel.blocks, "parallel.blocks")
-    for module in blocks or [model]:
-        module.compile(**arguments)
+    recomputed = _find_recomputed(model, activation)
+    for module in find_blocks(model, parallel.blocks, "parallel.blocks") or [model]:
+        if any(module is one for one in recomputed):
+            # torch.compile sees nothing inside of a checkpoint, so the checkpoint goes around what is compiled.
+            module.forward = torch.compile(module.forward, **arguments)
+        else:
+            module.compile(**arguments)
 
 
-def _refuse_graphs(parallel: ParallelConfig, world: World) -> None:
+def _find_recomputed(model: nn.Module, config: ActivationConfig) -> list[nn.Module]:
+    if not config.every:
+        return []
+    blocks = find_blocks(model, config.blocks, "activation.blocks")
+    if not blocks:
+        raise TrainerConfigError(
+            f"activation.every={config.every}: the model has no ModuleList to find blocks in; "
+            "name their classes with activation.blocks"
+        )
+    return blocks[:: config.every]
+
+
+def _refuse_graphs(parallel: ParallelConfig, world: World, activation: ActivationConfig) -> None:
     if world.device.type != "cuda":
         raise TrainerConfigError(
             f"compile.cuda_graphs=True needs a CUDA device, and this is {world.device}; leave it out here"
@@ -104,6 +115,11 @@ def _refuse_graphs(parallel: ParallelConfig, world: World) -> None:
         raise TrainerConfigError(
             f"compile.cuda_graphs=True replays fixed addresses, and parallel.zero={parallel.zero} frees and "
             "gathers the weights in each step; use parallel.zero=0"
+        )
+    if activation.every:
+        raise TrainerConfigError(
+            f"compile.cuda_graphs=True replays fixed addresses, and activation.every={activation.every} runs blocks "
+            "again in backward, while those are in use; use activation.every=0, or compile.cuda_graphs=False"
         )
 
 

@@ -5,7 +5,7 @@ Hierarchical averaging averages often within a node, where links are fast, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,10 +43,19 @@ class PeriodicAverager:
     buffers (a batch norm's statistics) and the optimizer's floating-point state become the exact mean over the ranks,
     summed in fp32 or better, and are then bit-equal on all ranks, so a checkpoint taken there is complete; integer
     buffers and counters become the largest. Between two averages each rank has a state of its own: save and
-    evaluate within ``averaged``. All mutable state besides theirs: whether the ranks' states are alike now.
+    evaluate within ``averaged``. ``count_sum`` hears of each sum, of so many bytes and ranks. All mutable state besides
+    theirs: whether the ranks' states are alike now.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: AveragingConfig, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: AveragingConfig,
+        world: World,
+        *,
+        count_sum: Callable[[int, int], None] | None = None,
+    ) -> None:
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise TrainerConfigError(
                 f"average_every={config.average_every} does not work with a model under {type(model).__name__}, which "
@@ -61,6 +70,7 @@ class PeriodicAverager:
         self._optimizer = optimizer
         self._config = config
         self._world = world
+        self._count_sum = count_sum
         self._node_group: dist.ProcessGroup | None = None
         if config.node_every is not None:
             width = world.local_world_size
@@ -122,6 +132,8 @@ class PeriodicAverager:
             flat = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in members])
             floating = flat.is_floating_point()
             dist.all_reduce(flat, op=dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX, group=group)
+            if self._count_sum is not None:
+                self._count_sum(flat.nbytes, ranks)
             if floating:
                 flat /= ranks
             for tensor, mean in zip(members, torch.split(flat, [one.numel() for one in members]), strict=True):

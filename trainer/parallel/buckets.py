@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
@@ -13,20 +13,28 @@ from torch.nn.parallel import DistributedDataParallel
 class _SumOfParameters(nn.Module):
     """Stands in for the model: every parameter gets a gradient of zeros, the last parameter first."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], sparse: Collection[nn.Parameter]) -> None:
         super().__init__()
         self._listed = tuple(parameters)  # in a tuple, so that they are not registered again
+        self._sparse = {id(parameter) for parameter in sparse}
+        self._first_row = torch.zeros(1, dtype=torch.int64, device=self._listed[0].device)
 
     def forward(self) -> Tensor:
         total = torch.zeros((), device=self._listed[0].device)
         for parameter in self._listed:
             # One element keeps the sum small; nodes made later run earlier in backward.
-            total = total + 0.0 * parameter.reshape(-1)[:1].sum().to(total.dtype)
+            if id(parameter) in self._sparse:
+                part = nn.functional.embedding(self._first_row, parameter, sparse=True)
+            else:
+                part = parameter.reshape(-1)[:1]
+            total = total + 0.0 * part.sum().to(total.dtype)
         return total
 
 
-def settle_buckets(model: DistributedDataParallel) -> None:
+def settle_buckets(model: DistributedDataParallel, sparse: Collection[nn.Parameter] = ()) -> None:
     """Have DDP lay out its buckets now, in reverse order of the parameters; a collective.
+
+    ``sparse`` are the parameters whose gradients are sparse tensors.
 
     DDP regroups its buckets after its first backward pass, by the order in which gradients arrived. Where an element
     lies in a bucket decides in which order a ring adds up the ranks' values, so on three ranks or more a run that
@@ -36,7 +44,7 @@ def settle_buckets(model: DistributedDataParallel) -> None:
     bare = cast(nn.Module, model.module)
     trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
     shares_buffers, model.broadcast_buffers = model.broadcast_buffers, False  # the stand-in has none
-    model.module = _SumOfParameters(trained)
+    model.module = _SumOfParameters(trained, sparse)
     try:
         model().backward()
         model()  # DDP regroups at the beginning of the next forward pass

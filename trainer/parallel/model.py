@@ -20,7 +20,15 @@ from ..options import check_choice, check_range, suggest
 from ..ranks.world import World
 from .buckets import settle_buckets
 from .buffers import share_buffers, synchronise_batch_norms
-from .precision import PrecisionConfig, build_sharding_policy, check_master_weights
+from .entry import EngineEntry
+from .limits import check_exchangeable, check_optimizer, keep_ties, list_sparse
+from .precision import (
+    PrecisionConfig,
+    build_norm_policy,
+    build_sharding_policy,
+    check_master_weights,
+    list_batch_norms,
+)
 from .usage import ModuleOrder, ParameterUsage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -75,7 +83,8 @@ class ParallelModel:
     """A model spread over the ranks, and when its gradients are exchanged.
 
     ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is all PyTorch's.
-    Without ``exchange`` each rank trains its own copy, with the same initial weights.
+    Without ``exchange`` each rank trains its own copy, with the same initial weights. ``scheme`` is the compression
+    of the gradients.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class ParallelModel:
         world: World,
         *,
         exchange: bool = True,
+        scheme: str = "none",
     ) -> None:
         check_trainable(model)
         check_master_weights(model)
@@ -93,6 +103,7 @@ class ParallelModel:
         self.world = world
         self.inner = model
         self.exchanges = exchange and world.world_size > 1
+        check_exchangeable(model, config.zero, scheme, world)
         model.to(world.device)
         if config.sync_batchnorm:
             synchronise_batch_norms(model, world)
@@ -106,6 +117,7 @@ class ParallelModel:
         else:
             _copy_from_first_rank(model, world)
             self.module = model
+        self._entry = EngineEntry(self.module, model, may_be_unused=config.unused_parameters)
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         if config.zero:
@@ -131,7 +143,9 @@ class ParallelModel:
                     f"optimizer is a function that returned a {type(made).__name__}, not a torch.optim.Optimizer; give "
                     "one from parameters to an optimizer"
                 )
+            check_optimizer(made, self.config.zero)
             return made
+        check_optimizer(optimizer, self.config.zero)
         if optimizer.state and self.is_sharded:
             raise TrainerConfigError(
                 f"optimizer={type(optimizer).__name__} has made updates already, and parallel.zero={self.config.zero} "
@@ -173,10 +187,11 @@ class ParallelModel:
 
     @contextmanager
     def watched_forward(self) -> Iterator[None]:
-        """What a forward runs in, so that ranks which run different sharded modules are found."""
+        """What a loss runs in, so that one that goes around forward, or runs other modules on other ranks, is found."""
         if self.order is not None:
             self.order.begin_forward()
-        yield
+        with self._entry.watched():
+            yield
         if self.order is not None:
             self.order.end_forward()
 
@@ -188,6 +203,10 @@ class ParallelModel:
         """Raise a TrainerError, on every rank, where ranks ran different sharded modules."""
         if self.order is not None:
             self.order.check(total, total_of_squares)
+
+    def check_gradients(self) -> None:
+        """Raise a TrainerConfigError where DDP waits for a gradient that did not come."""
+        self._entry.check_gradients()
 
     def used_flags(self) -> torch.Tensor:
         """(n,) float64: which parameters this rank used, where the model is sharded; empty elsewhere."""
@@ -273,12 +292,13 @@ def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> Distri
         find_unused_parameters=config.unused_parameters,
     )
     if not config.unused_parameters:  # with them DDP keeps its first layout
-        settle_buckets(replicated)
+        settle_buckets(replicated, list_sparse(model).values())
     return replicated
 
 
 def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, world: World) -> nn.Module:
     blocks = [block for block in find_blocks(model, config.blocks, "parallel.blocks") if block is not model]
+    blocks = keep_ties(model, blocks)
     arguments: dict[str, Any] = {
         "mesh": _build_mesh(config, world),
         "reshard_after_forward": config.zero == 3,
@@ -287,10 +307,14 @@ def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig,
         if config.cpu_offload
         else OffloadPolicy(),
     }
-    for block in reversed(blocks):
+    apart = [] if precision.dtype == "fp32" else keep_ties(model, list_batch_norms(model))
+    for norm in apart:
+        fully_shard(norm, **(arguments | {"mp_policy": build_norm_policy(precision)}))
+    for block in reversed([block for block in blocks if block not in apart]):
         fully_shard(block, **arguments)
     fully_shard(model, **arguments)
-    sharded = list(_sharded_modules(model))
+    # Batch norms are small: gathering each ahead of its time would only cost calls.
+    sharded = [module for module in _sharded_modules(model) if module not in apart]
     if config.overlap:
         for module, following in pairwise(sharded[1:]):
             module.set_modules_to_forward_prefetch([following])

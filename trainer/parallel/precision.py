@@ -72,6 +72,23 @@ def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=_DTYPES[config.reduce_dtype])
 
 
+def list_batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules with running statistics and weights, which torch wants in one format, below the model itself."""
+    return [
+        module
+        for module in model.modules()
+        if module is not model
+        and isinstance(module, torch.nn.modules.batchnorm._NormBase)
+        and module.track_running_stats
+        and module.affine
+    ]
+
+
+def build_norm_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
+    """The policy of a sharded batch norm: as autocast has it, fp32 weights and statistics on any input."""
+    return MixedPrecisionPolicy(reduce_dtype=_DTYPES[config.reduce_dtype])
+
+
 def compute_context(config: PrecisionConfig, device: torch.device, *, sharded: bool) -> AbstractContextManager[Any]:
     """The context of forward: autocast for whole weights; nothing for sharded ones, whose policy casts them."""
     if config.dtype == "fp32" or sharded:
@@ -131,5 +148,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a sharded tensor, sharing its memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's shard, or a sparse tensor's values, sharing the memory; any other tensor as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor._values() if tensor.is_sparse else tensor

@@ -127,10 +127,11 @@ def test_sharded_gradients_are_reduced_in_fewer_bytes() -> None:
     results = run_ranks(_shard_and_converge, 2)[0]
     plain_accuracy, plain = results["none"]
     assert plain.wire_bytes == plain.plain_bytes > 0
-    for scheme, least in (("bf16", 0.499), ("fp16", 0.499), ("int8", 0.74)):
+    # Gloo's reduce-scatter sends what an all-reduce sends; int8 goes through an all-to-all, which does not.
+    for scheme, least, most in (("bf16", 0.499, 0.501), ("fp16", 0.499, 0.501), ("int8", 0.87, 0.876)):
         accuracy, stats = results[scheme]
         assert accuracy >= plain_accuracy - 0.01, scheme
-        assert least <= saved_share(stats) <= 0.751
+        assert least <= saved_share(stats) <= most
 
 
 def _resume(world: World, scheme: str, zero: int) -> tuple[bool, bool, int]:

@@ -1,0 +1,87 @@
+"""Whether the loss goes through the engine's forward, and whether every parameter then gets its gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import TrainerConfigError
+
+
+class EngineEntry:
+    """Watches the losses of a model under DDP or ``fully_shard``; does nothing for any other.
+
+    Both engines exchange gradients, and weights, only where their own forward runs. Mutable state: whether it
+    ran, until the first loss is through.
+    """
+
+    def __init__(self, module: nn.Module, inner: nn.Module, *, may_be_unused: bool) -> None:
+        self._module, self._inner = module, inner
+        self._is_watched = isinstance(module, DistributedDataParallel | FSDPModule)
+        self._entered = False
+        self._needed: list[tuple[str, nn.Parameter]] = []
+        if isinstance(module, DistributedDataParallel) and not may_be_unused:
+            self._needed = [(name, one) for name, one in inner.named_parameters() if one.requires_grad]
+        if self._is_watched:
+            self._hook = module.register_forward_pre_hook(torch._dynamo.disable(self._enter), prepend=True)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What a loss runs in.
+
+        Raises:
+            TrainerConfigError: it goes around forward; or, in torch's words, a parameter had no gradient before.
+        """
+        if not self._is_watched:
+            yield
+            return
+        try:
+            yield
+        except AttributeError as exc:
+            if exc.obj is self._module and exc.name is not None and hasattr(self._inner, exc.name):
+                raise self._refusal(f"takes {exc.name!r} of the model") from exc
+            raise
+        except RuntimeError as exc:
+            if not self._entered:
+                raise self._refusal("computes without calling the model") from exc
+            if self._needed and "finished reduction in the prior iteration" in str(exc):
+                raise _name_unused(self._find_unused(str(exc))) from exc
+            raise
+        if not self._entered:
+            raise self._refusal("computes without calling the model")
+        self._hook.remove()
+
+    def check_gradients(self) -> None:
+        """Raise a TrainerConfigError where a parameter that DDP waits for has no gradient after backward."""
+        if any(one.grad is None for _, one in self._needed):
+            raise _name_unused([name for name, one in self._needed if one.grad is None])
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self._entered = True
+
+    def _refusal(self, what: str) -> TrainerConfigError:
+        engine = "DistributedDataParallel" if isinstance(self._module, DistributedDataParallel) else "fully_shard"
+        return TrainerConfigError(
+            f"the loss function {what}, which is under {engine}: gradients would not be exchanged, which happens in "
+            "forward only; call model(...), and let forward call the method"
+        )
+
+    def _find_unused(self, message: str) -> list[str]:
+        """The names behind the numbers in torch's message, or torch's own names where its debug level shows them."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        numbers = [int(number) for number in found.group(1).split()] if found else []
+        return [self._needed[number][0] for number in numbers if number < len(self._needed)]
+
+
+def _name_unused(names: list[str]) -> TrainerConfigError:
+    return TrainerConfigError(
+        f"the parameters {', '.join(names) or '(unknown)'} got no gradient in a step, and the ranks wait for it; set "
+        "parallel.unused_parameters=True, or freeze them with requires_grad_(False)"
+    )

@@ -1,0 +1,101 @@
+"""What torch's engines cannot take, refused by name before the first step; and weights tied across blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..errors import TrainerConfigError
+from ..ranks.world import World
+
+_NOT_ON_SHARDS = (torch.optim.Adafactor, torch.optim.Rprop)
+
+
+def list_sparse(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of embeddings with sparse gradients, by the name of the embedding."""
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    }
+
+
+def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -> None:
+    """Refuse parameters whose gradients cannot be sharded, or compressed, as this run would do it."""
+    key = f"parallel.zero={zero}" if zero else f"compression.scheme={scheme!r}"
+    for name in list_sparse(model):
+        if zero or (scheme != "none" and world.world_size > 1):
+            cure = "parallel.zero=0" if zero else "compression.scheme='none'"
+            raise TrainerConfigError(
+                f"{key} cannot exchange the sparse gradients of embedding {name!r}; build it with sparse=False, or use "
+                f"{cure}"
+            )
+    for name, parameter in model.named_parameters():
+        if zero and not parameter.ndim:
+            raise TrainerConfigError(
+                f"{key}: parameter {name!r} has no dimension to shard; give it shape (1,), as torch.ones(1), or use "
+                "parallel.zero=0"
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, zero: int) -> None:
+    """Refuse optimizers that are known not to work, with shards or at all."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainerConfigError(
+            f"optimizer={name} evaluates the loss several times in a step, and the trainer does so once; use another, "
+            "such as AdamW"
+        )
+    if zero and isinstance(optimizer, _NOT_ON_SHARDS):
+        raise TrainerConfigError(
+            f"optimizer={name} cannot update the shards that parallel.zero={zero} keeps; use another, such as AdamW, "
+            "or parallel.zero=0"
+        )
+    if zero and isinstance(optimizer, torch.optim.SparseAdam):
+        raise TrainerConfigError(
+            f"optimizer={name} takes sparse gradients only, and parallel.zero={zero} makes dense ones; use AdamW, or "
+            "parallel.zero=0"
+        )
+
+
+@contextmanager
+def named_if_it_fails(optimizer: torch.optim.Optimizer, zero: int) -> Iterator[None]:
+    """Turn torch's error about an operation that shards do not have into one that names the optimizer."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as exc:
+        if not zero or not any(sign in str(exc) for sign in ("Sharding propagation", "DTensor", "sharding strategy")):
+            raise
+        raise TrainerConfigError(
+            f"optimizer={type(optimizer).__name__} does what torch cannot do with the shards that parallel.zero={zero} "
+            f"keeps; use another, such as AdamW, or parallel.zero=0. Torch says: {str(exc).splitlines()[0]}"
+        ) from exc
+
+
+def keep_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that can be sharded one by one: without those that share a weight with what is outside of them.
+
+    A weight can be in one shard only, so such blocks are sharded with what surrounds them.
+    """
+    kept = list(dict.fromkeys(blocks))
+    while True:
+        owners: dict[nn.Parameter, dict[int, nn.Module]] = {}
+        _collect_owners(model, model, {id(block) for block in kept}, owners)
+        tied = {key for found in owners.values() if len(found) > 1 for key in found}
+        remaining = [block for block in kept if id(block) not in tied]
+        if len(remaining) == len(kept):
+            return kept
+        kept = remaining
+
+
+def _collect_owners(
+    module: nn.Module, owner: nn.Module, blocks: set[int], owners: dict[nn.Parameter, dict[int, nn.Module]]
+) -> None:
+    owner = module if id(module) in blocks else owner
+    for parameter in module.parameters(recurse=False):
+        owners.setdefault(parameter, {})[id(owner)] = owner
+    for child in module.children():
+        _collect_owners(child, owner, blocks, owners)
