@@ -314,7 +314,8 @@ def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig,
         fully_shard(block, **arguments)
     fully_shard(model, **arguments)
     # Batch norms are small: gathering each ahead of its time would only cost calls.
-    sharded = [module for module in _sharded_modules(model) if module not in apart]
+    norms = set(map(id, apart))
+    sharded = [module for module in _sharded_modules(model) if id(module) not in norms]
     if config.overlap:
         for module, following in pairwise(sharded[1:]):
             module.set_modules_to_forward_prefetch([following])

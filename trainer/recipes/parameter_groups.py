@@ -64,8 +64,8 @@ def freeze_parameters(model: nn.Module, groups: Sequence[ParameterGroup]) -> Non
                     f"{', '.join(names[:_SHOWN])}{more}"
                 )
     for name, parameter in model.named_parameters():
-        group = _group_of(name, groups)
-        if group is not None and group.freeze:
+        found = _group_of(name, groups)
+        if found is not None and found.freeze:
             parameter.requires_grad_(False)
     if names and not any(parameter.requires_grad for parameter in model.parameters()):
         keys = ", ".join(group.key for group in groups if group.freeze)
