@@ -59,7 +59,15 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what killed saves left behind and return its names; whole checkpoints and foreign files stay."""
+    """Delete what killed saves left behind and return its names; whole checkpoints and foreign files stay.
+
+    A step whose replacement was interrupted between two renames is brought back first: the new save if it is whole,
+    else the old one.
+    """
+    for replaced in folder.glob("step-*.replaced.tmp"):
+        final = replaced.with_name(replaced.name.removesuffix(".replaced.tmp"))
+        if not final.exists():
+            _finish_replacement(final, replaced)
     leftovers = [path for path in folder.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)]
     for path in leftovers:
         if path.is_dir():
@@ -67,6 +75,21 @@ def remove_leftovers(folder: Path) -> list[str]:
         else:
             path.unlink()
     return sorted(path.name for path in leftovers)
+
+
+def _finish_replacement(final: Path, replaced: Path) -> None:
+    for candidate in (final.with_name(f"{final.name}.tmp"), replaced):
+        if _is_whole(candidate):
+            candidate.rename(final)
+            sync_folder(final.parent)
+            return
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return not find_damage(folder, read_manifest(folder))
+    except CheckpointError:
+        return False
 
 
 def probe_folder(folder: Path) -> None:
