@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .checkpoint.checkpointer import CheckpointConfig
+from .checkpoint.config import CheckpointConfig
 from .compression.compression import CompressionConfig
 from .errors import TrainerConfigError
 from .evaluate import EvaluateConfig, good_end

@@ -263,6 +263,7 @@ class DistributedTrainer:
         if self._checkpointer is None:
             return
         found = self._checkpointer.load_newest(self.parallel.inner, self.optimizer)
+        self._note_checkpoints()
         for step, damage in self._checkpointer.passed_over.items():
             self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
         if found is None:
@@ -275,6 +276,10 @@ class DistributedTrainer:
         self._recorder.note(
             f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
         )
+
+    def _note_checkpoints(self) -> None:
+        for note in self._checkpointer.take_notes() if self._checkpointer is not None else ():
+            self._recorder.note(note)
 
     def _name_module(self) -> dict[str, str]:
         return self.parallel.activity()  # made after the guard

@@ -12,11 +12,9 @@ import logging
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, TrainerConfigError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
+from .config import CheckpointConfig
 from .folder import (
     EXTRA_NAME,
     FileSeal,
@@ -46,6 +45,7 @@ from .folder import (
     write_manifest,
     write_text_durably,
 )
+from .lock import FolderLock
 from .state import estimate_bytes, export_safetensors, gather_state, restore_rank_state, restore_state
 
 __all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
@@ -53,54 +53,16 @@ __all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints go, how often they are written, and which are kept."""
-
-    folder: str = "checkpoints"
-    """Folder that all ranks share, inside output_dir unless it is absolute."""
-
-    every_steps: int = 0
-    """Steps between checkpoints; 0: only when asked to."""
-
-    keep_last: int = 3
-    """How many of the newest checkpoints to keep."""
-
-    keep_best: int = 0
-    """How many of those with the best metric to keep as well."""
-
-    best: Literal["max", "min"] | None = None
-    """Which end of the metric is good; none: known by the metric's name."""
-
-    background: bool = True
-    """Write while training goes on."""
-
-    def __post_init__(self) -> None:
-        scheme = urlsplit(str(self.folder)).scheme
-        if not str(self.folder) or scheme:
-            raise TrainerConfigError(
-                f"checkpoint.folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
-                "all ranks share: give a path, or mount the store"
-            )
-        if self.every_steps < 0:
-            raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
-        if self.keep_last < 1:
-            raise TrainerConfigError(f"checkpoint.keep_last={self.keep_last} must be 1 or more")
-        if self.keep_best < 0:
-            raise TrainerConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 or more")
-        if self.best not in ("max", "min", None):
-            raise TrainerConfigError(f"checkpoint.best={self.best!r} must be 'max' or 'min'")
-
-
 class Checkpointer:
     """Saves and restores training; making, saving, loading and closing are collectives of all ranks.
 
-    All mutable state: the staging buffers, the one save that may be under way with its thread and error, and the steps
-    known to be damaged. A save first copies the state, after which training may continue; then a thread writes it: each
-    rank its shards, rank 0 the manifest with the checksum of every file, then the rename that makes it valid.
+    All mutable state: the lock on the folder (rank 0's), the staging buffers, the one save that may be under way with
+    its thread and error, the steps known to be damaged, and the notes. A save first copies the state, after which
+    training may continue; then a thread writes it: each rank its shards, rank 0 the manifest with the checksum of every
+    file, then the rename that makes it valid.
 
     Raises:
-        CheckpointError: the folder is read-only, full, or not the same one on every rank.
+        CheckpointError: the folder is read-only, full, of another run, or not the same one on every rank.
     """
 
     def __init__(self, config: CheckpointConfig, world: World) -> None:
@@ -121,12 +83,13 @@ class Checkpointer:
         self._failure: Exception | None = None
         self._current_step: int | None = None
         self._closed = False
+        self._lock: FolderLock | None = None
+        self._notes: list[str] = []
         try:
             self._open_folder()
         except CheckpointError:
             self._closed = True
-            self._stager.close()
-            self._control.close()
+            self._release()
             raise
 
     def check_room(self, model: nn.Module) -> None:
@@ -240,8 +203,18 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._stager.close()
-            self._control.close()
+            self._release()
+
+    def take_notes(self) -> list[str]:
+        """Return, once, what people should know and what stops nothing."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _release(self) -> None:
+        self._stager.close()
+        self._control.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -252,11 +225,14 @@ class Checkpointer:
         self.close()
 
     def _open_folder(self) -> None:
-        """Probe and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
+        """Probe, lock and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
         token = self.folder / ".probe-ranks.tmp"
 
         def prepare() -> list[str]:
             probe_folder(self.folder)
+            self._lock = FolderLock(self.folder)
+            if self._lock.note:
+                self._notes.append(self._lock.note)
             leftovers = remove_leftovers(self.folder)
             token.touch()
             return leftovers

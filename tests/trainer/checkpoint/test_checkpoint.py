@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.trainer.checkpoint.checkpointer import CheckpointConfig, Checkpointer, export_safetensors
 from penstock.trainer.checkpoint.folder import choose_kept, list_steps, read_manifest
+from penstock.trainer.checkpoint.lock import LOCK_NAME
 from penstock.trainer.errors import CheckpointError, CheckpointMismatchError, TrainerConfigError
 from penstock.trainer.ranks.world import World
 
@@ -123,7 +124,7 @@ def test_state_survives_other_world_sizes_and_zero_stages(tmp_path: Path) -> Non
         assert owns == ([{"owed": [0.0]}, {"owed": [1.0]}] if step == 4 else [{}] * ranks)
         before = saved
     assert own == {"owed": [0.0]}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-5"]
 
 
 # --- damage ---
@@ -392,7 +393,7 @@ def _save_on_a_full_disk(world: World, folder: str) -> Any:
         except CheckpointError as exc:
             message = str(exc)
         dist.barrier()  # rank 0 tidies up
-        left = sorted(path.name for path in Path(folder).iterdir())
+        left = sorted(path.name for path in Path(folder).glob("step-*"))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         checkpoints.save(3, net, optimizer, {}, blocking=True)
     return message, left
@@ -447,7 +448,7 @@ def test_leftovers_of_killed_saves_are_removed_and_foreign_files_stay(alone: Wor
     for name in ("step-7.tmp", "step-3.replaced.tmp", "step-2.removed.tmp", "notes", "my.tmp"):
         (tmp_path / name).mkdir()
     Checkpointer(CheckpointConfig(folder=tmp_path), alone).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["my.tmp", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK_NAME, "my.tmp", "notes"]
 
 
 # --- export ---
