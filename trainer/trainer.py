@@ -352,6 +352,7 @@ class DistributedTrainer:
                     metric=metric,
                     rank_state=self.compression.state_dict(),
                 )
+        self._note_checkpoints()
         if is_new:
             is_written = blocking or not self.config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
@@ -370,6 +371,7 @@ class DistributedTrainer:
             self._recorder.note(f"asked to stop: saved after step {self.progress.step}")
 
     def _record_steps(self) -> None:
+        self._note_checkpoints()
         self._recorder.record_steps(
             {
                 "rate": self.schedule.rate,

@@ -9,44 +9,33 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, TrainerConfigError
+from ..errors import CheckpointError, CheckpointRoomError, TrainerConfigError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .config import CheckpointConfig
 from .folder import (
     EXTRA_NAME,
-    FileSeal,
-    Manifest,
-    check_room,
     find_damage,
     list_steps,
     probe_folder,
-    prune_folder,
-    publish_folder,
     read_manifest,
     remove_leftovers,
-    seal_file,
     step_folder,
-    write_manifest,
-    write_text_durably,
 )
 from .lock import FolderLock
+from .room import check_room
 from .state import estimate_bytes, export_safetensors, gather_state, restore_rank_state, restore_state
+from .writer import CheckpointWriter, Snapshot
 
 __all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 
@@ -77,6 +66,7 @@ class Checkpointer:
             )
         self._world = world
         self._control = ControlGroup(world)
+        self._writer = CheckpointWriter(config, world, self._control)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
         self._thread: threading.Thread | None = None
@@ -93,9 +83,9 @@ class Checkpointer:
             raise
 
     def check_room(self, model: nn.Module) -> None:
-        """Raise a CheckpointError, on every rank, if the disk cannot hold one checkpoint of the model."""
-        needed_bytes = estimate_bytes(model)
-        self._control.decide("no room", lambda: check_room(self.folder, needed_bytes))
+        """Raise a CheckpointRoomError, on every rank, if the disk cannot hold the checkpoints that are to be kept."""
+        one_bytes, kept = estimate_bytes(model), self.config.keep_last + self.config.keep_best
+        self._control.decide("no room", lambda: check_room(self.folder, one_bytes, kept=kept))
 
     def save(
         self,
@@ -113,12 +103,15 @@ class Checkpointer:
         ``extra`` is JSON, the same on every rank and for any world (loader, schedule, scaler); rank 0's is kept.
         ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size. A save
         that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
-        is a metric to add; returns whether there was something to save.
+        is a metric to add; returns whether there was something to save, and nothing has failed so far.
+
+        On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, a save that is not
+        ``blocking`` leaves a note, so that training can go on.
 
         Raises:
             CheckpointError: the state cannot be written, or the save before this one failed.
         """
-        self.wait()
+        self._settle()
         if step == self._current_step and metric is None:
             return False
         if step < 0:
@@ -136,9 +129,9 @@ class Checkpointer:
             target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint", daemon=True
         )
         self._thread.start()
-        if blocking or not self.config.background:
+        if blocking:
             self.wait()
-        return True
+        return blocking or self.config.background or self._settle()
 
     def load_newest(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
@@ -195,6 +188,15 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
+    def _settle(self) -> bool:
+        """Wait like ``wait``, but only note it if the disk was full; returns whether all is well."""
+        try:
+            self.wait()
+        except CheckpointRoomError as exc:
+            self._notes.append(f"{exc}; training goes on, and the next save tries again")
+            return False
+        return True
+
     def close(self) -> None:
         """Finish the save that is under way and release thread, buffers and group; closing twice is allowed."""
         if self._closed:
@@ -207,8 +209,7 @@ class Checkpointer:
 
     def take_notes(self) -> list[str]:
         """Return, once, what people should know and what stops nothing."""
-        notes, self._notes = self._notes, []
-        return notes
+        return [self._notes.pop(0) for _ in range(len(self._notes))]
 
     def _release(self) -> None:
         self._stager.close()
@@ -250,7 +251,8 @@ class Checkpointer:
 
     def _write(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
         try:
-            self._write_and_publish(step, staged, extra_text, metric)
+            saved = Snapshot(step=step, state=staged, extra_text=extra_text, metric=metric)
+            self._writer.write(saved, damaged=set(self.passed_over) - {step}, note=self._notes.append)
             self._current_step = step
             self.passed_over.pop(step, None)
         except CheckpointError as exc:
@@ -259,58 +261,6 @@ class Checkpointer:
             failure = CheckpointError(f"step {step} could not be saved to {self.folder}: {exc}")
             failure.__cause__ = exc
             self._failure = failure
-
-    def _write_and_publish(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
-        final = step_folder(self.folder, step)
-        partial = final.with_name(f"{final.name}.tmp")
-
-        def prepare() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            write_text_durably(partial / EXTRA_NAME, extra_text)
-
-        def publish() -> None:
-            rank0_files = {name: seal_file(partial / name) for name in (EXTRA_NAME, ".metadata")}
-            files = {name: seal for share in seals for name, seal in share.items()} | rank0_files
-            write_manifest(
-                partial,
-                Manifest(
-                    step=step,
-                    world_size=self._world.world_size,
-                    metric=metric,
-                    torch_version=str(torch.__version__),
-                    files=files,
-                ),
-            )
-            publish_folder(partial, final)
-            prune_folder(
-                self.folder,
-                keep_last=self.config.keep_last,
-                keep_best=self.config.keep_best,
-                best=self.config.best,
-                damaged=set(self.passed_over) - {step},
-            )
-
-        def seal_shards() -> dict[str, FileSeal]:
-            return {path.name: seal_file(path) for path in partial.glob(f"__{self._world.rank}_*")}
-
-        what = f"step {step} could not be saved to {self.folder}"
-        try:
-            self._control.decide(what, prepare)
-            self._save_shards(what, staged, partial)
-            seals = self._control.gather(what, seal_shards)
-            self._control.decide(what, publish)
-        except Exception:
-            if self._world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def _save_shards(self, what: str, staged: dict[str, Any], partial: Path) -> None:
-        try:
-            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._control.group)
-        except CheckpointException as exc:  # a BaseException, which holds the errors by rank
-            causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
-            raise CheckpointError(f"{what}: {causes}") from exc
 
     def _verify(self, step: int) -> str:
         """Check the files of a checkpoint, a share on each rank, and return what is wrong, the same on every rank."""

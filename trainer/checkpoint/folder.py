@@ -19,6 +19,7 @@ import xxhash
 
 from ...storage.files import sync_folder, write_whole
 from ..errors import CheckpointError
+from .traffic import TRAFFIC
 
 MANIFEST_NAME = "manifest.json"
 EXTRA_NAME = "extra.json"
@@ -113,16 +114,6 @@ def probe_folder(folder: Path) -> None:
         ) from exc
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raise a CheckpointError where the disk under the folder has less than ``needed_bytes`` free."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise CheckpointError(
-            f"a checkpoint takes about {needed_bytes / 1e6:.1f} MB, but {folder} has {free_bytes / 1e6:.1f} MB free; "
-            "make room, or give another folder"
-        )
-
-
 def seal_file(path: Path) -> FileSeal:
     """Read the file and return its size and checksum; the hash runs outside the interpreter lock."""
     digest = xxhash.xxh3_64()
@@ -131,6 +122,7 @@ def seal_file(path: Path) -> FileSeal:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             size += len(block)
+            TRAFFIC.add(len(block))
     return FileSeal(size=size, xxh3=digest.hexdigest())
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..parallel.precision import local_part
 from .folder import find_damage, read_manifest
+from .traffic import open_reader
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
 _NAMED_DIFFERENCES = 5
@@ -57,7 +57,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = open_reader(folder).read_metadata()
     saved = metadata.state_dict_metadata
     model_state = get_model_state_dict(model)
     optimizer_state = _describe_optimizer(model, optimizer)
@@ -80,7 +80,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
 
 def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
     """Return the tensors that this rank alone put into the checkpoint, on the CPU."""
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = open_reader(folder).read_metadata()
     prefix = f"{RANKS}.{rank}."
     names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
     tensors = {name: _allocate(metadata, prefix + name) for name in names}
@@ -90,7 +90,7 @@ def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
 
 def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
     """Fill the tensors of ``state`` in place, and replace its other values, from a checkpoint in the folder."""
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    reader, planner = open_reader(folder), DefaultLoadPlanner()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
@@ -115,7 +115,7 @@ def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
     manifest = read_manifest(folder)
     if damage := find_damage(folder, manifest):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}; export another checkpoint")
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = open_reader(folder).read_metadata()
     prefix = f"{MODEL}."
     keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
     tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
