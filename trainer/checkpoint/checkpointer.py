@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -39,6 +39,7 @@ from .writer import CheckpointWriter, Snapshot
 
 __all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -73,6 +74,7 @@ class Checkpointer:
         self._failure: Exception | None = None
         self._current_step: int | None = None
         self._closed = False
+        self.entered: Callable[[str], None] = lambda phase: None
         self._lock: FolderLock | None = None
         self._notes: list[str] = []
         try:
@@ -266,6 +268,7 @@ class Checkpointer:
         """Check the files of a checkpoint, a share on each rank, and return what is wrong, the same on every rank."""
         folder = step_folder(self.folder, step)
 
+        @self._reading
         def check() -> list[str]:
             try:
                 manifest = read_manifest(folder)
@@ -279,5 +282,18 @@ class Checkpointer:
     def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         folder = step_folder(self.folder, step)
         what = f"{folder} cannot be loaded"
-        self.changed_settings = self._control.gather(what, lambda: restore_state(folder, model, optimizer))[0]
+        restore = self._reading(lambda: restore_state(folder, model, optimizer))
+        self.changed_settings = self._control.gather(what, restore)[0]
         return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
+
+    def _reading(self, work: Callable[[], T]) -> Callable[[], T]:
+        """The work, announced as one that this rank does alone."""
+
+        def announced() -> T:
+            self.entered("read checkpoint")
+            try:
+                return work()
+            finally:
+                self.entered("resume")
+
+        return announced
