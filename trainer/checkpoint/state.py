@@ -27,6 +27,13 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..parallel.precision import local_part
 from .folder import find_damage, read_manifest
+from .readable import (
+    expect_extra_state,
+    pack_extra_state,
+    refuse_unreadable_keys,
+    refuse_unreadable_values,
+    unpack_extra_state,
+)
 from .traffic import open_reader
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
@@ -39,10 +46,16 @@ def gather_state(
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
     An optimizer that has not stepped yet is described by zeros, and left unchanged.
+
+    Raises:
+        CheckpointError: something in it could not be read back.
     """
+    refuse_unreadable_keys(optimizer)
+    described = _describe_optimizer(model, optimizer)
+    refuse_unreadable_values(optimizer, described["state"])
     return {
-        MODEL: get_model_state_dict(model),
-        OPTIMIZER: _describe_optimizer(model, optimizer),
+        MODEL: pack_extra_state(get_model_state_dict(model)),
+        OPTIMIZER: described,
         RANKS: {str(rank): dict(rank_state or {})},
     }
 
@@ -59,7 +72,8 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     """
     metadata = open_reader(folder).read_metadata()
     saved = metadata.state_dict_metadata
-    model_state = get_model_state_dict(model)
+    model_state = dict(get_model_state_dict(model))
+    expect_extra_state(model_state, {key: saved.get(f"{MODEL}.{key}") for key in model_state})
     optimizer_state = _describe_optimizer(model, optimizer)
     never_stepped = _drop_unsaved(optimizer_state, saved)
     wanted = {f"{MODEL}.{key}": value for key, value in model_state.items()}
@@ -70,6 +84,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
 
     read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
+    unpack_extra_state(model_state)
     optimizer_state["state"].update(never_stepped)
     given = [_settings_of(group, optimizer) for group in optimizer.param_groups]
     set_model_state_dict(model, model_state)
