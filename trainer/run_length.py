@@ -46,8 +46,18 @@ def count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: It
     """Steps of the whole run, or None if that is unknown and nothing needs it.
 
     Raises:
-        TrainerConfigError: a schedule that ends at the last step, which is unknown.
+        TrainerConfigError: a schedule that ends at the last step, which is unknown; or a warm-up longer than the run.
     """
+    steps = _count_steps(config, batches_per_epoch, loader)
+    if steps is not None and config.schedule.warmup_steps > steps:
+        raise TrainerConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of the run, which "
+            f"would never reach the optimizer's rate; give schedule.warmup_steps={steps} at most, or train longer"
+        )
+    return steps
+
+
+def _count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: Iterable[Any]) -> int | None:
     if config.epochs is None:
         return config.steps
     if batches_per_epoch is None:
