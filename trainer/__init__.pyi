@@ -1,12 +1,13 @@
 """What ``penstock.trainer`` exports, imported when it is first used; names are added here alone."""
 
 from .arrays import ArrayLoader as ArrayLoader
-from .checkpoint.checkpointer import CheckpointConfig as CheckpointConfig
+from .checkpoint.config import CheckpointConfig as CheckpointConfig
 from .checkpoint.state import export_safetensors as export_safetensors
 from .compression.compression import CompressionConfig as CompressionConfig
 from .config import TrainerConfig as TrainerConfig
 from .errors import CheckpointError as CheckpointError
 from .errors import CheckpointMismatchError as CheckpointMismatchError
+from .errors import CheckpointRoomError as CheckpointRoomError
 from .errors import CompressionError as CompressionError
 from .errors import NonFiniteLossError as NonFiniteLossError
 from .errors import RecipeError as RecipeError

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .checkpoint.checkpointer import CheckpointConfig
+from .checkpoint.config import CheckpointConfig
 from .compression.compression import CompressionConfig
 from .errors import TrainerConfigError
 from .evaluate import EvaluateConfig, good_end
@@ -18,6 +19,8 @@ from .report.observers import ReportConfig
 from .schedule import ScheduleConfig
 from .shares import check_speed_shares
 from .step import StepConfig
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib leaves one slash of two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,11 @@ class TrainerConfig:
         check_range("epochs", self.epochs, low=1)
         if self.steps is None and self.epochs is None:
             raise TrainerConfigError("neither steps nor epochs says when to stop; give one, as epochs=1")
+        if _URL.match(str(self.output_dir)):
+            raise TrainerConfigError(
+                f"output_dir={str(self.output_dir)!r} is not a path; metrics and checkpoints are written to a file "
+                "system: give a path, or mount the store"
+            )
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("shares", self.shares, ("equal", "auto"))
         check_range("shares_every", self.shares_every, low=1)

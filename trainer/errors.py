@@ -21,6 +21,10 @@ class CheckpointError(TrainerError):
     """A checkpoint cannot be written, read or trusted; the message names the folder, the cause and the cure."""
 
 
+class CheckpointRoomError(CheckpointError):
+    """The disk under the checkpoints, or a quota on it, is full or too small."""
+
+
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint is of another model or optimizer; the message names the first keys and shapes that differ."""
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import torch.distributed as dist
 
 from .ranks.world import World
 from .report.progress import Progress
 from .stopwatch import Stopwatch
 from .watch.stop_flag import StopFlag
-from .watch.watchdog import Activity, Watchdog
+from .watch.watchdog import Activity, Advance, Watchdog
 
 
 class Guard:
     """A stop flag and a watchdog while its context lasts; it may be entered again. Entering is a collective.
 
     The stopwatch tells the watchdog each phase of this rank, with its step and epoch; ``activities`` add details to the
-    phases that they are named for.
+    phases that they are named for, and ``progress_of`` tells how far those have come.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Guard:
         stall_timeout_s: float | None,
         report_folder: Path,
         activities: Mapping[str, Activity],
+        progress_of: Mapping[str, Advance],
     ) -> None:
         self._world = world
         self._progress = progress
@@ -38,6 +41,7 @@ class Guard:
         self._stall_timeout_s = stall_timeout_s
         self._report_folder = report_folder
         self._activities = activities
+        self._progress_of = progress_of
         self._flag: StopFlag | None = None
         self._stack = ExitStack()
 
@@ -49,12 +53,7 @@ class Guard:
         with ExitStack() as stack:
             flag = stack.enter_context(StopFlag())
             if self._stall_timeout_s is not None:
-                watchdog = Watchdog(self._world, self._stall_timeout_s, report_folder=self._report_folder)
-                stack.enter_context(watchdog)
-                progress, activities = self._progress, self._activities
-                self._stopwatch.entered = lambda name: watchdog.phase(
-                    name, step=progress.step, epoch=progress.epoch, activity=activities.get(name)
-                )
+                stack.enter_context(self._start_watchdog(self._stall_timeout_s))
             self._flag, self._stack = flag, stack.pop_all()
         return self
 
@@ -63,6 +62,41 @@ class Guard:
     ) -> None:
         self._flag, self._stopwatch.entered = None, None
         self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let the ranks watch each other, with signals left as they are; entering is a collective.
+
+        For what comes before training: a rank that fails or hangs there ends the others with its name.
+        """
+        if self._stall_timeout_s is None:
+            yield
+            return
+        watchdog = self._start_watchdog(self._stall_timeout_s)
+        try:
+            with watchdog if self._world.world_size > 1 else closing(watchdog):  # alone, there is nobody to tell
+                yield
+                self._wait_for_all()
+        finally:
+            self._stopwatch.entered = None
+
+    def _wait_for_all(self) -> None:
+        """Nobody stops watching before all are through."""
+        if self._world.world_size > 1:
+            self._stopwatch.enter("construction")
+            dist.all_gather_object([None] * self._world.world_size, None)
+
+    def _start_watchdog(self, stall_timeout_s: float) -> Watchdog:
+        watchdog = Watchdog(self._world, stall_timeout_s, report_folder=self._report_folder)
+        progress, activities, progress_of = self._progress, self._activities, self._progress_of
+        self._stopwatch.entered = lambda name: watchdog.phase(
+            name,
+            step=progress.step,
+            epoch=progress.epoch,
+            activity=activities.get(name),
+            progress=progress_of.get(name),
+        )
+        return watchdog
 
 
 def list_activities(loader: object, evaluation: object | None) -> dict[str, Activity]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -12,18 +12,24 @@ from .errors import TrainerConfigError
 from .ranks.world import World
 
 
-def agree_on_length(loader: Iterable[Any], world: World) -> int | None:
+def agree_on_length(
+    loader: Iterable[Any], world: World, enter: Callable[[str], None] = lambda phase: None
+) -> int | None:
     """Batches of one epoch, the same on every rank, or None if the loader has no length; a collective.
+
+    ``enter`` is told that the loader is asked, and that it has answered.
 
     Raises:
         TrainerConfigError: the loader cannot be iterated, or the ranks' lengths differ.
     """
     if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise TrainerConfigError(f"loader={loader!r:.200} cannot be iterated; give an iterable of batches")
+    enter("loader length")
     try:
         mine = len(loader)  # type: ignore[arg-type]
     except TypeError:
         mine = -1
+    enter("construction")
     lengths = [mine]
     if world.world_size > 1:
         lengths = [0] * world.world_size
@@ -40,8 +46,18 @@ def count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: It
     """Steps of the whole run, or None if that is unknown and nothing needs it.
 
     Raises:
-        TrainerConfigError: a schedule that ends at the last step, which is unknown.
+        TrainerConfigError: a schedule that ends at the last step, which is unknown; or a warm-up longer than the run.
     """
+    steps = _count_steps(config, batches_per_epoch, loader)
+    if steps is not None and config.schedule.warmup_steps > steps:
+        raise TrainerConfigError(
+            f"schedule.warmup_steps={config.schedule.warmup_steps} is more than the {steps} steps of the run, which "
+            f"would never reach the optimizer's rate; give schedule.warmup_steps={steps} at most, or train longer"
+        )
+    return steps
+
+
+def _count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: Iterable[Any]) -> int | None:
     if config.epochs is None:
         return config.steps
     if batches_per_epoch is None:

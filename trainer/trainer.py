@@ -17,6 +17,7 @@ from torch import nn
 from .batches import count_rows
 from .checkpoint.checkpointer import Checkpointer, export_safetensors
 from .checkpoint.folder import step_folder
+from .checkpoint.traffic import TRAFFIC
 from .compression.compression import Compression
 from .config import TrainerConfig
 from .errors import TrainerConfigError, TrainerError
@@ -80,11 +81,6 @@ class DistributedTrainer:
 
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
-        self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
-        length = agree_on_length(loader, self.world)
-        self._feed.ends_apart = length is None
-        total_steps = count_steps(config, length, loader)
-        self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
         self._guard = Guard(
             self.world,
             self.progress,
@@ -92,8 +88,27 @@ class DistributedTrainer:
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
             activities={**list_activities(loader, evaluation), "forward": self._name_module},
+            progress_of=dict.fromkeys(("checkpoint", "resume", "read checkpoint"), lambda: TRAFFIC.bytes),
         )
+        with self._guard.watching():
+            self._build(model, optimizer, loader, loss=loss, observers=observers)
 
+    def _build(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | OptimizerFactory,
+        loader: Iterable[Any],
+        *,
+        loss: LossFunction,
+        observers: Sequence[Observer],
+    ) -> None:
+        """Make the parts and resume, while the ranks watch each other."""
+        config = self.config
+        self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
+        length = agree_on_length(loader, self.world, self.stopwatch.enter)
+        self._feed.ends_apart = length is None
+        total_steps = count_steps(config, length, loader)
+        self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
         compile_model(model, config.compile, config.parallel, self.world, config.activation)
         recompute_activations(model, config.activation)
         self.parallel = ParallelModel(
@@ -136,6 +151,7 @@ class DistributedTrainer:
                 self._checkpointer = Checkpointer(
                     replace(config.checkpoint, folder=str(folder), best=config.best_end), self.world
                 )
+                self._checkpointer.entered = self.stopwatch.enter
                 self._checkpointer.check_room(model)
             self._open_observers(observers, total_steps)
             self._resume()
@@ -278,7 +294,9 @@ class DistributedTrainer:
             )
         if self._checkpointer is None:
             return
+        self.stopwatch.enter("resume")
         found = self._checkpointer.load_newest(self.parallel.inner, self.optimizer)
+        self._note_checkpoints()
         for step, damage in self._checkpointer.passed_over.items():
             self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
         if found is None:
@@ -286,11 +304,16 @@ class DistributedTrainer:
         for change in self._checkpointer.changed_settings:
             self._recorder.note(change)
         step, state = found
+        self.stopwatch.enter("loader state")
         self.load_state_dict(state)
         self.compression.load_state_dict(self._checkpointer.load_rank_state(), steps=step)
         self._recorder.note(
             f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
         )
+
+    def _note_checkpoints(self) -> None:
+        for note in self._checkpointer.take_notes() if self._checkpointer is not None else ():
+            self._recorder.note(note)
 
     def _name_module(self) -> dict[str, str]:
         return self.parallel.activity()  # made after the guard
@@ -372,6 +395,7 @@ class DistributedTrainer:
                     metric=metric,
                     rank_state=self.compression.state_dict(),
                 )
+        self._note_checkpoints()
         if is_new:
             is_written = blocking or not self.config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
@@ -390,6 +414,7 @@ class DistributedTrainer:
             self._recorder.note(f"asked to stop: saved after step {self.progress.step}")
 
     def _record_steps(self) -> None:
+        self._note_checkpoints()
         self._recorder.record_steps(
             {
                 "rate": self.schedule.rate,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.trainer import ScheduleConfig, StepConfig, TrainerConfig, TrainerConfigError, World
-from penstock.trainer.run_length import effective_batch_size
+from penstock.trainer.run_length import count_steps, effective_batch_size
 from penstock.trainer.schedule import Schedule, rate_factor
 
 
@@ -127,6 +127,22 @@ def test_a_wrong_option_is_refused_with_its_key_and_value(arguments: dict[str, o
     with pytest.raises(TrainerConfigError) as caught:
         ScheduleConfig(**arguments)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "batches", "steps"),
+    [({"steps": 9}, None, 9), ({"epochs": 2}, 4, 8), ({"epochs": 2, "steps": 5}, 4, 5), ({"epochs": 2}, None, None)],
+)
+def test_a_warm_up_longer_than_the_run_is_refused_where_the_length_is_known(
+    limits: dict[str, int], batches: int | None, steps: int | None
+) -> None:
+    def count(warmup_steps: int) -> int | None:
+        return count_steps(TrainerConfig(schedule=ScheduleConfig(warmup_steps=warmup_steps), **limits), batches, [])
+
+    assert count(steps or 100) == steps
+    if steps is not None:
+        with pytest.raises(TrainerConfigError, match=f"warmup_steps={steps + 1} is more than the {steps} steps"):
+            count(steps + 1)
 
 
 def test_a_shape_that_is_not_callable_is_refused() -> None:

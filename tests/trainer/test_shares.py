@@ -12,8 +12,8 @@ from launch_ranks import run_ranks
 from together_cases import make_trainer, rows
 from torch import nn
 
+from penstock.trainer import World
 from penstock.trainer.computing import ComputeClock
-from penstock.trainer.ranks.world import World
 
 SLOW, FAST = 8e-3, 1e-3
 """Seconds of backward for each row."""

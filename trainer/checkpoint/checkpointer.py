@@ -9,98 +9,50 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Any, Self, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, TrainerConfigError
+from ..errors import CheckpointError, CheckpointRoomError, TrainerConfigError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
+from .config import CheckpointConfig
 from .folder import (
     EXTRA_NAME,
-    FileSeal,
-    Manifest,
-    check_room,
     find_damage,
     list_steps,
     probe_folder,
-    prune_folder,
-    publish_folder,
     read_manifest,
     remove_leftovers,
-    seal_file,
     step_folder,
-    write_manifest,
-    write_text_durably,
 )
+from .lock import FolderLock
+from .room import check_room
 from .state import estimate_bytes, export_safetensors, gather_state, restore_rank_state, restore_state
+from .writer import CheckpointWriter, Snapshot
 
 __all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Where checkpoints go, how often they are written, and which are kept."""
-
-    folder: str = "checkpoints"
-    """Folder that all ranks share, inside output_dir unless it is absolute."""
-
-    every_steps: int = 0
-    """Steps between checkpoints; 0: only when asked to."""
-
-    keep_last: int = 3
-    """How many of the newest checkpoints to keep."""
-
-    keep_best: int = 0
-    """How many of those with the best metric to keep as well."""
-
-    best: Literal["max", "min"] | None = None
-    """Which end of the metric is good; none: known by the metric's name."""
-
-    background: bool = True
-    """Write while training goes on."""
-
-    def __post_init__(self) -> None:
-        scheme = urlsplit(str(self.folder)).scheme
-        if not str(self.folder) or scheme:
-            raise TrainerConfigError(
-                f"checkpoint.folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
-                "all ranks share: give a path, or mount the store"
-            )
-        if self.every_steps < 0:
-            raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
-        if self.keep_last < 1:
-            raise TrainerConfigError(f"checkpoint.keep_last={self.keep_last} must be 1 or more")
-        if self.keep_best < 0:
-            raise TrainerConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 or more")
-        if self.best not in ("max", "min", None):
-            raise TrainerConfigError(f"checkpoint.best={self.best!r} must be 'max' or 'min'")
 
 
 class Checkpointer:
     """Saves and restores training; making, saving, loading and closing are collectives of all ranks.
 
-    All mutable state: the staging buffers, the one save that may be under way with its thread and error, and the steps
-    known to be damaged. A save first copies the state, after which training may continue; then a thread writes it: each
-    rank its shards, rank 0 the manifest with the checksum of every file, then the rename that makes it valid.
+    All mutable state: the lock on the folder (rank 0's), the staging buffers, the one save that may be under way with
+    its thread and error, the steps known to be damaged, and the notes. A save first copies the state, after which
+    training may continue; then a thread writes it: each rank its shards, rank 0 the manifest with the checksum of every
+    file, then the rename that makes it valid.
 
     Raises:
-        CheckpointError: the folder is read-only, full, or not the same one on every rank.
+        CheckpointError: the folder is read-only, full, of another run, or not the same one on every rank.
     """
 
     def __init__(self, config: CheckpointConfig, world: World) -> None:
@@ -115,24 +67,27 @@ class Checkpointer:
             )
         self._world = world
         self._control = ControlGroup(world)
+        self._writer = CheckpointWriter(config, world, self._control)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._current_step: int | None = None
         self._closed = False
+        self.entered: Callable[[str], None] = lambda phase: None
+        self._lock: FolderLock | None = None
+        self._notes: list[str] = []
         try:
             self._open_folder()
         except CheckpointError:
             self._closed = True
-            self._stager.close()
-            self._control.close()
+            self._release()
             raise
 
     def check_room(self, model: nn.Module) -> None:
-        """Raise a CheckpointError, on every rank, if the disk cannot hold one checkpoint of the model."""
-        needed_bytes = estimate_bytes(model)
-        self._control.decide("no room", lambda: check_room(self.folder, needed_bytes))
+        """Raise a CheckpointRoomError, on every rank, if the disk cannot hold the checkpoints that are to be kept."""
+        one_bytes, kept = estimate_bytes(model), self.config.keep_last + self.config.keep_best
+        self._control.decide("no room", lambda: check_room(self.folder, one_bytes, kept=kept))
 
     def save(
         self,
@@ -150,12 +105,15 @@ class Checkpointer:
         ``extra`` is JSON, the same on every rank and for any world (loader, schedule, scaler); rank 0's is kept.
         ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size. A save
         that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
-        is a metric to add; returns whether there was something to save.
+        is a metric to add; returns whether there was something to save, and nothing has failed so far.
+
+        On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, a save that is not
+        ``blocking`` leaves a note, so that training can go on.
 
         Raises:
             CheckpointError: the state cannot be written, or the save before this one failed.
         """
-        self.wait()
+        self._settle()
         if step == self._current_step and metric is None:
             return False
         if step < 0:
@@ -173,9 +131,9 @@ class Checkpointer:
             target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint", daemon=True
         )
         self._thread.start()
-        if blocking or not self.config.background:
+        if blocking:
             self.wait()
-        return True
+        return blocking or self.config.background or self._settle()
 
     def load_newest(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
@@ -232,6 +190,15 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
+    def _settle(self) -> bool:
+        """Wait like ``wait``, but only note it if the disk was full; returns whether all is well."""
+        try:
+            self.wait()
+        except CheckpointRoomError as exc:
+            self._notes.append(f"{exc}; training goes on, and the next save tries again")
+            return False
+        return True
+
     def close(self) -> None:
         """Finish the save that is under way and release thread, buffers and group; closing twice is allowed."""
         if self._closed:
@@ -240,8 +207,17 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._stager.close()
-            self._control.close()
+            self._release()
+
+    def take_notes(self) -> list[str]:
+        """Return, once, what people should know and what stops nothing."""
+        return [self._notes.pop(0) for _ in range(len(self._notes))]
+
+    def _release(self) -> None:
+        self._stager.close()
+        self._control.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -252,11 +228,14 @@ class Checkpointer:
         self.close()
 
     def _open_folder(self) -> None:
-        """Probe and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
+        """Probe, lock and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
         token = self.folder / ".probe-ranks.tmp"
 
         def prepare() -> list[str]:
             probe_folder(self.folder)
+            self._lock = FolderLock(self.folder)
+            if self._lock.note:
+                self._notes.append(self._lock.note)
             leftovers = remove_leftovers(self.folder)
             token.touch()
             return leftovers
@@ -274,7 +253,8 @@ class Checkpointer:
 
     def _write(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
         try:
-            self._write_and_publish(step, staged, extra_text, metric)
+            saved = Snapshot(step=step, state=staged, extra_text=extra_text, metric=metric)
+            self._writer.write(saved, damaged=set(self.passed_over) - {step}, note=self._notes.append)
             self._current_step = step
             self.passed_over.pop(step, None)
         except CheckpointError as exc:
@@ -284,62 +264,11 @@ class Checkpointer:
             failure.__cause__ = exc
             self._failure = failure
 
-    def _write_and_publish(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
-        final = step_folder(self.folder, step)
-        partial = final.with_name(f"{final.name}.tmp")
-
-        def prepare() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            write_text_durably(partial / EXTRA_NAME, extra_text)
-
-        def publish() -> None:
-            rank0_files = {name: seal_file(partial / name) for name in (EXTRA_NAME, ".metadata")}
-            files = {name: seal for share in seals for name, seal in share.items()} | rank0_files
-            write_manifest(
-                partial,
-                Manifest(
-                    step=step,
-                    world_size=self._world.world_size,
-                    metric=metric,
-                    torch_version=str(torch.__version__),
-                    files=files,
-                ),
-            )
-            publish_folder(partial, final)
-            prune_folder(
-                self.folder,
-                keep_last=self.config.keep_last,
-                keep_best=self.config.keep_best,
-                best=self.config.best,
-                damaged=set(self.passed_over) - {step},
-            )
-
-        def seal_shards() -> dict[str, FileSeal]:
-            return {path.name: seal_file(path) for path in partial.glob(f"__{self._world.rank}_*")}
-
-        what = f"step {step} could not be saved to {self.folder}"
-        try:
-            self._control.decide(what, prepare)
-            self._save_shards(what, staged, partial)
-            seals = self._control.gather(what, seal_shards)
-            self._control.decide(what, publish)
-        except Exception:
-            if self._world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-    def _save_shards(self, what: str, staged: dict[str, Any], partial: Path) -> None:
-        try:
-            save_shards(staged, storage_writer=FileSystemWriter(partial), process_group=self._control.group)
-        except CheckpointException as exc:  # a BaseException, which holds the errors by rank
-            causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
-            raise CheckpointError(f"{what}: {causes}") from exc
-
     def _verify(self, step: int) -> str:
         """Check the files of a checkpoint, a share on each rank, and return what is wrong, the same on every rank."""
         folder = step_folder(self.folder, step)
 
+        @self._reading
         def check() -> list[str]:
             try:
                 manifest = read_manifest(folder)
@@ -353,5 +282,18 @@ class Checkpointer:
     def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         folder = step_folder(self.folder, step)
         what = f"{folder} cannot be loaded"
-        self.changed_settings = self._control.gather(what, lambda: restore_state(folder, model, optimizer))[0]
+        restore = self._reading(lambda: restore_state(folder, model, optimizer))
+        self.changed_settings = self._control.gather(what, restore)[0]
         return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
+
+    def _reading(self, work: Callable[[], T]) -> Callable[[], T]:
+        """The work, announced as one that this rank does alone."""
+
+        def announced() -> T:
+            self.entered("read checkpoint")
+            try:
+                return work()
+            finally:
+                self.entered("resume")
+
+        return announced

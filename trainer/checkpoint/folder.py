@@ -19,6 +19,7 @@ import xxhash
 
 from ...storage.files import sync_folder, write_whole
 from ..errors import CheckpointError
+from .traffic import TRAFFIC
 
 MANIFEST_NAME = "manifest.json"
 EXTRA_NAME = "extra.json"
@@ -59,7 +60,15 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what killed saves left behind and return its names; whole checkpoints and foreign files stay."""
+    """Delete what killed saves left behind and return its names; whole checkpoints and foreign files stay.
+
+    A step whose replacement was interrupted between two renames is brought back first: the new save if it is whole,
+    else the old one.
+    """
+    for replaced in folder.glob("step-*.replaced.tmp"):
+        final = replaced.with_name(replaced.name.removesuffix(".replaced.tmp"))
+        if not final.exists():
+            _finish_replacement(final, replaced)
     leftovers = [path for path in folder.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)]
     for path in leftovers:
         if path.is_dir():
@@ -67,6 +76,21 @@ def remove_leftovers(folder: Path) -> list[str]:
         else:
             path.unlink()
     return sorted(path.name for path in leftovers)
+
+
+def _finish_replacement(final: Path, replaced: Path) -> None:
+    for candidate in (final.with_name(f"{final.name}.tmp"), replaced):
+        if _is_whole(candidate):
+            candidate.rename(final)
+            sync_folder(final.parent)
+            return
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return not find_damage(folder, read_manifest(folder))
+    except CheckpointError:
+        return False
 
 
 def probe_folder(folder: Path) -> None:
@@ -90,16 +114,6 @@ def probe_folder(folder: Path) -> None:
         ) from exc
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raise a CheckpointError where the disk under the folder has less than ``needed_bytes`` free."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise CheckpointError(
-            f"a checkpoint takes about {needed_bytes / 1e6:.1f} MB, but {folder} has {free_bytes / 1e6:.1f} MB free; "
-            "make room, or give another folder"
-        )
-
-
 def seal_file(path: Path) -> FileSeal:
     """Read the file and return its size and checksum; the hash runs outside the interpreter lock."""
     digest = xxhash.xxh3_64()
@@ -108,6 +122,7 @@ def seal_file(path: Path) -> FileSeal:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             size += len(block)
+            TRAFFIC.add(len(block))
     return FileSeal(size=size, xxh3=digest.hexdigest())
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -28,6 +27,14 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..parallel.precision import local_part
 from .folder import find_damage, read_manifest
+from .readable import (
+    expect_extra_state,
+    pack_extra_state,
+    refuse_unreadable_keys,
+    refuse_unreadable_values,
+    unpack_extra_state,
+)
+from .traffic import open_reader
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
 _NAMED_DIFFERENCES = 5
@@ -39,10 +46,16 @@ def gather_state(
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
     An optimizer that has not stepped yet is described by zeros, and left unchanged.
+
+    Raises:
+        CheckpointError: something in it could not be read back.
     """
+    refuse_unreadable_keys(optimizer)
+    described = _describe_optimizer(model, optimizer)
+    refuse_unreadable_values(optimizer, described["state"])
     return {
-        MODEL: get_model_state_dict(model),
-        OPTIMIZER: _describe_optimizer(model, optimizer),
+        MODEL: pack_extra_state(get_model_state_dict(model)),
+        OPTIMIZER: described,
         RANKS: {str(rank): dict(rank_state or {})},
     }
 
@@ -57,9 +70,10 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = open_reader(folder).read_metadata()
     saved = metadata.state_dict_metadata
-    model_state = get_model_state_dict(model)
+    model_state = dict(get_model_state_dict(model))
+    expect_extra_state(model_state, {key: saved.get(f"{MODEL}.{key}") for key in model_state})
     optimizer_state = _describe_optimizer(model, optimizer)
     never_stepped = _drop_unsaved(optimizer_state, saved)
     wanted = {f"{MODEL}.{key}": value for key, value in model_state.items()}
@@ -70,6 +84,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
 
     read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
+    unpack_extra_state(model_state)
     optimizer_state["state"].update(never_stepped)
     given = [_settings_of(group, optimizer) for group in optimizer.param_groups]
     set_model_state_dict(model, model_state)
@@ -80,7 +95,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
 
 def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
     """Return the tensors that this rank alone put into the checkpoint, on the CPU."""
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = open_reader(folder).read_metadata()
     prefix = f"{RANKS}.{rank}."
     names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
     tensors = {name: _allocate(metadata, prefix + name) for name in names}
@@ -90,7 +105,7 @@ def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
 
 def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
     """Fill the tensors of ``state`` in place, and replace its other values, from a checkpoint in the folder."""
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    reader, planner = open_reader(folder), DefaultLoadPlanner()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
@@ -115,7 +130,7 @@ def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
     manifest = read_manifest(folder)
     if damage := find_damage(folder, manifest):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}; export another checkpoint")
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = open_reader(folder).read_metadata()
     prefix = f"{MODEL}."
     keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
     tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}

@@ -46,7 +46,10 @@ class ReportConfig:
 
 
 class Observer(Protocol):
-    """Receives what happened. The training loop calls it on rank 0; it must not wait for other ranks."""
+    """Receives what happened. The training loop calls it on rank 0; it must not wait for other ranks.
+
+    One that raises is closed and left out for the rest of the run, which the others are told in a note.
+    """
 
     def record(self, kind: str, step: int, values: Values) -> None:
         """Record ``values`` at ``step``; ``kind`` is "train", "evaluate", "checkpoint", "note" or "end"."""

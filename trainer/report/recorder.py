@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ..compression.compression import CompressionStats
 from ..step import StepResult
 from ..stopwatch import Stopwatch
 from .observers import Observer, Values
 from .progress import Progress, Summary, Window
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -64,8 +68,14 @@ class Recorder:
         self.record("note", {"note": text})
 
     def record(self, kind: str, values: Mapping[str, float | int | str | None]) -> None:
+        failures = []
         for observer in self._observers:
-            observer.record(kind, self._progress.step, values)
+            try:
+                observer.record(kind, self._progress.step, values)
+            except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
+                failures.append((observer, exc))
+        if failures:
+            self._drop(failures)
 
     def finish(
         self, seconds: float, *, stopped: bool, by_others: bool, metrics: Mapping[str, float], sent: CompressionStats
@@ -102,4 +112,22 @@ class Recorder:
         """Close the observers; closing twice is allowed."""
         observers, self._observers = self._observers, ()
         for observer in observers:
-            observer.close()
+            try:
+                observer.close()
+            except Exception as exc:  # noqa: BLE001 - as above
+                logger.warning("%s", _describe(observer, exc, "when it was closed"))
+
+    def _drop(self, failures: Sequence[tuple[Observer, Exception]]) -> None:
+        """Go on without the observers that raised, and tell the others; each note makes the list shorter."""
+        dropped = [observer for observer, _ in failures]
+        self._observers = [one for one in self._observers if not any(one is gone for gone in dropped)]
+        for observer, error in failures:
+            with suppress(Exception):
+                observer.close()
+            text = _describe(observer, error, "and is left out from now on")
+            logger.warning("%s", text)
+            self.note(text)
+
+
+def _describe(observer: Observer, error: Exception, when: str) -> str:
+    return f"observer {type(observer).__name__} raised {type(error).__name__}: {error} {when}"

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-ALONE = frozenset({"fetch", "evaluation fetch", "decode", "transform", "log", "compile"})
+ALONE = frozenset(
+    {"fetch", "evaluation fetch", "decode", "transform", "log", "compile"}
+    | {"loader length", "loader state", "read checkpoint"}
+)
 """Phases without a collective: a rank that stays in one is itself the cause. In any other it may be a victim."""
 
 VERDICT_AT = 0.7
@@ -44,6 +47,8 @@ class Beat:
     error: str = ""
     since_s: float = 0.0
     broken_s: float = 0.0
+    progress: int = 0
+    """What a long phase has done so far, in any unit; while it grows, the phase counts as begun anew."""
     timeout_s: float
     sequence: int = 0
 
@@ -67,6 +72,12 @@ class Sighting:
         if self.beat is not None and self.beat.sequence == beat.sequence:
             return self
         return replace(self, beat=beat, changed_at_s=now_s)
+
+    def forget(self, before_s: float) -> Sighting:
+        """Return this sighting as if the reader had begun to watch at ``before_s``, when it was last suspended."""
+        if self.changed_at_s >= before_s:
+            return self
+        return replace(self, beat=self.beat and replace(self.beat, since_s=0.0), changed_at_s=before_s)
 
     def silent_s(self, now_s: float) -> float:
         return now_s - self.changed_at_s

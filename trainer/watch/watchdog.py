@@ -25,9 +25,11 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ..errors import StallError, TrainerConfigError, WorldError
 from ..ranks.world import World
+from .blame import is_of_a_collective
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
 
 Activity = Callable[[], Mapping[str, Any]]
+Advance = Callable[[], int]
 """Returns what a phase is waiting for at the moment."""
 
 EXIT_STALLED = 75
@@ -35,8 +37,9 @@ EXIT_STALLED = 75
 
 _TICKS_PER_TIMEOUT = 25
 _TICK_S = (0.02, 2.0)  # least and most
+_SUSPENDED_TICKS = 5  # a thread that comes so late was not scheduled, and what it has not seen meanwhile proves nothing
+_SUSPENDED_S = 1.0  # at least
 _ERROR_CHARACTERS = 2000
-_COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ProcessGroup")
 _ASKED_AT = 0.2  # of stall_timeout_s: a phase this old is reported with its activity
 _GRACE = 0.1  # of stall_timeout_s: time for a rank that is not blocked to stop by an exception of its own
 
@@ -68,6 +71,10 @@ class Watchdog:
         self._beat = Beat(phase="start", timeout_s=stall_timeout_s)
         self._phase_began_s = now_s
         self._activity: tuple[int, Activity] | None = None  # of the phase with this count
+        self._progress: tuple[int, Advance] | None = None  # likewise
+        self._progressed = (0, 0, float("-inf"))  # the phase's count, how far it has come, and since when
+        self._awake_at_s = now_s
+        self._resumed_at_s = float("-inf")
         self._broke_at_s = now_s
         self._store_answered_s = now_s
         watched = range(world.world_size) if world.rank == 0 else (0,)
@@ -88,13 +95,20 @@ class Watchdog:
         self._guard.start()
 
     def phase(
-        self, name: str, *, timeout_s: float | None = None, activity: Activity | None = None, **details: Any
+        self,
+        name: str,
+        *,
+        timeout_s: float | None = None,
+        activity: Activity | None = None,
+        progress: Advance | None = None,
+        **details: Any,
     ) -> None:
         """Declare what this rank does from now on, such as ``phase("fetch", step=7, shard="train-0003.tar")``.
 
         ``timeout_s`` replaces ``stall_timeout_s`` for a phase that may take longer (a compilation, a checkpoint of a
         large model). ``activity`` returns more details once the phase has lasted a while: the talking thread then calls
-        it for each heartbeat, so it must not block. Called by the training loop's thread only.
+        it for each heartbeat, so it must not block. ``progress`` likewise returns a number; while it grows, neither
+        this rank nor one that waits for it is stalled. Called by the training loop's thread only.
 
         Raises:
             StallError: another rank stalled, failed or died.
@@ -104,6 +118,7 @@ class Watchdog:
         self._phase_began_s = time.monotonic()
         count = self._beat.count + 1
         self._activity = None if activity is None else (count, activity)
+        self._progress = None if progress is None else (count, progress)
         self._beat = Beat(phase=name, details=details, count=count, timeout_s=timeout_s or self.stall_timeout_s)
 
     def fail(self, error: BaseException) -> None:
@@ -166,7 +181,6 @@ class Watchdog:
         return box[0]
 
     # What follows runs in the talking thread.
-
     def _talk(self) -> None:
         sequence = 0
         try:
@@ -185,6 +199,7 @@ class Watchdog:
     def _exchange(self, sequence: int) -> None:
         """Send this rank's beat, read the others', and judge: one or two round trips, a few hundred bytes per rank."""
         now_s = time.monotonic()
+        self._notice_suspension(now_s)
         beat = replace(self._own_beat(), sequence=sequence)
         if beat.state is State.BROKEN_OFF:
             beat = replace(beat, broken_s=now_s - self._broke_at_s)
@@ -208,20 +223,24 @@ class Watchdog:
         beats = self._store.multi_get(keys) if self._reads_many else [self._store.get(key) for key in keys]
         now_s = time.monotonic()
         for rank, text in zip(ranks, beats, strict=True):
-            beat = Beat.from_text(text)
+            beat, before = Beat.from_text(text), self._sightings[rank].beat
             self._sightings[rank] = self._sightings[rank].update(beat, now_s)
-            if beat.timeout_s > self.stall_timeout_s:
+            moves = before is not None and before.count == beat.count and before.progress < beat.progress
+            if moves or beat.timeout_s > self.stall_timeout_s:
                 self._excused_at_s = now_s
 
     def _judge(self) -> str | None:
         """Rank 0 judges all ranks; the others judge only whether rank 0 is still alive."""
         now_s = time.monotonic()
+        self._notice_suspension(now_s)
+        sightings = {rank: one.forget(self._resumed_at_s) for rank, one in self._sightings.items()}
         if self._world.rank == 0:
-            return judge(self._sightings, now_s, self.stall_timeout_s, excused_at_s=self._excused_at_s)
+            excused_s = max(self._excused_at_s, self._resumed_at_s)
+            return judge(sightings, now_s, self.stall_timeout_s, excused_at_s=excused_s)
         limit_s = silence_limit_s(self.stall_timeout_s, broken=self._beat.state is State.BROKEN_OFF)
-        if self._sightings[0].silent_s(now_s) <= limit_s:
+        if sightings[0].silent_s(now_s) <= limit_s:
             return None
-        return judge({**self._sightings, self._world.rank: self._own_sighting()}, now_s, self.stall_timeout_s)
+        return judge({**sightings, self._world.rank: self._own_sighting()}, now_s, self.stall_timeout_s)
 
     def _pronounce(self, sentence: str | None) -> None:
         """Make the sentence the verdict for all ranks, unless another rank was faster."""
@@ -258,13 +277,11 @@ class Watchdog:
     # What follows runs in the guarding thread.
 
     def _keep_guard(self) -> None:
-        last_s = time.monotonic()
         while not self._released.wait(self._tick_s):
             now_s = time.monotonic()
-            if now_s - last_s > VERDICT_AT * self.stall_timeout_s:
-                self._store_answered_s = now_s  # this process itself was suspended, so the silence was ours
-            last_s = now_s
-            silent_s = now_s - self._store_answered_s
+            self._notice_suspension(now_s)
+            self._awake_at_s = now_s
+            silent_s = now_s - max(self._store_answered_s, self._resumed_at_s)
             if self._verdict is None and not self._closing.is_set() and silent_s > VERDICT_AT * self.stall_timeout_s:
                 self._verdict = self._sentence_of_lost_store(f"has not answered for {silent_s:.1f} s")
             if self._verdict is not None and not self._closing.is_set():
@@ -272,6 +289,11 @@ class Watchdog:
                 return
         if self._verdict is not None and self._stopping.is_set():
             self._report(self._verdict)  # the main thread was faster than this one
+
+    def _notice_suspension(self, now_s: float) -> None:
+        """Begin to watch afresh if this process was not scheduled since the guarding thread last woke; any thread."""
+        if now_s - self._awake_at_s > max(_SUSPENDED_S, _SUSPENDED_TICKS * self._tick_s):
+            self._awake_at_s = self._resumed_at_s = now_s
 
     def _sentence_of_lost_store(self, what: str) -> str:
         doing = describe(self._sightings[0], time.monotonic())
@@ -306,23 +328,23 @@ class Watchdog:
 
     def _own_beat(self) -> Beat:
         beat, activity = self._beat, self._activity
-        since_s = time.monotonic() - self._phase_began_s
+        now_s = time.monotonic()
+        done, moved_at_s = self._read_progress(beat, now_s)
+        since_s = now_s - max(self._phase_began_s, self._resumed_at_s, moved_at_s)
         details = beat.details
         if activity is not None and activity[0] == beat.count and since_s > _ASKED_AT * self.stall_timeout_s:
             try:
                 details = {**activity[1](), **details}
             except Exception as exc:  # noqa: BLE001 - a loader's error here must not end the watch
                 details = {**details, "activity": f"{type(exc).__name__}: {exc}"}
-        return replace(beat, details=details, since_s=since_s)
+        return replace(beat, details=details, since_s=since_s, progress=done)
 
-
-def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from gloo, NCCL or the store, so that another rank is its likely cause."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, dist.DistError):
-            return True
-        if isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _COLLECTIVE_MARKS):
-            return True
-        cause = cause.__cause__
-    return False
+    def _read_progress(self, beat: Beat, now_s: float) -> tuple[int, float]:
+        """How far the phase has come, and when that last changed; the main thread may begin another meanwhile."""
+        count, value, at_s = self._progressed
+        value, at_s = (value, at_s) if count == beat.count else (0, float("-inf"))
+        progress = self._progress
+        if progress is not None and progress[0] == beat.count and (found := progress[1]()) > value:
+            value, at_s = found, now_s
+        self._progressed = (beat.count, value, at_s)
+        return value, at_s

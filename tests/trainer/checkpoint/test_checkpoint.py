@@ -34,7 +34,8 @@ from penstock.trainer import (
     export_safetensors,
 )
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
-from penstock.trainer.checkpoint.folder import choose_kept, list_steps
+from penstock.trainer.checkpoint.folder import choose_kept, list_steps, read_manifest
+from penstock.trainer.checkpoint.lock import LOCK_NAME
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_state_survives_other_world_sizes_and_zero_stages(tmp_path: Path) -> Non
         assert owns == ([{"owed": [0.0]}, {"owed": [1.0]}] if step == 4 else [{}] * ranks)
         before = saved
     assert own == {"owed": [0.0]}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-5"]
 
 
 # --- damage ---
@@ -182,8 +183,8 @@ def test_when_no_checkpoint_verifies_training_does_not_silently_start_afresh(alo
 _CHECKED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
 
 
-def _save_and_die(world: World, folder: str, kill_at: int) -> int:
-    """Load step 1 and save step 2, dying at the n-th file operation of that; returns how many there were."""
+def _save_and_die(world: World, folder: str, kill_at: int, step: int) -> int:
+    """Load step 1 and save ``step``, dying at the n-th file operation of that; returns how many there were."""
     net, optimizer = build()
     operations = 0
 
@@ -198,7 +199,7 @@ def _save_and_die(world: World, folder: str, kill_at: int) -> int:
         assert checkpoints.load_newest(net, optimizer) == (1, {"step": 1})
         sys.addaudithook(count)
         fill(net, 2.0)
-        checkpoints.save(2, net, optimizer, {"step": 2})
+        checkpoints.save(step, net, optimizer, {"step": 2}, metric=0.5)
     return operations
 
 
@@ -208,30 +209,34 @@ def fill(net: nn.Module, value: float) -> None:
             tensor.fill_(value)
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_state(alone: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [pytest.param(2, id="a new step"), pytest.param(1, id="a step saved again")])
+def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_state(alone: World, tmp_path: Path, step: int) -> None:
+    """The weights, ``extra`` and metric of the two saves differ, so that a mixture would be seen."""
     net, optimizer = build()
     fill(net, 1.0)
     with Checkpointer(CheckpointConfig(folder=tmp_path / "base"), alone) as checkpoints:
         checkpoints.save(1, net, optimizer, {"step": 1})
     shutil.copytree(tmp_path / "base", tmp_path / "0")
-    (operations,) = run_ranks(_save_and_die, 1, str(tmp_path / "0"), 0)
+    (operations,) = run_ranks(_save_and_die, 1, str(tmp_path / "0"), 0, step)
     assert operations >= 20
     resumed = []
     for first in range(1, operations + 1, 6):
         trials = range(first, min(first + 6, operations + 1))
         for kill_at in trials:
             shutil.copytree(tmp_path / "base", tmp_path / str(kill_at))
-        killed = {kill_at: Ranks(_save_and_die, 1, str(tmp_path / str(kill_at)), kill_at) for kill_at in trials}
+        killed = {kill_at: Ranks(_save_and_die, 1, str(tmp_path / str(kill_at)), kill_at, step) for kill_at in trials}
         for kill_at, ranks in killed.items():
             assert ranks.join(60.0)[0].exit_code == -signal.SIGKILL
             with Checkpointer(CheckpointConfig(folder=tmp_path / str(kill_at)), alone) as checkpoints:
                 found = checkpoints.load_newest(net, optimizer)
-                assert found is not None
-                assert found[1] == {"step": found[0]}
-                assert {float(tensor.detach().flatten()[0]) for tensor in net.parameters()} == {float(found[0])}
+                assert found is not None, f"both are gone after a kill at operation {kill_at}"
+                assert found[0] in (1, step)
+                assert {float(tensor.detach().flatten()[0]) for tensor in net.parameters()} == {found[1]["step"]}
+                metric = read_manifest(tmp_path / str(kill_at) / f"step-{found[0]}").metric
+                assert metric == (None if found[1]["step"] == 1 else 0.5)
                 assert not checkpoints.passed_over, "a half state was there by its final name"
                 assert not list((tmp_path / str(kill_at)).glob("*.tmp"))
-                resumed.append(found[0])
+                resumed.append(found[1]["step"])
     assert resumed == sorted(resumed), "the save counts from one operation on, and not before"
     assert set(resumed) == {1, 2}
 
@@ -394,7 +399,7 @@ def _save_on_a_full_disk(world: World, folder: str) -> Any:
         except CheckpointError as exc:
             message = str(exc)
         dist.barrier()  # rank 0 tidies up
-        left = sorted(path.name for path in Path(folder).iterdir())
+        left = sorted(path.name for path in Path(folder).glob("step-*"))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         checkpoints.save(3, net, optimizer, {}, blocking=True)
     return message, left
@@ -449,7 +454,7 @@ def test_leftovers_of_killed_saves_are_removed_and_foreign_files_stay(alone: Wor
     for name in ("step-7.tmp", "step-3.replaced.tmp", "step-2.removed.tmp", "notes", "my.tmp"):
         (tmp_path / name).mkdir()
     Checkpointer(CheckpointConfig(folder=tmp_path), alone).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["my.tmp", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK_NAME, "my.tmp", "notes"]
 
 
 # --- export ---

@@ -11,7 +11,7 @@ import pytest
 from launch_ranks import run_ranks
 from together_cases import Line, make_trainer, rows
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 NUMEL = sum(parameter.numel() for parameter in Line().parameters())
 

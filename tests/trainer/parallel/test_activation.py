@@ -9,7 +9,7 @@ import torch
 from together_cases import make_trainer, rows
 from torch import nn
 
-from penstock.trainer.ranks.world import World
+from penstock.trainer import World
 
 DEPTH = 3
 _runs: list[int] = []

@@ -13,11 +13,8 @@ from launch_ranks import run_ranks
 from together_cases import rows
 from torch import nn
 
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer import DistributedTrainer, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.options import build_config
-from penstock.trainer.ranks.world import World
-from penstock.trainer.trainer import DistributedTrainer
 
 
 class Normed(nn.Module):

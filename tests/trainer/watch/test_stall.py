@@ -17,6 +17,7 @@ from together_cases import make_trainer
 
 from penstock import DistributedDataLoader
 from penstock.trainer import Evaluation, World
+from penstock.trainer.checkpoint import traffic
 
 STALL_TIMEOUT_S = 8.0
 
@@ -64,6 +65,83 @@ def test_a_rank_whose_data_stop_stops_all_in_time_with_rank_phase_and_step(
     report = (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
     assert reason in report
     assert "rank 1" in report
+
+
+def save_slowly(world: World, folder: str) -> int:
+    """The last save, which blocks, takes rank 0 at least one and a half time-outs."""
+    write = traffic.CountedFile._write_piece
+
+    def write_slowly(file: traffic.CountedFile, piece: memoryview) -> int:
+        time.sleep(0.5 if world.rank == 0 else 0.0)
+        return write(file, piece[:20_000])
+
+    traffic.CountedFile._write_piece = write_slowly  # type: ignore[method-assign]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 40_000))
+    with make_trainer(
+        world,
+        folder,
+        Hanging(0, ""),
+        model=model,
+        parallel={"zero": 2},
+        checkpoint={"every_steps": 1000},
+        steps=2,
+        stall_timeout_s=STALL_TIMEOUT_S,
+    ) as trainer:
+        return int(trainer.train().steps)
+
+
+def test_a_blocking_save_longer_than_the_timeout_is_no_stall_while_it_writes(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    outcomes = Ranks(save_slowly, 2, str(tmp_path)).join(timeout_s=150.0)
+    assert [outcome.value for outcome in outcomes] == [2, 2], list((tmp_path / "stalls").glob("*"))
+    assert time.monotonic() - began_s > 1.5 * STALL_TIMEOUT_S, "the save was too quick to show anything"
+
+
+class HangsBefore(Hanging):
+    """On rank 1 the loader hangs, or fails, before training."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__(0, how)
+        self._is_victim = rank == 1
+
+    def __len__(self) -> int:
+        self._meet("length")
+        return 5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._meet("state")
+
+    def _meet(self, where: str) -> None:
+        if self._is_victim and self._how == f"{where} error":
+            raise OSError("the index cannot be read")
+        if self._is_victim and self._how == f"{where} hangs":
+            time.sleep(600.0)
+
+
+def hang_before_training(world: World, folder: str, how: str) -> None:
+    options: dict[str, Any] = {"steps": 2, "checkpoint": {"every_steps": 1}, "stall_timeout_s": STALL_TIMEOUT_S}
+    if how.startswith("state"):
+        with make_trainer(world, folder, HangsBefore(world.rank, ""), **options) as trainer:
+            trainer.train()
+    make_trainer(world, folder, HangsBefore(world.rank, how), **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("length hangs", "rank 1 is stalled in loader length"),
+        ("length error", "rank 1 failed in loader length (step=0, epoch=0) for"),
+        ("state hangs", "rank 1 is stalled in loader state"),
+    ],
+)
+def test_a_rank_that_hangs_or_fails_before_training_stops_all_by_name(tmp_path: Path, how: str, reason: str) -> None:
+    ranks: Any = Ranks(hang_before_training, 2, str(tmp_path), how)
+    outcomes = ranks.join(timeout_s=120.0)
+    assert all(outcome.exit_code not in (0, None) for outcome in outcomes)
+    assert reason in (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
 
 
 def write_shards(folder: Path) -> None:

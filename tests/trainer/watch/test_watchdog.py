@@ -17,7 +17,8 @@ import torch.distributed as dist
 from launch_ranks import Outcome, Ranks, run_ranks
 
 from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
-from penstock.trainer.watch.watchdog import Watchdog, is_of_a_collective
+from penstock.trainer.watch.blame import is_of_a_collective
+from penstock.trainer.watch.watchdog import Watchdog
 
 STALL_TIMEOUT_S = 10.0
 
@@ -122,6 +123,75 @@ def _says_why(outcome: Outcome, pattern: str) -> bool:
         return True
     trace = getattr(outcome.value, "trace", "")
     return "StallError" in trace and re.search(pattern, trace) is not None
+
+
+def _save_slowly(world: World) -> str:
+    """Rank 0 writes for twice the time-out, in small pieces; the others wait for it."""
+    with Watchdog(world, 4.0) as watchdog:
+        written = 0
+        watchdog.phase("checkpoint", step=1, progress=lambda: written)
+        until_s = time.monotonic() + (8.0 if world.rank == 0 else 0.0)
+        while time.monotonic() < until_s:
+            time.sleep(0.2)
+            written += 1
+        dist.all_reduce(torch.ones(4))
+        watchdog.phase("forward", step=1)
+        dist.all_reduce(torch.ones(4))
+    return "done"
+
+
+def test_a_slow_save_that_makes_progress_is_no_stall_however_long_it_takes() -> None:
+    assert run_ranks(_save_slowly, 3) == ["done"] * 3
+
+
+def _save_and_hang(world: World) -> str:
+    with Watchdog(world, 4.0) as watchdog:
+        watchdog.phase("checkpoint", step=1, progress=lambda: 7)
+        time.sleep(600.0 if world.rank == 0 else 0.0)
+        dist.all_reduce(torch.ones(4))
+    return "done"
+
+
+def test_a_save_without_progress_is_a_stall() -> None:
+    outcomes = Ranks(_save_and_hang, 2).join(60.0)
+    assert all(outcome.exit_code not in (0, None) for outcome in outcomes)
+
+
+def _count_steps(world: World, folder: str) -> str:
+    stopped = Path(folder, "stop")
+    with Watchdog(world, 5.0, report_folder=folder) as watchdog:
+        go_on, step = torch.ones(1), 0
+        while go_on.item():
+            step += 1
+            watchdog.phase("fetch", step=step)
+            time.sleep(0.02)
+            watchdog.phase("backward", step=step)
+            go_on = torch.tensor([float(not (world.rank == 0 and stopped.exists()))])
+            dist.all_reduce(go_on, op=dist.ReduceOp.MIN)
+            if step == 3:
+                Path(folder, f"running-{world.rank}").touch()
+    return "done"
+
+
+def test_a_job_that_is_suspended_and_continued_goes_on(tmp_path: Path) -> None:
+    ranks = Ranks(_count_steps, 3, str(tmp_path))
+    deadline_s = time.monotonic() + 60.0
+    while len(list(tmp_path.glob("running-*"))) < 3:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    pids = [process.pid for process in ranks.processes]
+    for pid in pids:
+        os.kill(int(pid or 0), signal.SIGSTOP)
+    time.sleep(9.0)
+    for pid in reversed(pids):  # rank 0 last, and not all at the same moment
+        os.kill(int(pid or 0), signal.SIGCONT)
+        time.sleep(0.3)
+    time.sleep(4.0)
+    (tmp_path / "stop").touch()
+    outcomes = ranks.join(60.0)
+    assert [outcome.value for outcome in outcomes] == ["done"] * 3, [
+        path.read_text()[:400] for path in tmp_path.glob("stall-*")
+    ]
 
 
 def _train_in_peace(world: World) -> list[str]:

@@ -1,0 +1,138 @@
+"""How a checkpoint gets onto the disk: each rank writes its shards, rank 0 seals and publishes them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from ..errors import CheckpointError, CheckpointRoomError
+from ..ranks.control_group import ControlGroup
+from ..ranks.world import World
+from .config import CheckpointConfig
+from .folder import (
+    EXTRA_NAME,
+    FileSeal,
+    Manifest,
+    prune_folder,
+    publish_folder,
+    seal_file,
+    step_folder,
+    write_manifest,
+    write_text_durably,
+)
+from .room import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
+from .traffic import open_writer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Training as it was after ``step``: the copied state, ``extra`` as JSON, and the metric if it was measured."""
+
+    step: int
+    state: dict[str, Any]
+    extra_text: str
+    metric: float | None
+
+
+class CheckpointWriter:
+    """Writes snapshots into a folder and deletes what need not stay; writing is a collective of all ranks."""
+
+    def __init__(self, config: CheckpointConfig, world: World, control: ControlGroup) -> None:
+        self._config = config
+        self._folder = Path(config.folder).absolute()
+        self._world = world
+        self._control = control
+
+    def write(self, saved: Snapshot, *, damaged: set[int], note: Callable[[str], None]) -> None:
+        """Write a checkpoint; while the disk is full, delete what retention would delete next, and try again.
+
+        ``damaged`` are the steps that retention leaves alone; ``note`` gets a sentence for each deletion before its
+        time.
+
+        Raises:
+            CheckpointError: on every rank; the folder has no trace of it.
+        """
+        config = self._config
+
+        def make_room() -> int | None:
+            return delete_oldest(
+                self._folder, keep_best=config.keep_best, best=config.best, spare={saved.step, *damaged}
+            )
+
+        while True:
+            try:
+                self._write_once(saved, damaged)
+            except CheckpointRoomError:
+                gone = self._control.decide(f"no room can be made in {self._folder}", make_room)
+                if gone is None:
+                    raise
+                note(
+                    f"the disk is full: the checkpoint of step {gone} was deleted from {self._folder} to make room for "
+                    f"step {saved.step}"
+                )
+            else:
+                return
+
+    def _write_once(self, saved: Snapshot, damaged: set[int]) -> None:
+        final = step_folder(self._folder, saved.step)
+        partial = final.with_name(f"{final.name}.tmp")
+
+        @naming_a_full_disk()
+        def prepare() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_text_durably(partial / EXTRA_NAME, saved.extra_text)
+
+        @naming_a_full_disk()
+        def publish() -> None:
+            rank0_files = {name: seal_file(partial / name) for name in (EXTRA_NAME, ".metadata")}
+            files = {name: seal for share in seals for name, seal in share.items()} | rank0_files
+            write_manifest(
+                partial,
+                Manifest(
+                    step=saved.step,
+                    world_size=self._world.world_size,
+                    metric=saved.metric,
+                    torch_version=str(torch.__version__),
+                    files=files,
+                ),
+            )
+            publish_folder(partial, final)
+            prune_folder(
+                self._folder,
+                keep_last=self._config.keep_last,
+                keep_best=self._config.keep_best,
+                best=self._config.best,
+                damaged=damaged,
+            )
+
+        def seal_shards() -> dict[str, FileSeal]:
+            return {path.name: seal_file(path) for path in partial.glob(f"__{self._world.rank}_*")}
+
+        what = f"step {saved.step} could not be saved to {self._folder}"
+        try:
+            self._control.decide(what, prepare)
+            self._save_shards(what, saved.state, partial)
+            seals = self._control.gather(what, seal_shards)
+            self._control.decide(what, publish)
+        except Exception:
+            if self._world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _save_shards(self, what: str, state: dict[str, Any], partial: Path) -> None:
+        try:
+            save_shards(state, storage_writer=open_writer(partial), process_group=self._control.group)
+        except CheckpointException as exc:  # a BaseException, which holds the errors by rank
+            for rank, (error, _) in exc.failures.items():
+                if is_full_disk(error):
+                    raise CheckpointRoomError(f"{what}: rank {rank}: {describe_full_disk(error)}") from exc
+            causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
+            raise CheckpointError(f"{what}: {causes}") from exc

@@ -1,0 +1,19 @@
+"""Which errors are a rank's own, and which only tell that another rank is gone."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+_COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ProcessGroup")
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error comes from gloo, NCCL or the store, so that another rank is its likely cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError):
+            return True
+        if isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _COLLECTIVE_MARKS):
+            return True
+        cause = cause.__cause__
+    return False
