@@ -46,7 +46,7 @@ FLOORS = {
         {"evaluate", "schedule", "shares", "step"},
         {"report"},
         {"config", "guard"},
-        {"recipes", "run_length"},
+        {"recipes", "run_length", "saver"},
         {"trainer"},
         {"__main__"},
     ),

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .batches import count_rows
-from .checkpoint.checkpointer import Checkpointer, export_safetensors
-from .checkpoint.folder import step_folder
 from .checkpoint.traffic import TRAFFIC
 from .compression.compression import Compression
 from .config import TrainerConfig
 from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .feed import Feed
-from .finite import refuse_weights
 from .guard import Guard, list_activities
 from .modes import begin_training
 from .parallel.activation import compile_model, recompute_activations
-from .parallel.averaging import PeriodicAverager
 from .parallel.model import OptimizerFactory, ParallelModel
 from .randomness import seed_step
 from .ranks.world import World, open_world
-from .report.observers import Observer, format_times, open_observers
+from .report.observers import Observer, format_times
 from .report.progress import Progress, Summary
 from .report.recorder import Recorder
 from .run_length import agree_on_length, count_steps, effective_batch_size
+from .saver import Saver
 from .schedule import Schedule
 from .shares import SpeedShares
 from .step import LossFunction, StepRunner
@@ -76,8 +71,6 @@ class DistributedTrainer:
         self._feed = Feed(loader, accumulate=config.step.accumulate, world=self.world)
         self._evaluation = evaluation
         self._metrics: dict[str, float] = {}
-        self._checkpointer: Checkpointer | None = None
-        self._averager: PeriodicAverager | None = None
 
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
@@ -142,18 +135,15 @@ class DistributedTrainer:
             clock=clock,
         )
         try:
-            if config.averaging is not None:
-                self._averager = PeriodicAverager(
-                    model, self.optimizer, config.averaging, self.world, count_sum=self.compression.wire.add_ring
-                )
-            if config.keeps_checkpoints:
-                folder = Path(config.output_dir) / config.checkpoint.folder
-                self._checkpointer = Checkpointer(
-                    replace(config.checkpoint, folder=str(folder), best=config.best_end), self.world
-                )
-                self._checkpointer.entered = self.stopwatch.enter
-                self._checkpointer.check_room(model)
-            self._open_observers(observers, total_steps)
+            self._saver = Saver(
+                config,
+                self.parallel,
+                self.optimizer,
+                self.compression,
+                recorder=self._recorder,
+                stopwatch=self.stopwatch,
+            )
+            self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
             self._resume()
         except BaseException:
             self.close()
@@ -184,9 +174,7 @@ class DistributedTrainer:
                 self.compression.end_step()
                 self.progress.count(result)
                 self._recorder.add(result)
-                if self._averager is not None:
-                    with self.stopwatch.phase("average"):
-                        self._averager.average_if_due(self.progress.step)
+                self._saver.average_if_due(self.progress.step)
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
                 if self.progress.step % self.config.report.every == 0:
@@ -215,7 +203,7 @@ class DistributedTrainer:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
-        with self._agreed():
+        with self._saver.agreed():
             seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
             found = evaluate(
                 self.parallel,
@@ -255,10 +243,8 @@ class DistributedTrainer:
         """Finish the save under way and close what the trainer opened; loader and process group are the caller's."""
         with ExitStack() as stack:
             stack.callback(self._recorder.close)
-            if self._averager is not None:
-                stack.callback(self._averager.close)
-            if self._checkpointer is not None:
-                stack.callback(self._checkpointer.close)
+            if hasattr(self, "_saver"):  # its own constructor may have failed
+                stack.callback(self._saver.close)
 
     def __enter__(self) -> Self:
         return self
@@ -273,47 +259,21 @@ class DistributedTrainer:
                 raise
             error.add_note(f"and while closing: {exc}")  # a consequence must not stand before its cause
 
-    def _open_observers(self, given: Sequence[Observer], total_steps: int | None) -> None:
-        problem: list[TrainerError | None] = [None]
-        if self.world.is_first:
-            try:
-                opened = open_observers(self.config.report, Path(self.config.output_dir), total_steps)
-                self._recorder.open([*given, *opened])
-            except TrainerError as exc:
-                problem = [exc]
-        if self.world.world_size > 1:
-            dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise problem[0]
-
     def _resume(self) -> None:
         if not self._feed.is_exact:
             self._recorder.note(
                 f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run starts its epoch over, so "
                 "that samples of that epoch may come twice"
             )
-        if self._checkpointer is None:
-            return
-        self.stopwatch.enter("resume")
-        found = self._checkpointer.load_newest(self.parallel.inner, self.optimizer)
-        self._note_checkpoints()
-        for step, damage in self._checkpointer.passed_over.items():
-            self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
+        found = self._saver.load_newest()
         if found is None:
             return
-        for change in self._checkpointer.changed_settings:
-            self._recorder.note(change)
         step, state = found
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
-        self.compression.load_state_dict(self._checkpointer.load_rank_state(), steps=step)
         self._recorder.note(
             f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
         )
-
-    def _note_checkpoints(self) -> None:
-        for note in self._checkpointer.take_notes() if self._checkpointer is not None else ():
-            self._recorder.note(note)
 
     def _name_module(self) -> dict[str, str]:
         return self.parallel.activity()  # made after the guard
@@ -347,16 +307,6 @@ class DistributedTrainer:
     def _is_asked_to_stop_in_evaluation(self) -> bool:
         return self._evaluation is not None and self.evaluate() is None
 
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without."""
-        with ExitStack() as stack:
-            if self._averager is not None:
-                with self.stopwatch.phase("average"):
-                    stack.enter_context(self._averager.averaged())
-            self.parallel.agree_on_buffers()
-            yield
-
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
         shares.add(sum(count_rows(batch) for batch in microbatches))
         if self._is_multiple(self.config.shares_every):
@@ -381,40 +331,17 @@ class DistributedTrainer:
             self._save(blocking=False, metric=found[name])
 
     def _save(self, *, blocking: bool, metric: float | None = None) -> None:
-        if self._checkpointer is None:
-            return
-        with self._agreed():
-            refuse_weights(self.parallel.inner, self.progress.step, self.world)
-            with self.stopwatch.phase("checkpoint"):
-                is_new = self._checkpointer.save(
-                    self.progress.step,
-                    self.parallel.inner,
-                    self.optimizer,
-                    self.state_dict() | {"feed": self._feed.gather_state()},
-                    blocking=blocking,
-                    metric=metric,
-                    rank_state=self.compression.state_dict(),
-                )
-        self._note_checkpoints()
-        if is_new:
-            is_written = blocking or not self.config.checkpoint.background
-            self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
+        self._saver.save(self.progress.step, self._gather_state(), blocking=blocking, metric=metric)
+
+    def _gather_state(self) -> dict[str, Any]:
+        return self.state_dict() | {"feed": self._feed.gather_state()}
 
     def _finish(self, stopped: bool) -> None:
         self._record_steps()
-        if stopped and self._checkpointer is None:
-            self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
-        if self._averager is not None and not self._averager.are_alike:
-            self._averager.average_all()  # the model that stays behind is that of all ranks
-        self._save(blocking=True)
-        if self.config.export is not None and self._checkpointer is not None and self.world.is_first:
-            newest = step_folder(self._checkpointer.folder, self.progress.step)
-            export_safetensors(newest, Path(self.config.output_dir) / self.config.export)
-        if stopped and self._checkpointer is not None:
-            self._recorder.note(f"asked to stop: saved after step {self.progress.step}")
+        self._saver.finish(self.progress.step, self._gather_state(), stopped=stopped)
 
     def _record_steps(self) -> None:
-        self._note_checkpoints()
+        self._saver.note()
         self._recorder.record_steps(
             {
                 "rate": self.schedule.rate,

@@ -6,18 +6,23 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
 
 from ..compression.compression import CompressionStats
+from ..errors import TrainerError
+from ..ranks.world import World
 from ..step import StepResult
 from ..stopwatch import Stopwatch
-from .observers import Observer, Values
+from .observers import Observer, ReportConfig, Values, open_observers
 from .progress import Progress, Summary, Window
 
 logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Collects steps on every rank and passes them to the observers, which only rank 0 has; no method is a collective.
+    """Collects steps on every rank and passes them to the observers, which only rank 0 has; ``open`` is a collective.
 
     All mutable state: the window of steps since the last record and the mean loss of the window before.
     """
@@ -30,9 +35,22 @@ class Recorder:
         self._window = Window(stopwatch)
         self.loss = math.nan
 
-    def open(self, observers: Sequence[Observer]) -> None:
-        """Pass records to these from now on; the recorder closes them."""
-        self._observers = observers
+    def open(self, given: Sequence[Observer], config: ReportConfig, output_dir: Path, world: World) -> None:
+        """Pass records to the given observers and those of the config from now on, and close them; a collective.
+
+        Raises:
+            TrainerError: on every rank, if one of the config's observers could not be opened.
+        """
+        problem: list[TrainerError | None] = [None]
+        if world.is_first:
+            try:
+                self._observers = [*given, *open_observers(config, output_dir, self._total_steps)]
+            except TrainerError as exc:
+                problem = [exc]
+        if world.world_size > 1:
+            dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise problem[0]
 
     def begin(self) -> None:
         """Start timing the steps."""

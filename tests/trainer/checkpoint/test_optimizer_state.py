@@ -101,15 +101,15 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_says_what_differs(worl
     with make(world, str(tmp_path), adam(weight_decay=0.25, betas=(0.8, 0.99))) as second:
         assert second.optimizer.param_groups[0]["weight_decay"] == 0.25
         assert tuple(second.optimizer.param_groups[0]["betas"]) == (0.8, 0.99)
-        assert second._checkpointer is not None
-        assert sorted(second._checkpointer.changed_settings) == [
+        assert second._saver.checkpointer is not None
+        assert sorted(second._saver.checkpointer.changed_settings) == [
             "optimizer group 0: betas=(0.8, 0.99), where the checkpoint had (0.9, 0.99)",
             "optimizer group 0: weight_decay=0.25, where the checkpoint had 0.5",
         ]
         assert all(float(state["step"]) == 2 for state in second.optimizer.state.values())
     with make(world, str(tmp_path), adam(weight_decay=0.5, betas=(0.9, 0.99))) as same:
-        assert same._checkpointer is not None
-        assert same._checkpointer.changed_settings == []
+        assert same._saver.checkpointer is not None
+        assert same._saver.checkpointer.changed_settings == []
 
 
 def test_other_parameter_groups_are_refused_by_name(world: World, tmp_path: Path) -> None:

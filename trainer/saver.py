@@ -1,0 +1,147 @@
+"""One model on all ranks while it is evaluated or saved, and its checkpoints over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .checkpoint.checkpointer import Checkpointer, export_safetensors
+from .checkpoint.folder import step_folder
+from .compression.compression import Compression
+from .config import TrainerConfig
+from .finite import refuse_weights
+from .parallel.averaging import PeriodicAverager
+from .parallel.model import ParallelModel
+from .report.recorder import Recorder
+from .stopwatch import Stopwatch
+
+
+class Saver:
+    """Owns the checkpointer, where checkpoints are asked for, and the averager of local SGD.
+
+    Its methods are collectives. ``checkpointer`` is None in a run that keeps no checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        compression: Compression,
+        *,
+        recorder: Recorder,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._compression = compression
+        self._recorder = recorder
+        self._stopwatch = stopwatch
+        self.averager: PeriodicAverager | None = None
+        self.checkpointer: Checkpointer | None = None
+        world = parallel.world
+        if config.averaging is not None:
+            self.averager = PeriodicAverager(
+                parallel.inner, optimizer, config.averaging, world, count_sum=compression.wire.add_ring
+            )
+        if config.keeps_checkpoints:
+            folder = Path(config.output_dir) / config.checkpoint.folder
+            resolved = replace(config.checkpoint, folder=str(folder), best=config.best_end)
+            try:
+                self.checkpointer = Checkpointer(resolved, world)
+                self.checkpointer.entered = stopwatch.enter
+                self.checkpointer.check_room(parallel.inner)
+            except BaseException:
+                self.close()
+                raise
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without."""
+        with ExitStack() as stack:
+            if self.averager is not None:
+                with self._stopwatch.phase("average"):
+                    stack.enter_context(self.averager.averaged())
+            self._parallel.agree_on_buffers()
+            yield
+
+    def average_if_due(self, step: int) -> None:
+        """Average what local SGD averages after this step."""
+        if self.averager is not None:
+            with self._stopwatch.phase("average"):
+                self.averager.average_if_due(step)
+
+    def save(self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None) -> None:
+        """Save the run after ``step``, where checkpoints are kept; ``state`` is the same on every rank.
+
+        Raises:
+            NonFiniteLossError: on every rank, where a weight is not finite; nothing is saved then.
+            CheckpointError: the save failed.
+        """
+        if self.checkpointer is None:
+            return
+        with self.agreed():
+            refuse_weights(self._parallel.inner, step, self._parallel.world)
+            with self._stopwatch.phase("checkpoint"):
+                is_new = self.checkpointer.save(
+                    step,
+                    self._parallel.inner,
+                    self._optimizer,
+                    state,
+                    blocking=blocking,
+                    metric=metric,
+                    rank_state=self._compression.state_dict(),
+                )
+        self.note()
+        if is_new:
+            is_written = blocking or not self._config.checkpoint.background
+            self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
+
+    def load_newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Restore weights, optimizer and compression from the newest checkpoint; returns its step and state, if any."""
+        if self.checkpointer is None:
+            return None
+        self._stopwatch.enter("resume")
+        found = self.checkpointer.load_newest(self._parallel.inner, self._optimizer)
+        self.note()
+        for step, damage in self.checkpointer.passed_over.items():
+            self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
+        if found is not None:
+            for change in self.checkpointer.changed_settings:
+                self._recorder.note(change)
+            self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])
+        return found
+
+    def finish(self, step: int, state: dict[str, Any], *, stopped: bool) -> None:
+        """Leave all ranks with one model, save it, and export it where that is asked for."""
+        if stopped and self.checkpointer is None:
+            self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
+        if self.averager is not None and not self.averager.are_alike:
+            self.averager.average_all()
+        self.save(step, state, blocking=True)
+        if self.checkpointer is None:
+            return
+        if self._config.export is not None and self._parallel.world.is_first:
+            newest = step_folder(self.checkpointer.folder, step)
+            export_safetensors(newest, Path(self._config.output_dir) / self._config.export)
+        if stopped:
+            self._recorder.note(f"asked to stop: saved after step {step}")
+
+    def note(self) -> None:
+        """Hand the checkpointer's notes to the observers."""
+        for note in self.checkpointer.take_notes() if self.checkpointer is not None else ():
+            self._recorder.note(note)
+
+    def close(self) -> None:
+        """Finish the save under way; closing twice is allowed."""
+        with ExitStack() as stack:
+            if self.averager is not None:
+                stack.callback(self.averager.close)
+            if self.checkpointer is not None:
+                stack.callback(self.checkpointer.close)
