@@ -33,7 +33,7 @@ class ComputeClock:
         """Hear of each gradient of ``model``, which may be under DDP, and of DDP's wait for rank 0's buffers."""
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
         if isinstance(model, DistributedDataParallel) and any(True for _ in model.buffers()):
             began: list[Any] = []
 
@@ -90,7 +90,7 @@ class ComputeClock:
     def _mark(self) -> Any:
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

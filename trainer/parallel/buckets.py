@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 class _SumOfParameters(nn.Module):
     """Stands in for the model: every parameter gets a gradient of zeros, the last parameter first."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sparse: Collection[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], sparse: Collection[Tensor]) -> None:
         super().__init__()
         self._listed = tuple(parameters)  # in a tuple, so that they are not registered again
         self._sparse = {id(parameter) for parameter in sparse}
@@ -31,7 +31,7 @@ class _SumOfParameters(nn.Module):
         return total
 
 
-def settle_buckets(model: DistributedDataParallel, sparse: Collection[nn.Parameter] = ()) -> None:
+def settle_buckets(model: DistributedDataParallel, sparse: Collection[Tensor] = ()) -> None:
     """Have DDP lay out its buckets now, in reverse order of the parameters; a collective.
 
     ``sparse`` are the parameters whose gradients are sparse tensors.

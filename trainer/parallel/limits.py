@@ -14,7 +14,7 @@ from ..ranks.world import World
 _NOT_ON_SHARDS = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
-def list_sparse(model: nn.Module) -> dict[str, nn.Parameter]:
+def list_sparse(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights of embeddings with sparse gradients, by the name of the embedding."""
     return {
         name: module.weight

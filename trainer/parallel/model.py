@@ -314,7 +314,7 @@ def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig,
         fully_shard(block, **arguments)
     fully_shard(model, **arguments)
     # Batch norms are small: gathering each ahead of its time would only cost calls.
-    sharded = [module for module in _sharded_modules(model) if module not in apart]
+    sharded = [module for module in _sharded_modules(model) if id(module) not in set(map(id, apart))]
     if config.overlap:
         for module, following in pairwise(sharded[1:]):
             module.set_modules_to_forward_prefetch([following])
