@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,12 +27,12 @@ from .decoding.batch import Batch, BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders
 from .decoding.row_work import RowWork, Sample
 from .decoding.worker_pool import WorkerPool
-from .errors import ConfigError, LoaderClosedError
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
 from .order.plan import Order
+from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .pipeline.pipeline import Pipeline
@@ -47,10 +46,11 @@ from .resources import Resources
 class DistributedDataLoader:
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
-    One pass of ``for batch in loader`` is one epoch; the next pass is the next epoch. Leaving the loop early keeps the
-    position: the next pass continues with the following batch. A loader has one position, so an older pass raises once
-    a newer one has begun; moving to another epoch ends the pass. A batch is a dict of field name to tensor, or to a
-    list where values have no common shape. Every rank gets the same number of batches.
+    One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
+    epoch. A loop left early and begun again starts the same epoch anew. In mid-epoch continue only an iterator that is
+    kept and the first pass after ``load_state_dict``. A loader has one position, so an older iterator raises once a
+    newer pass has begun. A batch is a dict of field name to tensor, or to a list where values have no common shape.
+    Every rank gets the same number of batches.
 
     Args:
         source: URL or path of a prefix, of one shard, a brace pattern (``s3://b/x-{000..099}.tar``), a list of these,
@@ -154,7 +154,7 @@ class DistributedDataLoader:
             self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
         )
         self._resources.store = store
-        self._tune = partial(
+        fit_options = partial(
             tune,
             self._manifest,
             world_size=self._share.world_size,
@@ -166,7 +166,7 @@ class DistributedDataLoader:
         shard_format = make_format(self._manifest.format, self._manifest.config)
         chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         self._quarantine = Quarantine(chunks, max_bad_chunks)
-        self._make_pipeline = partial(
+        make_pipeline = partial(
             Pipeline,
             source=chunks,
             last_batch=last_batch,
@@ -176,7 +176,14 @@ class DistributedDataLoader:
             counters=self._counters,
             workers=self._resources.workers,
         )
-        self._passes = 0
+        self._passes = Passes(
+            position=self._position,
+            share=self._share,
+            resources=self._resources,
+            counters=self._counters,
+            tune=fit_options,
+            make_pipeline=make_pipeline,
+        )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
@@ -185,41 +192,8 @@ class DistributedDataLoader:
     # -- iteration ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from the current position to the epoch's end, or until the position moves to another epoch."""
-        self._passes += 1
-        this_pass, epoch = self._passes, self.epoch
-        is_first = True
-        left_s = time.perf_counter()
-        while is_first or self.epoch == epoch:
-            if self._passes != this_pass:
-                raise ConfigError(
-                    "another pass over this loader has begun, and a loader has one position; make one loader per pass"
-                )
-            pipeline = self._pipeline()
-            asked_s = time.perf_counter()
-            try:
-                item = pipeline.get()
-            except BaseException:  # an interrupt, too: a batch taken out of the queue is not lost
-                self._resources.stop_pipeline()  # the position stays: another pass tries again from it
-                raise
-            got_s = time.perf_counter()
-            if item.batch is None:
-                self._position.advance(item.epoch + 1, 0)
-                if is_first:  # the last pass ended after the epoch's last batch: this pass is the next epoch's
-                    continue
-                return
-            self._counters.add(batches=1, samples=len(item.ids))
-            if is_first:
-                self._counters.add(first_batch_s=got_s - asked_s)
-            else:
-                self._counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - left_s)
-            is_first = False
-            epoch = item.epoch
-            self._position.advance(epoch, item.stop)
-            if self._resources.log is not None:
-                self._resources.log.record(item.epoch, item.start, item.stop, item.ids)
-            left_s = time.perf_counter()
-            yield item.batch
+        """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""
+        return self._passes.begin(self)
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on every rank."""
@@ -249,12 +223,11 @@ class DistributedDataLoader:
         return self._quarantine.records
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless the position is inside that epoch already."""
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
         check_at_least("epoch", epoch, 0)
-        self._check_open()
-        if epoch != self._position.upcoming[0]:
+        self._resources.check_open()
+        if self._position.set_epoch(epoch):
             self._resources.stop_pipeline()
-            self._position.move(epoch, 0)
 
     def set_shares(self, weights: Sequence[float] | None) -> None:
         """From the next batch on, cut global batches in proportion to ``weights``, one positive number per rank.
@@ -266,25 +239,27 @@ class DistributedDataLoader:
             PartitionError: the weights are not one positive number per rank.
         """
         share = replace(self._share, weights=None if weights is None else tuple(weights))
-        self._check_open()
-        self._share = share
+        self._resources.check_open()
+        self._passes.share = share
         self._resources.stop_pipeline()
-        self._position.move(*self._position.upcoming)
+        self._position.skip_end()
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out: a small dict for JSON, the same on every rank."""
+        """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""
         return self._position.to_state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was called, with any world size, batch size and number of workers.
 
+        The next pass begins there; a running one goes on from there, or ends if the state is in another epoch.
+
         Raises:
             StateMismatchError: the state belongs to another data set, seed or order; names what differs.
         """
         loaded = self._position.check_state(state)
-        self._check_open()
+        self._resources.check_open()
         self._resources.stop_pipeline()
         self._position.load(loaded)
 
@@ -325,22 +300,3 @@ class DistributedDataLoader:
             f"DistributedDataLoader({self._manifest.url!r}, {self._manifest.num_samples} samples, "
             f"global_batch_size={share.global_batch_size}, rank={share.rank}, world_size={share.world_size})"
         )
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise LoaderClosedError("the loader is closed; make a new one")
-
-    def _pipeline(self) -> Pipeline:
-        self._check_open()
-        if self._resources.pipeline is None:
-            if self._resources.workers is not None:
-                self._resources.workers.start()
-            position = self._position
-            self._resources.pipeline = self._make_pipeline(
-                order=position.order,
-                share=self._share,
-                options=self._tune(position.order),
-                epoch=position.epoch,
-                position=position.consumed,
-            )
-        return self._resources.pipeline

@@ -36,6 +36,7 @@ FLOORS = {
         {"decoding"},
         {"arguments", "pipeline"},
         {"position", "resources"},
+        {"passes"},
         {"data_loader", "tools"},
     ),
     "trainer": (
