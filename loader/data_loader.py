@@ -38,6 +38,7 @@ from .pipeline.device import resolve_cuda
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import tune
 from .position import Position
+from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
@@ -76,7 +77,8 @@ class DistributedDataLoader:
             are sent back and forth, and ``memory_limit`` does not cover the processes' own memory.
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" follows the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
-        rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1.
+        rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
+            found is compared with torch.distributed again at the first batch.
         storage_options: credentials, endpoint and the like for the store.
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with its own settings, such as ``TokensFormat(seq_len=2048)``; None detects it.
@@ -183,6 +185,7 @@ class DistributedDataLoader:
             counters=self._counters,
             tune=fit_options,
             make_pipeline=make_pipeline,
+            check_rank=partial(check_rank, self._share.rank, self._share.world_size, is_given=rank is not None),
         )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(

@@ -30,11 +30,13 @@ class Passes:
         counters: Counters,
         tune: Callable[[Order], PipelineOptions],
         make_pipeline: Callable[..., Pipeline],
+        check_rank: Callable[[], None],
     ) -> None:
         self.position = position
         self.share = share
         self.resources = resources
         self.counters = counters
+        self.check_rank = check_rank
         self.begun = 0
         self._tune = tune
         self._make_pipeline = make_pipeline
@@ -89,6 +91,8 @@ class Pass(Iterator[Batch]):
         is_first = self._at is None
         if not is_first and self._at != (position.epoch, position.times_set):
             self._end()
+        if is_first:
+            passes.check_rank()
         while True:
             pipeline = passes.pipeline()
             asked_s = time.perf_counter()

@@ -43,6 +43,11 @@ class ArrayLoader:
         here = dist.is_initialized()
         found_size = dist.get_world_size() if here else int(os.environ.get("WORLD_SIZE", "1"))
         found_rank = dist.get_rank() if here else int(os.environ.get("RANK", "0"))
+        if found_size > 1 and world_size is None and not here and "RANK" not in os.environ:
+            raise TrainerConfigError(
+                f"WORLD_SIZE={found_size} in the environment without RANK: every process would take itself for rank 0. "
+                "Give rank= and world_size=, start the ranks with torchrun, or initialise torch.distributed first"
+            )
         self.world_size = found_size if world_size is None else world_size
         self._rank = found_rank if rank is None else rank
         if (batch_size is None) == (global_batch_size is None):

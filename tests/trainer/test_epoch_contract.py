@@ -219,3 +219,10 @@ def test_loading_a_state_in_mid_pass_moves_the_pass_within_its_epoch(make: Make,
     loader.load_state_dict(state)
     assert list(batches) == [], "went on in another epoch"
     assert rows(loader) == epochs[0][10:]
+
+
+def test_a_world_size_without_a_rank_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises((ConfigError, TrainerConfigError), match=r"WORLD_SIZE=2.*without RANK.*torchrun"):
+        make(rank=None, world_size=None)
