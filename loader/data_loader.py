@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self
 
 import torch
 
@@ -17,16 +17,18 @@ from .arguments import (
     check_at_least,
     check_last_batch,
     check_names,
-    count_workers,
+    check_shuffle,
+    count_threads,
     make_share,
     parse_cache_limit,
 )
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
-from .decoding.batch import Batch, BatchOptions
+from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders
 from .decoding.row_work import RowWork, Sample
 from .decoding.worker_pool import WorkerPool
+from .foreign_arguments import refuse_foreign
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .limits import parse_bytes
@@ -44,14 +46,14 @@ from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 
 
-class DistributedDataLoader:
+class DistributedDataLoader(Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
     epoch. A loop left early and begun again starts the same epoch anew. In mid-epoch continue only an iterator that is
     kept and the first pass after ``load_state_dict``. A loader has one position, so an older iterator raises once a
     newer pass has begun. A batch is a dict of field name to tensor, or to a list where values have no common shape.
-    Every rank gets the same number of batches.
+    Every rank gets the same number of batches. ``DistributedDataLoader[B]`` is one whose ``collate`` returns B.
 
     Args:
         source: URL or path of a prefix, of one shard, a brace pattern (``s3://b/x-{000..099}.tar``), a list of these,
@@ -71,7 +73,7 @@ class DistributedDataLoader:
             which on some ranks may have 0 samples.
         device: None leaves batches in host memory; "cuda" copies them ahead of need, through pinned buffers, on a
             stream of the loader's own.
-        workers: threads that decode and transform; "auto" is the node's cores divided by its ranks.
+        threads: how many threads decode and transform; "auto" is the node's cores divided by its ranks.
         processes: worker processes that decode and transform instead of threads, with the same results: for a
             transform in pure Python, which holds the GIL. It must be defined at the top level of a module. Samples
             are sent back and forth, and ``memory_limit`` does not cover the processes' own memory.
@@ -91,6 +93,7 @@ class DistributedDataLoader:
         DatasetError, FormatError, StorageError: the data set cannot be found, listed or indexed.
     """
 
+    @refuse_foreign
     def __init__(
         self,
         source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest,
@@ -104,10 +107,10 @@ class DistributedDataLoader:
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
         transform: Callable[..., Sample] | None = None,
-        collate: Callable[[list[Sample]], Batch] | None = None,
+        collate: Callable[[list[Sample]], BatchT] | None = None,
         last_batch: LastBatch = "drop",
         device: str | torch.device | None = None,
-        workers: int | Literal["auto"] = "auto",
+        threads: int | Literal["auto"] = "auto",
         processes: int = 0,
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
@@ -122,6 +125,7 @@ class DistributedDataLoader:
     ) -> None:
         self._resources = Resources()
         self._finalizer = weakref.finalize(self, self._resources.close)
+        check_shuffle(shuffle)
         check_last_batch(last_batch)
         self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
         batch_options = BatchOptions(
@@ -129,7 +133,7 @@ class DistributedDataLoader:
         )
         decoders = FieldDecoders(decode)
         cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
-        threads = count_workers(workers)
+        decode_threads = count_threads(threads)
         check_at_least("processes", processes, 0)
         if processes:
             work = RowWork(transform=transform, seed=seed)
@@ -161,7 +165,7 @@ class DistributedDataLoader:
             self._manifest,
             world_size=self._share.world_size,
             memory_limit=memory_bytes,
-            workers=threads,
+            threads=decode_threads,
             is_local=isinstance(store, LocalStore),
             device=cuda,
         )
@@ -194,7 +198,7 @@ class DistributedDataLoader:
 
     # -- iteration ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[BatchT]:
         """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""
         return self._passes.begin(self)
 
@@ -211,6 +215,24 @@ class DistributedDataLoader:
     def epoch(self) -> int:
         """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
         return self._position.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a full batch of this rank."""
+        return self._passes.share.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a full batch of all ranks together."""
+        return self._share.global_batch_size
+
+    @property
+    def rank(self) -> int:
+        return self._share.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._share.world_size
 
     @property
     def manifest(self) -> Manifest:
@@ -254,7 +276,7 @@ class DistributedDataLoader:
         return self._position.to_state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, with any world size, batch size and number of workers.
+        """Continue where ``state_dict`` was called, with any world size, batch size and number of threads.
 
         The next pass begins there; a running one goes on from there, or ends if the state is in another epoch.
 
@@ -291,7 +313,7 @@ class DistributedDataLoader:
         self._finalizer()
         self._resources.close()  # waits where another thread is closing it
 
-    def __enter__(self) -> DistributedDataLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from .decoding.batch import Batch
+from .decoding.batch import BatchT
 from .errors import ConfigError
 from .metrics import Counters
 from .order.plan import Order, Share
@@ -41,7 +42,7 @@ class Passes:
         self._tune = tune
         self._make_pipeline = make_pipeline
 
-    def begin(self, loader: object) -> Pass:
+    def begin(self, loader: object) -> Pass[Any]:
         """A pass from the epoch's beginning, or from the state just loaded; it keeps ``loader`` alive."""
         self.resources.check_open()
         if self.position.begin_pass():
@@ -65,7 +66,7 @@ class Passes:
         return self.resources.pipeline
 
 
-class Pass(Iterator[Batch]):
+class Pass(Iterator[BatchT]):
     """The batches from the position to its epoch's end, or until the position moves to another epoch.
 
     Its epoch is that of its first batch. After an error, ``next`` tries again from the same position.
@@ -79,7 +80,7 @@ class Pass(Iterator[Batch]):
         self._has_ended = False
         self._left_s = 0.0
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> BatchT:
         passes, position = self._passes, self._passes.position
         if self._has_ended:
             raise StopIteration
@@ -117,7 +118,8 @@ class Pass(Iterator[Batch]):
         if passes.resources.log is not None:
             passes.resources.log.record(item.epoch, item.start, item.stop, item.ids)
         self._left_s = time.perf_counter()
-        return item.batch
+        batch: BatchT = item.batch
+        return batch
 
     def _end(self) -> None:
         self._has_ended = True

@@ -34,7 +34,7 @@ FLOORS = {
         {"dataset"},
         {"reading"},
         {"decoding"},
-        {"arguments", "pipeline"},
+        {"arguments", "foreign_arguments", "pipeline"},
         {"position", "resources"},
         {"passes"},
         {"data_loader", "tools"},

@@ -108,7 +108,7 @@ def test_an_order_depends_on_the_seed_alone(tars):
         with DistributedDataLoader(tars, batch_size=16, seed=seed, with_ids=True, **options) as loader:
             return [sample for batch in loader for sample in ids_of(batch)]
 
-    assert order(3) == order(3, workers=3, memory_limit="1GiB")
+    assert order(3) == order(3, threads=3, memory_limit="1GiB")
     assert order(3) != order(4)
 
 
@@ -127,7 +127,7 @@ def test_resume_on_another_number_of_ranks_repeats_and_skips_nothing(tars, befor
         assert state in (None, taken)
         state = json.loads(json.dumps(taken))
         loader.close()
-    for loader in ranks(tars, after, batch_size=8, last_batch="partial", with_ids=True, workers=2):
+    for loader in ranks(tars, after, batch_size=8, last_batch="partial", with_ids=True, threads=2):
         if state is not None:
             loader.load_state_dict(state)
         if state is None or state["epoch"] == 0:
@@ -264,7 +264,7 @@ def test_a_transform_sees_samples_and_its_generator_depends_on_the_sample_alone(
 
     def noises(world_size: int) -> dict[int, int]:
         found: dict[int, int] = {}
-        for loader in ranks(tars, world_size, batch_size=6, transform=transform, last_batch="partial", workers=2):
+        for loader in ranks(tars, world_size, batch_size=6, transform=transform, last_batch="partial", threads=2):
             for batch in loader:
                 assert batch["number"].dtype == torch.int64
                 found.update(zip(batch["number"].tolist(), batch["noise"].tolist(), strict=True))
@@ -422,7 +422,7 @@ def test_closing_from_another_thread_wakes_the_waiting_one(tars):
         time.sleep(1)
         return sample
 
-    loader = DistributedDataLoader(tars, batch_size=64, transform=slow, workers=1)
+    loader = DistributedDataLoader(tars, batch_size=64, transform=slow, threads=1)
     threading.Timer(0.5, loader.close).start()
     started = time.monotonic()
     with pytest.raises(LoaderClosedError):
@@ -448,7 +448,7 @@ def test_closing_from_another_thread_wakes_the_waiting_one(tars):
         ({"batch_size": 4, "rank": 3}, ConfigError, "give both"),
         ({"batch_size": 4, "lanes": 12}, ConfigError, "power of two"),
         ({"batch_size": 4, "window": 0}, ConfigError, "window=0"),
-        ({"batch_size": 4, "workers": 0}, ConfigError, "workers=0"),
+        ({"batch_size": 4, "threads": 0}, ConfigError, "threads=0"),
         ({"batch_size": 4, "memory_limit": "lots"}, ConfigError, "memory_limit='lots'"),
         ({"batch_size": 4, "memory_limit": -1}, ConfigError, "memory_limit=-1"),
         ({"batch_size": 4, "last_batch": "skip"}, ConfigError, "'drop', 'pad' or 'partial'"),
