@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from small_world import FP32, Slope
+from torch import nn
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError
-from penstock.trainer import ArrayLoader, TrainerConfigError
+from penstock.trainer import ArrayLoader, Evaluation, ParallelConfig, TrainerConfigError, World
+from penstock.trainer.evaluate import evaluate
+from penstock.trainer.parallel.model import ParallelModel
 
 ROWS = 47  # four batches of 10 and one of 7
 Make = Callable[..., Any]
@@ -226,3 +230,21 @@ def test_a_world_size_without_a_rank_is_refused(make: Make, monkeypatch: pytest.
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises((ConfigError, TrainerConfigError), match=r"WORLD_SIZE=2.*without RANK.*torchrun"):
         make(rank=None, world_size=None)
+
+
+def test_an_evaluation_that_was_broken_off_sees_every_row_the_next_time(make: Make, world: World) -> None:
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    def mean_row(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"n": (batch["n"].sum(), len(batch["n"]))}
+
+    evaluation = Evaluation(batches=make(), metrics=mean_row)
+    parallel = ParallelModel(Slope(), ParallelConfig(), FP32, world)
+    how: dict[str, Any] = {"precision": FP32, "phase": lambda name: nullcontext()}
+    assert evaluate(parallel, evaluation, stop_requested=stop, **how) is None
+    for _ in range(2):
+        assert evaluate(parallel, evaluation, **how) == {"n": (ROWS - 1) / 2}
