@@ -34,7 +34,7 @@ def find_layout(
         storage_options=storage_options,
         rank=0,
         world_size=1,
-        workers=1,
+        threads=1,
         memory_limit="256MiB",
     ) as loader:
         batch = next(iter(loader))

@@ -83,12 +83,20 @@ def check_last_batch(last_batch: LastBatch) -> None:
         raise ConfigError(f"last_batch={last_batch!r}: must be 'drop', 'pad' or 'partial'")
 
 
-def count_workers(workers: int | Literal["auto"]) -> int:
+def check_shuffle(shuffle: object) -> None:
+    """Raise ConfigError unless ``shuffle`` is True or False: elsewhere it is the size of a buffer."""
+    if not isinstance(shuffle, bool):
+        raise ConfigError(
+            f"shuffle={shuffle!r}: must be True or False; window= is how far samples mix, in chunks, and seed= the seed"
+        )
+
+
+def count_threads(threads: int | Literal["auto"]) -> int:
     """The number of threads that decode and transform; "auto" is the node's usable cores divided by its ranks."""
-    if workers == "auto":
+    if threads == "auto":
         return max(1, usable_cores() // local_world_size())
-    check_at_least("workers", workers, 1)
-    return workers
+    check_at_least("threads", threads, 1)
+    return threads
 
 
 def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:

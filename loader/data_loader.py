@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self
 
 import torch
 
@@ -18,39 +17,43 @@ from .arguments import (
     check_at_least,
     check_last_batch,
     check_names,
-    count_workers,
+    check_shuffle,
+    count_threads,
     make_share,
     parse_cache_limit,
 )
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
-from .decoding.batch import Batch, BatchOptions
+from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders
 from .decoding.row_work import RowWork, Sample
 from .decoding.worker_pool import WorkerPool
-from .errors import ConfigError, LoaderClosedError
+from .foreign_arguments import refuse_foreign
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
 from .order.plan import Order
+from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import tune
 from .position import Position
+from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 
 
-class DistributedDataLoader:
+class DistributedDataLoader(Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
-    One pass of ``for batch in loader`` is one epoch; the next pass is the next epoch. Leaving the loop early keeps the
-    position: the next pass continues with the following batch. A loader has one position, so an older pass raises once
-    a newer one has begun; moving to another epoch ends the pass. A batch is a dict of field name to tensor, or to a
-    list where values have no common shape. Every rank gets the same number of batches.
+    One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
+    epoch. A loop left early and begun again starts the same epoch anew. In mid-epoch continue only an iterator that is
+    kept and the first pass after ``load_state_dict``. A loader has one position, so an older iterator raises once a
+    newer pass has begun. A batch is a dict of field name to tensor, or to a list where values have no common shape.
+    Every rank gets the same number of batches. ``DistributedDataLoader[B]`` is one whose ``collate`` returns B.
 
     Args:
         source: URL or path of a prefix, of one shard, a brace pattern (``s3://b/x-{000..099}.tar``), a list of these,
@@ -70,13 +73,14 @@ class DistributedDataLoader:
             which on some ranks may have 0 samples.
         device: None leaves batches in host memory; "cuda" copies them ahead of need, through pinned buffers, on a
             stream of the loader's own.
-        workers: threads that decode and transform; "auto" is the node's cores divided by its ranks.
+        threads: how many threads decode and transform; "auto" is the node's cores divided by its ranks.
         processes: worker processes that decode and transform instead of threads, with the same results: for a
             transform in pure Python, which holds the GIL. It must be defined at the top level of a module. Samples
             are sent back and forth, and ``memory_limit`` does not cover the processes' own memory.
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" follows the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
-        rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1.
+        rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
+            found is compared with torch.distributed again at the first batch.
         storage_options: credentials, endpoint and the like for the store.
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with its own settings, such as ``TokensFormat(seq_len=2048)``; None detects it.
@@ -89,6 +93,7 @@ class DistributedDataLoader:
         DatasetError, FormatError, StorageError: the data set cannot be found, listed or indexed.
     """
 
+    @refuse_foreign
     def __init__(
         self,
         source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest,
@@ -102,10 +107,10 @@ class DistributedDataLoader:
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
         transform: Callable[..., Sample] | None = None,
-        collate: Callable[[list[Sample]], Batch] | None = None,
+        collate: Callable[[list[Sample]], BatchT] | None = None,
         last_batch: LastBatch = "drop",
         device: str | torch.device | None = None,
-        workers: int | Literal["auto"] = "auto",
+        threads: int | Literal["auto"] = "auto",
         processes: int = 0,
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
@@ -120,6 +125,7 @@ class DistributedDataLoader:
     ) -> None:
         self._resources = Resources()
         self._finalizer = weakref.finalize(self, self._resources.close)
+        check_shuffle(shuffle)
         check_last_batch(last_batch)
         self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
         batch_options = BatchOptions(
@@ -127,7 +133,7 @@ class DistributedDataLoader:
         )
         decoders = FieldDecoders(decode)
         cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
-        threads = count_workers(workers)
+        decode_threads = count_threads(threads)
         check_at_least("processes", processes, 0)
         if processes:
             work = RowWork(transform=transform, seed=seed)
@@ -154,19 +160,19 @@ class DistributedDataLoader:
             self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
         )
         self._resources.store = store
-        self._tune = partial(
+        fit_options = partial(
             tune,
             self._manifest,
             world_size=self._share.world_size,
             memory_limit=memory_bytes,
-            workers=threads,
+            threads=decode_threads,
             is_local=isinstance(store, LocalStore),
             device=cuda,
         )
         shard_format = make_format(self._manifest.format, self._manifest.config)
         chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         self._quarantine = Quarantine(chunks, max_bad_chunks)
-        self._make_pipeline = partial(
+        make_pipeline = partial(
             Pipeline,
             source=chunks,
             last_batch=last_batch,
@@ -176,7 +182,15 @@ class DistributedDataLoader:
             counters=self._counters,
             workers=self._resources.workers,
         )
-        self._passes = 0
+        self._passes = Passes(
+            position=self._position,
+            share=self._share,
+            resources=self._resources,
+            counters=self._counters,
+            tune=fit_options,
+            make_pipeline=make_pipeline,
+            check_rank=partial(check_rank, self._share.rank, self._share.world_size, is_given=rank is not None),
+        )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
@@ -184,42 +198,9 @@ class DistributedDataLoader:
 
     # -- iteration ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches from the current position to the epoch's end, or until the position moves to another epoch."""
-        self._passes += 1
-        this_pass, epoch = self._passes, self.epoch
-        is_first = True
-        left_s = time.perf_counter()
-        while is_first or self.epoch == epoch:
-            if self._passes != this_pass:
-                raise ConfigError(
-                    "another pass over this loader has begun, and a loader has one position; make one loader per pass"
-                )
-            pipeline = self._pipeline()
-            asked_s = time.perf_counter()
-            try:
-                item = pipeline.get()
-            except BaseException:  # an interrupt, too: a batch taken out of the queue is not lost
-                self._resources.stop_pipeline()  # the position stays: another pass tries again from it
-                raise
-            got_s = time.perf_counter()
-            if item.batch is None:
-                self._position.advance(item.epoch + 1, 0)
-                if is_first:  # the last pass ended after the epoch's last batch: this pass is the next epoch's
-                    continue
-                return
-            self._counters.add(batches=1, samples=len(item.ids))
-            if is_first:
-                self._counters.add(first_batch_s=got_s - asked_s)
-            else:
-                self._counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - left_s)
-            is_first = False
-            epoch = item.epoch
-            self._position.advance(epoch, item.stop)
-            if self._resources.log is not None:
-                self._resources.log.record(item.epoch, item.start, item.stop, item.ids)
-            left_s = time.perf_counter()
-            yield item.batch
+    def __iter__(self) -> Iterator[BatchT]:
+        """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""
+        return self._passes.begin(self)
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on every rank."""
@@ -236,6 +217,24 @@ class DistributedDataLoader:
         return self._position.epoch
 
     @property
+    def batch_size(self) -> int:
+        """Samples in a full batch of this rank."""
+        return self._passes.share.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a full batch of all ranks together."""
+        return self._share.global_batch_size
+
+    @property
+    def rank(self) -> int:
+        return self._share.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._share.world_size
+
+    @property
     def manifest(self) -> Manifest:
         return self._manifest
 
@@ -249,12 +248,11 @@ class DistributedDataLoader:
         return self._quarantine.records
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless the position is inside that epoch already."""
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
         check_at_least("epoch", epoch, 0)
-        self._check_open()
-        if epoch != self._position.upcoming[0]:
+        self._resources.check_open()
+        if self._position.set_epoch(epoch):
             self._resources.stop_pipeline()
-            self._position.move(epoch, 0)
 
     def set_shares(self, weights: Sequence[float] | None) -> None:
         """From the next batch on, cut global batches in proportion to ``weights``, one positive number per rank.
@@ -266,25 +264,27 @@ class DistributedDataLoader:
             PartitionError: the weights are not one positive number per rank.
         """
         share = replace(self._share, weights=None if weights is None else tuple(weights))
-        self._check_open()
-        self._share = share
+        self._resources.check_open()
+        self._passes.share = share
         self._resources.stop_pipeline()
-        self._position.move(*self._position.upcoming)
+        self._position.skip_end()
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out: a small dict for JSON, the same on every rank."""
+        """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""
         return self._position.to_state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, with any world size, batch size and number of workers.
+        """Continue where ``state_dict`` was called, with any world size, batch size and number of threads.
+
+        The next pass begins there; a running one goes on from there, or ends if the state is in another epoch.
 
         Raises:
             StateMismatchError: the state belongs to another data set, seed or order; names what differs.
         """
         loaded = self._position.check_state(state)
-        self._check_open()
+        self._resources.check_open()
         self._resources.stop_pipeline()
         self._position.load(loaded)
 
@@ -313,7 +313,7 @@ class DistributedDataLoader:
         self._finalizer()
         self._resources.close()  # waits where another thread is closing it
 
-    def __enter__(self) -> DistributedDataLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -325,22 +325,3 @@ class DistributedDataLoader:
             f"DistributedDataLoader({self._manifest.url!r}, {self._manifest.num_samples} samples, "
             f"global_batch_size={share.global_batch_size}, rank={share.rank}, world_size={share.world_size})"
         )
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise LoaderClosedError("the loader is closed; make a new one")
-
-    def _pipeline(self) -> Pipeline:
-        self._check_open()
-        if self._resources.pipeline is None:
-            if self._resources.workers is not None:
-                self._resources.workers.start()
-            position = self._position
-            self._resources.pipeline = self._make_pipeline(
-                order=position.order,
-                share=self._share,
-                options=self._tune(position.order),
-                epoch=position.epoch,
-                position=position.consumed,
-            )
-        return self._resources.pipeline

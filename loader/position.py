@@ -16,7 +16,8 @@ class Position:
 
     The first ``consumed`` positions of ``epoch`` have been handed out. Where no batch is left of an epoch, ``epoch``
     stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` tells where that
-    next batch is. Used by the training loop's thread only.
+    next batch is. ``is_loaded`` says that no batch was handed out since a state was loaded, ``times_set`` how often an
+    epoch was set. Used by the training loop's thread only.
 
     Raises:
         ConfigError: no order has such a seed, number of lanes or window.
@@ -50,6 +51,8 @@ class Position:
         self.order = order
         self.steps_per_epoch = require_steps(manifest.num_samples, global_batch_size, last_batch, world_size=world_size)
         self.epoch, self.consumed = 0, 0
+        self.is_loaded = False
+        self.times_set = 0
 
     @property
     def steps_left(self) -> int:
@@ -63,11 +66,30 @@ class Position:
 
     def advance(self, epoch: int, consumed: int) -> None:
         """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
-        self.epoch, self.consumed = epoch, consumed
+        self.epoch, self.consumed, self.is_loaded = epoch, consumed, False
 
-    def move(self, epoch: int, consumed: int) -> None:
-        """Go to a position; to the next epoch's beginning if no batch is left there."""
-        self.epoch, self.consumed = epoch, consumed
+    def begin_pass(self) -> bool:
+        """Go to where a pass begins: to the upcoming epoch's beginning, or nowhere if a state was just loaded.
+
+        Returns whether that is another place than the upcoming one, so that what was read ahead is of no use.
+        """
+        if self.is_loaded:
+            return False
+        epoch, consumed = self.upcoming
+        self.epoch, self.consumed = epoch, 0
+        return consumed > 0
+
+    def set_epoch(self, epoch: int) -> bool:
+        """Go to an epoch's beginning, unless a state just loaded is inside it; returns what ``begin_pass`` returns."""
+        if self.is_loaded and epoch == self.epoch:
+            return False
+        moved = self.upcoming != (epoch, 0)
+        self.epoch, self.consumed, self.is_loaded = epoch, 0, False
+        self.times_set += 1
+        return moved
+
+    def skip_end(self) -> None:
+        """Go to the next epoch's beginning if no batch is left here."""
         self.epoch, self.consumed = self.upcoming
 
     def to_state(self) -> LoaderState:
@@ -104,4 +126,5 @@ class Position:
     def load(self, state: LoaderState) -> None:
         """Take over the order and position of a state that ``check_state`` returned."""
         self.order = state.order
-        self.move(state.epoch, state.consumed)
+        self.epoch, self.consumed, self.is_loaded = state.epoch, state.consumed, True
+        self.skip_end()

@@ -1,10 +1,11 @@
-"""Which rank this process is: the given one, else torch.distributed's, else torchrun's, else 0 of 1."""
+"""Which rank this process is: the given one, else torch.distributed's, else torchrun's, else 0 of 1; never a guess."""
 
 from __future__ import annotations
 
 import os
 
 import torch.distributed
+import torch.utils.data
 
 from .errors import ConfigError
 
@@ -13,23 +14,61 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size; both must be given or neither.
 
     Raises:
-        ConfigError: one without the other, or a rank outside its world.
+        ConfigError: one without the other, or a rank outside its world; or this is a worker process of torch's.
     """
+    _refuse_worker()
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank={rank}, world_size={world_size}: give both, or neither to use torch.distributed's")
     if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        else:
-            rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+        rank, world_size = _from_torch() or (_from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1))
+        if world_size > 1 and not _from_torch() and not os.environ.get("RANK"):
+            raise ConfigError(
+                f"WORLD_SIZE={world_size} in the environment without RANK: every process would take itself for rank 0. "
+                "Give rank= and world_size=, or start the ranks with torchrun; under another launcher that initialises "
+                "torch.distributed (Lightning's own does), make the loader after that, as in train_dataloader()"
+            )
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} of world_size={world_size}: a rank is from 0 to world_size - 1")
     return rank, world_size
 
 
+def check_rank(rank: int, world_size: int, *, is_given: bool) -> None:
+    """Check at a first batch that a rank found when the loader was made is still this process's.
+
+    Raises:
+        ConfigError: torch.distributed, initialised since, says otherwise, unless the rank was given; or this is a
+            worker process of torch's.
+    """
+    _refuse_worker()
+    now = _from_torch()
+    if now is not None and now != (rank, world_size) and not is_given:
+        raise ConfigError(
+            f"the loader was made as rank={rank}, world_size={world_size}, and torch.distributed, initialised since, "
+            f"says rank {now[0]} of {now[1]}; make the loader after init_process_group, or give rank= and world_size="
+        )
+
+
 def local_world_size() -> int:
     """How many ranks share this machine, according to torchrun; 1 without it."""
     return max(1, _from_environment("LOCAL_WORLD_SIZE", 1))
+
+
+def _refuse_worker() -> None:
+    worker = torch.utils.data.get_worker_info()
+    if worker is not None:
+        raise ConfigError(
+            f"a penstock loader in worker process {worker.id} of a torch DataLoader: each of its {worker.num_workers} "
+            "workers would deliver all batches of this rank. Iterate over the loader itself, or give the torch "
+            "DataLoader num_workers=0; penstock reads and decodes ahead in threads, or in processes of its own "
+            "(processes=)"
+        )
+
+
+def _from_torch() -> tuple[int, int] | None:
+    """Rank and world size of torch.distributed where it is initialised."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _from_environment(name: str, default: int) -> int:

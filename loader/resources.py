@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from .decoding.worker_pool import WorkerPool
+from .errors import LoaderClosedError
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
 
@@ -18,7 +19,13 @@ class Resources:
         self.pipeline: Pipeline | None = None
         self.workers: WorkerPool | None = None
         self.log: DeliveryLog | None = None
+        self._is_closed = False
         self._closing = threading.RLock()
+
+    def check_open(self) -> None:
+        """Raise LoaderClosedError after ``close``."""
+        if self._is_closed:
+            raise LoaderClosedError("the loader is closed; make a new one")
 
     def stop_pipeline(self) -> None:
         """End the pipeline, if there is one, and drop what it read ahead."""
@@ -28,6 +35,7 @@ class Resources:
 
     def close(self) -> None:
         """Release everything; safe at any time, and twice. Waits where another thread is closing."""
+        self._is_closed = True
         with self._closing:
             if self.pipeline is not None:
                 self.pipeline.stop()

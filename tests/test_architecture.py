@@ -34,8 +34,9 @@ FLOORS = {
         {"dataset"},
         {"reading"},
         {"decoding"},
-        {"arguments", "pipeline"},
+        {"arguments", "foreign_arguments", "pipeline"},
         {"position", "resources"},
+        {"passes"},
         {"data_loader", "tools"},
     ),
     "trainer": (

@@ -21,7 +21,9 @@ class ArrayLoader:
     """Yields rows of equally long arrays in a seeded order; which rows make a global batch does not depend on ranks.
 
     Position p of epoch e is row ``permutation(seed, e)[p]``; global batch s is positions [sG, (s+1)G), cut into
-    contiguous shares, one per rank. The only mutable state is (epoch, consumed positions) and the shares' weights.
+    contiguous shares, one per rank. A pass begins at its epoch's beginning; only an iterator that is kept, and the
+    first pass after ``load_state_dict``, continue in mid-epoch. The mutable state is (epoch, consumed positions),
+    whether it was just loaded, the shares' weights, and counts of passes begun and of epochs set.
     ``last_batch`` is "drop", "pad" (real rows are marked in ``__valid__``) or "partial" (a share may be empty).
     """
 
@@ -41,6 +43,11 @@ class ArrayLoader:
         here = dist.is_initialized()
         found_size = dist.get_world_size() if here else int(os.environ.get("WORLD_SIZE", "1"))
         found_rank = dist.get_rank() if here else int(os.environ.get("RANK", "0"))
+        if found_size > 1 and world_size is None and not here and "RANK" not in os.environ:
+            raise TrainerConfigError(
+                f"WORLD_SIZE={found_size} in the environment without RANK: every process would take itself for rank 0. "
+                "Give rank= and world_size=, start the ranks with torchrun, or initialise torch.distributed first"
+            )
         self.world_size = found_size if world_size is None else world_size
         self._rank = found_rank if rank is None else rank
         if (batch_size is None) == (global_batch_size is None):
@@ -57,6 +64,8 @@ class ArrayLoader:
         self._shuffle, self._seed, self._last_batch, self._with_ids = shuffle, seed, last_batch, with_ids
         self._weights = np.ones(self.world_size)
         self._epoch, self._consumed = 0, 0
+        self._is_loaded = False
+        self._passes = self._times_set = 0
         if not len(self):
             raise TrainerConfigError(
                 f"global_batch_size={self.global_batch_size} is above the {self._rows} rows and last_batch='drop' "
@@ -73,17 +82,37 @@ class ArrayLoader:
         return whole + (rest > 0 and self._last_batch != "drop")
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        if not self._has_more:
-            self.set_epoch(self._epoch + 1)
-        order = self._order(self._epoch)
-        while self._has_more:
+        if not self._is_loaded:
+            self._epoch, self._consumed = self._epoch + (not self._has_more), 0
+        self._passes += 1
+        return self._batches(self._passes)
+
+    def _batches(self, number: int) -> Iterator[dict[str, torch.Tensor]]:
+        at: tuple[int, int] | None = None  # the epoch, and how often it was set, at the last batch
+        while True:
+            if number != self._passes:
+                raise TrainerConfigError(
+                    "another pass over this loader has begun, and a loader has one position; keep the newest iterator, "
+                    "or make one loader per pass"
+                )
+            if at is not None and at != (self._epoch, self._times_set):
+                return
+            if not self._has_more:
+                self._epoch, self._consumed = self._epoch + 1, 0
+                return
+            if at is None:
+                order = self._order(self._epoch)
             rows = order[self._consumed : self._consumed + self.global_batch_size]
             self._consumed += len(rows)
+            self._is_loaded = False
+            at = (self._epoch, self._times_set)
             yield self._take(rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start epoch ``epoch`` from its beginning with the next iteration."""
-        self._epoch, self._consumed = epoch, 0
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
+        if not (self._is_loaded and epoch == self._epoch):
+            self._epoch, self._consumed, self._is_loaded = epoch, 0, False
+            self._times_set += 1
 
     def set_shares(self, weights: Sequence[float]) -> None:
         """Cut the following global batches in proportion to ``weights``, one per rank, the same on every rank."""
@@ -100,9 +129,9 @@ class ArrayLoader:
                 f"the state was taken with version={state.get('version')}, seed={state.get('seed')} and this loader "
                 f"has version={_VERSION}, seed={self._seed}; build it with the same seed"
             )
-        self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
+        self._epoch, self._consumed, self._is_loaded = int(state["epoch"]), int(state["consumed"]), True
         if not self._has_more:
-            self.set_epoch(self._epoch + 1)
+            self._epoch, self._consumed = self._epoch + 1, 0
 
     @property
     def _has_more(self) -> bool:

@@ -19,7 +19,7 @@ class Ours:
             batch_size=job.batch_size,
             last_batch="partial",
             decode=choose_decode(job),
-            workers=job.workers or "auto",
+            threads=job.workers or "auto",
             cache_dir=job.cache_dir,
             storage_options=job.storage_options or None,
             format=None if job.format is None else make_format(job.format, job.format_config),

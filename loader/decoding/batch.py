@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,17 @@ from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
 
-Batch = Any  # what collate= returns; a dict of name -> tensor or list by default
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # What collate= returns; without one a dict of name -> tensor or list.
+    BatchT = TypeVar("BatchT", default=dict[str, Any])
+else:
+    from typing import TypeVar
+
+    BatchT = TypeVar("BatchT")
+
+Batch = Any
 
 
 @dataclass(frozen=True, kw_only=True)

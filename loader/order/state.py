@@ -10,6 +10,8 @@ from ..errors import StateMismatchError
 from .plan import Order
 
 _VERSION = 1
+_SHOWN = 8  # names of what is no state
+_PASS = "pass what DistributedDataLoader.state_dict() returned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +45,12 @@ class LoaderState:
         Raises:
             StateMismatchError: it is no such state, or has another version; names the fields that are wrong.
         """
-        version = state.get("version") if isinstance(state, Mapping) else None
+        if not isinstance(state, Mapping):
+            raise StateMismatchError(f"a loader state is a dict, not {type(state).__name__}; {_PASS}")
+        version = state.get("version", _VERSION)
         if version != _VERSION:
             raise StateMismatchError(
-                f"a loader state of version {version!r}, this penstock reads version {_VERSION}; "
-                "pass what DistributedDataLoader.state_dict() returned"
+                f"a loader state of version {version!r}, this penstock reads version {_VERSION}; {_PASS}"
             )
         kinds = {
             "fingerprint": str,
@@ -59,9 +62,13 @@ class LoaderState:
             "epoch": int,
             "consumed": int,
         }
+        missing = [name for name in (*kinds, "version") if name not in state]
+        if missing:
+            has = f"it has: {', '.join(map(str, list(state)[:_SHOWN]))}" if state else "it is empty"
+            raise StateMismatchError(f"not a loader state; missing: {', '.join(missing)}; {has}; {_PASS}")
         wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
         if wrong:
-            raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} missing or of the wrong type")
+            raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} of the wrong type")
         loaded = LoaderState(**{name: state[name] for name in kinds})
         if loaded.epoch < 0 or not 0 <= loaded.consumed <= loaded.num_samples:
             raise StateMismatchError(

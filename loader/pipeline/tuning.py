@@ -39,7 +39,7 @@ def tune(
     *,
     world_size: int,
     memory_limit: int | None,
-    workers: int,
+    threads: int,
     is_local: bool,
     device: torch.device | None,
 ) -> PipelineOptions:
@@ -66,7 +66,7 @@ def tune(
     span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
     return PipelineOptions(
         fetch_threads=4 if is_local else 16,
-        decode_threads=workers,
+        decode_threads=threads,
         chunk_budget_bytes=chunk_budget,
         batch_budget_bytes=batch_budget // 2,
         span_bytes=span_bytes,

@@ -1,8 +1,8 @@
 """The account of what a run delivered, by attempt and epoch, from the logs that its ranks wrote.
 
 A run that is killed has delivered batches after its last checkpoint; the attempt that resumes from the checkpoint
-delivers them again. The account counts those deliveries of the killed attempt as replayed, not as delivered. What
-remains must be every sample exactly once.
+delivers them again. So does a pass that is left early and begun again. The account counts those first deliveries as
+replayed, not as delivered. What remains must be every sample exactly once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EpochAccount:
     """One epoch of ``samples`` samples, of which ``reached`` positions were handed out.
 
     ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``: rows beyond the
-    first of a sample; ``replayed``: rows that killed attempts handed out after their last checkpoint.
+    first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun again.
     """
 
     epoch: int
@@ -83,15 +83,10 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     if len(fingerprints) > 1:
         raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; use one audit_dir= for each")
     num_samples = int(started[0].header["num_samples"])
-    attempts = [attempt for group in _attempts(started) for attempt in _passes(group)]
+    groups = _attempts(started)
+    attempts = [attempt for group in groups for attempt in _passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
-    counted: list[_Delivered] = []
-    replayed: list[_Delivered] = []
-    for i, (_, records) in enumerate(attempts):
-        until = min(starts[i + 1 :], default=None)
-        for record in records:
-            stands = until is None or (record.epoch, record.start) < until
-            (counted if stands else replayed).append(record)
+    counted, replayed = _settle(groups)
     epochs = sorted({record.epoch for record in counted})
     return AuditReport(
         attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
@@ -132,6 +127,28 @@ def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
         else:
             groups.append([log])
     return groups
+
+
+def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_Delivered]]:
+    """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
+
+    A rank may go back alone, as one that looks at a batch before it trains.
+    """
+    counted: list[_Delivered] = []
+    replayed: list[_Delivered] = []
+    later: list[tuple[int, int]] = []  # where the later attempts began
+    for group in reversed(groups):
+        began = []
+        for log in group:
+            until = min(later, default=None)
+            for record in reversed(log.records):
+                here = (record.epoch, record.start)
+                stands = until is None or here < until
+                (counted if stands else replayed).append(record)
+                until = here if stands else until
+            began += [min((record.epoch, record.start) for record in log.records)] if log.records else []
+        later += began
+    return counted, replayed
 
 
 def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader
+from penstock import DistributedDataLoader, audit
 from penstock.loader import ConfigError
 from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
@@ -30,6 +31,11 @@ def load(source: str, **options: Any) -> DistributedDataLoader:
 
 def ids(batches: Iterable[dict[str, Any]]) -> list[int]:
     return [sample for batch in batches for sample in batch["__id__"].tolist()]
+
+
+def assemblers() -> list[threading.Thread]:
+    """The threads of which each pipeline has one."""
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-assemble"]
 
 
 @pytest.mark.parametrize("at_step", [1, 5, 9, 10])
@@ -83,14 +89,15 @@ def test_going_to_another_epoch_ends_the_pass(tars):
         assert loader.epoch == 8
 
 
-def test_a_pass_that_another_one_overtook_is_refused_instead_of_sharing_its_batches(tars):
+def test_an_iterator_that_another_pass_overtook_is_refused_instead_of_sharing_its_batches(tars):
     with load(tars) as loader:
         older = iter(loader)
-        seen = ids([next(older)])
+        next(older)
         newer = iter(loader)
-        seen += ids([next(newer)])
-        with pytest.raises(ConfigError, match="another pass over this loader has begun"):
-            next(older)
+        seen = ids([next(newer)])
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="another pass over this loader has begun"):
+                next(older)
         assert sorted(seen + ids(newer)) == list(range(SAMPLES))
 
 
@@ -109,10 +116,47 @@ def test_an_interrupt_while_a_batch_is_waited_for_loses_none(tars, monkeypatch):
     monkeypatch.setattr(Pipeline, "get", interrupted)
     with load(tars) as loader:
         seen: list[int] = []
+        batches = iter(loader)
         with pytest.raises(KeyboardInterrupt):
-            seen.extend(sample for batch in loader for sample in ids([batch]))
+            seen.extend(sample for batch in batches for sample in ids([batch]))
         assert len(seen) == 30
-        assert sorted(seen + ids(loader)) == list(range(SAMPLES))
+        assert sorted(seen + ids(batches)) == list(range(SAMPLES))
+
+
+def test_a_pass_begun_again_closes_the_pipeline_of_the_one_before_it(tars):
+    with load(tars, processes=1) as loader:
+        next(iter(loader))
+        (abandoned,) = assemblers()
+        for _ in range(20):
+            next(iter(loader))
+            assert len(assemblers()) == 1
+        assert not abandoned.is_alive()
+        assert sum(thread.name.startswith("penstock") for thread in threading.enumerate()) < 40, "one pipeline's"
+    assert assemblers() == []
+
+
+def test_the_next_epoch_is_read_ahead_by_the_same_pipeline(tars):
+    with load(tars) as loader:
+        next(batches := iter(loader))
+        running = assemblers()
+        ids(batches)
+        loader.set_epoch(1)
+        next(iter(loader))
+        assert assemblers() == running
+
+
+def test_a_pass_begun_again_is_counted_as_replayed_by_an_audit(tars, tmp_path):
+    with load(tars, batch_size=5, world_size=2, audit_dir=tmp_path) as first:
+        next(iter(first))  # on one rank alone
+        with load(tars, batch_size=5, rank=1, world_size=2, audit_dir=tmp_path) as second:
+            for loader in (first, second):
+                for _, _ in zip(range(3), loader, strict=False):
+                    pass
+                ids(loader)
+    report = audit(tmp_path)
+    assert report.is_exact
+    (account,) = report.epochs
+    assert (account.reached, account.delivered, account.replayed) == (SAMPLES, SAMPLES, 5 + 2 * 15)
 
 
 @pytest.mark.parametrize("last_batch", ["partial", "pad"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,12 +43,29 @@ def test_after_the_last_batch_the_epoch_stays_and_the_next_one_is_upcoming() -> 
     assert (position.to_state().epoch, position.to_state().consumed) == (1, 0)
 
 
-def test_moving_to_an_epochs_end_is_moving_to_the_next_epochs_beginning() -> None:
+def test_a_state_at_an_epochs_end_is_the_next_epochs_beginning() -> None:
     position = make_position()
-    position.move(4, 100)
-    assert (position.epoch, position.consumed) == (5, 0)
-    position.move(4, 99)
-    assert (position.epoch, position.consumed) == (4, 99)
+    position.advance(4, 99)
+    state = position.to_state()
+    for consumed, at in ((100, (5, 0)), (99, (4, 99))):
+        position.load(replace(state, consumed=consumed))
+        assert (position.epoch, position.consumed) == at
+
+
+def test_a_pass_begins_at_its_epochs_beginning_or_where_a_state_was_loaded() -> None:
+    position = make_position(last_batch="drop")
+    assert not position.begin_pass()
+    position.advance(0, 30)
+    state = position.to_state()
+    assert position.begin_pass(), "what was read ahead is not of use"
+    assert (position.epoch, position.consumed) == (0, 0)
+    position.load(state)
+    for _ in range(2):
+        assert not position.begin_pass()
+        assert (position.epoch, position.consumed) == (0, 30)
+    position.advance(0, 90)
+    assert not position.begin_pass()
+    assert (position.epoch, position.consumed) == (1, 0)
 
 
 def test_a_state_is_taken_over_by_a_loader_of_another_batch_size() -> None:

@@ -110,3 +110,11 @@ def test_a_nan_in_the_data_is_skipped_once_an_epoch_until_there_were_too_many(
         pytest.raises(NonFiniteLossError, match=r"3 steps were skipped, and step\.max_skipped=2"),
     ):
         trainer.train()
+
+
+def test_the_rate_follows_the_batch_size_of_the_loader(world: World, tmp_path: Path, rows: str) -> None:
+    schedule = {"scaling": "linear", "base_batch_size": 3}
+    with training(world, rows, tmp_path, steps=1, schedule=schedule) as (trainer, _):
+        before = trainer.optimizer.param_groups[0]["lr"]
+        trainer.train()
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(before * 6 * 2 / 3)  # two batches of six

@@ -23,7 +23,7 @@ def options(memory_limit: int | None, *, world_size: int = 1, is_local: bool = T
         Order(lanes=lanes, window=2),
         world_size=world_size,
         memory_limit=memory_limit,
-        workers=3,
+        threads=3,
         is_local=is_local,
         device=torch.device("cpu"),
     )
