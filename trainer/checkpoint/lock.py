@@ -15,8 +15,11 @@ from ...storage.files import try_flock, write_all
 from ..errors import CheckpointError
 
 LOCK_NAME = ".penstock-lock"
+# A dying process may take seconds to let go. One that is being killed at this moment still looks alive, so that even
+# an owner that lives is waited for a little.
 _DEAD_OWNER_S = 20.0
-"""Time for the lock of an owner that is not known to live: a dying process may take seconds to let go."""
+_LIVING_OWNER_S = 3.0
+_LOOK_S = 0.2
 
 
 class FolderLock:
@@ -48,10 +51,13 @@ class FolderLock:
         write_all(fd, json.dumps(_describe_self()).encode())
 
     def _wait_for(self, folder: Path, fd: int) -> None:
-        owner = _read_owner(fd)
-        if not _is_alive(owner) and try_flock(fd, _DEAD_OWNER_S):
+        began_s = time.monotonic()
+        while not try_flock(fd, _LOOK_S):
+            owner = _read_owner(fd)
+            if time.monotonic() - began_s > (_LIVING_OWNER_S if _is_alive(owner) else _DEAD_OWNER_S):
+                break
+        else:
             return
-        owner = _read_owner(fd)
         self.close()
         who = "another run"
         if owner:
