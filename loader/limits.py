@@ -81,10 +81,10 @@ def list_cgroups(controller: str, own: str, mounts: str) -> list[PurePosixPath]:
     folders: list[PurePosixPath] = []
     for kind in _HIERARCHIES:
         found = _find_mounts(kind, controller, mounts)
-        path = paths.get(kind, PurePosixPath("/"))
-        shown = [(top, at) for top, at in found if path.is_relative_to(top) and ".." not in path.parts]
+        group = paths.get(kind, PurePosixPath("/"))
+        shown = [(top, at) for top, at in found if group.is_relative_to(top) and ".." not in group.parts]
         for top, at in shown:
-            inside = path.relative_to(top)
+            inside = group.relative_to(top)
             folders += [at / ancestor for ancestor in (inside, *inside.parents)]
         if not shown:
             folders += [at for _, at in found]
