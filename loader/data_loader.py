@@ -65,7 +65,7 @@ class DistributedDataLoader(Generic[BatchT]):
             world size when a run starts, and adopts those of a loaded state.
         columns: the fields to read; None reads all. Of parquet only the bytes of these are fetched.
         decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
-        transform: a function from a sample (dict of field to value; images are (h, w, 3) arrays) to a sample. If it has
+        transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
             a parameter ``rng``, it gets a generator that depends on seed, epoch and sample id alone.
         collate: a function from a list of samples to a batch.
         last_batch: what happens to samples that do not fill a global batch: "drop" leaves them out; "pad" fills the

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_HIERARCHIES = ("cgroup2", "cgroup")  # the filesystems of version 2 and of version 1
+_MOUNT = r"^\d+ \d+ \S+ (\S+) (\S+) .*? - (\S+) \S+ (\S+)$"  # root, mount point, filesystem, its options
+_USUAL_MOUNT = PurePosixPath("/sys/fs/cgroup")
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
@@ -31,27 +34,84 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     return int(size)
 
 
-def usable_cores() -> int:
-    """The cores that this process may run on: its affinity, limited by the cgroup's quota."""
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process may run on: its affinity, limited by the CPU quotas of its cgroup and all ancestors.
+
+    ``root`` is the folder that ``proc`` and the mount points lie in.
+    """
     cores = float(len(os.sched_getaffinity(0)))
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0] != "max":
-        cores = min(cores, int(quota[0]) / int(quota[1]))
+    for folder in _own_cgroups(root, "cpu"):
+        quota = _read(folder / "cpu.max").split()
+        if not quota:
+            quota = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+        # "max" (version 2) and -1 (version 1) set no quota.
+        if len(quota) == 2 and all(number.isdecimal() and int(number) for number in quota):
+            cores = min(cores, int(quota[0]) / int(quota[1]))
     return max(1, int(cores))
 
 
-def usable_memory() -> int:
-    """The bytes of memory that this process and its siblings may use: the machine's, limited by the cgroup."""
+def usable_memory(root: Path = Path("/")) -> int:
+    """The bytes of memory that this process and its siblings may use: the machine's, limited like the cores.
+
+    ``memory.high`` counts too: above it the kernel slows a process down as if memory were short.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = _read(path)
-        if limit.isdigit():
-            total = min(total, int(limit))
+    for folder in _own_cgroups(root, "memory"):
+        limits = [_read(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+        # Version 1 counts in ancestors here that a container does not see.
+        limits += re.findall(r"^hierarchical_memory_limit (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+        total = min([total, *(int(limit) for limit in limits if limit.isdecimal())])
     return total
 
 
-def _read(path: str) -> str:
+def list_cgroups(controller: str, own: str, mounts: str) -> list[PurePosixPath]:
+    """The folders of a process's cgroup and all its visible ancestors, of version 2 and of version 1's ``controller``.
+
+    ``own`` and ``mounts`` are the contents of the process's ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
+
+    A mount shows a hierarchy from its own root down: in a container often from the container's group, while ``own``
+    may count from the host's. Where no mount shows the process's group, each mount point is taken for it.
+    """
+    paths = {}
+    for line in own.splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if (number == "0" and not names) or controller in names.split(","):
+            paths["cgroup" if names else "cgroup2"] = PurePosixPath(path)
+    folders: list[PurePosixPath] = []
+    for kind in _HIERARCHIES:
+        found = _find_mounts(kind, controller, mounts)
+        group = paths.get(kind, PurePosixPath("/"))
+        shown = [(top, at) for top, at in found if group.is_relative_to(top) and ".." not in group.parts]
+        for top, at in shown:
+            inside = group.relative_to(top)
+            folders += [at / ancestor for ancestor in (inside, *inside.parents)]
+        if not shown:
+            folders += [at for _, at in found]
+    return list(dict.fromkeys(folders))
+
+
+def _find_mounts(kind: str, controller: str, mounts: str) -> list[tuple[PurePosixPath, PurePosixPath]]:
+    """(root, mount point) of each mount of a hierarchy; proc(5) describes the lines."""
+    found = []
+    for top, at, mounted, options in re.findall(_MOUNT, mounts, re.MULTILINE):
+        if mounted == kind and (kind == "cgroup2" or controller in options.split(",")):
+            found.append((PurePosixPath(_unescape(top)), PurePosixPath(_unescape(at))))
+    return found
+
+
+def _unescape(name: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), name)
+
+
+def _own_cgroups(root: Path, controller: str) -> list[Path]:
+    own, mounts = _read(root / "proc/self/cgroup"), _read(root / "proc/self/mountinfo")
+    folders = list_cgroups(controller, own, mounts) or [_USUAL_MOUNT, _USUAL_MOUNT / controller]
+    return [root / folder.relative_to("/") for folder in folders]
+
+
+def _read(path: Path) -> str:
     try:
-        return Path(path).read_text().strip()
+        return path.read_text(errors="surrogateescape").strip()
     except OSError:
         return ""

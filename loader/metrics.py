@@ -17,6 +17,7 @@ class Totals:
     fetched_bytes: int = 0
     refetched_chunks: int = 0
     evicted_chunks: int = 0
+    evicted_headers: int = 0
     fetch_s: float = 0.0
     open_s: float = 0.0
     chunk_wait_s: float = 0.0
@@ -44,6 +45,7 @@ class LoaderMetrics(Totals):
         fetched_bytes: bytes of these.
         refetched_chunks: chunks read a second time because their bytes were wrong.
         evicted_chunks: chunks dropped before their last use because memory was short.
+        evicted_headers: shards' headers (parquet footers, say) dropped because memory was short.
         fetch_s: time spent waiting for the store, summed over the fetch threads.
         open_s: time spent parsing and decompressing chunks, summed over the fetch threads.
         chunk_wait_s: time that the assembler thread waited for chunks.

@@ -49,7 +49,7 @@ def make_model() -> nn.Module:
 
 
 def read_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    gray = sample["png"][:, :, 0]  # (8, 8) of the decoded (8, 8, 3)
+    gray = sample["png"][0]  # (8, 8) of the decoded (3, 8, 8)
     return {"image": np.float32(gray[None]) / 255, "label": sample["cls"]}
 
 

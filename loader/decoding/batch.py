@@ -21,7 +21,7 @@ from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError, LoaderClosedError
 from ..metrics import Counters
 from .collate import collate_samples, collate_values, images_to_tensor
-from .decode import FieldDecoders
+from .decode import FieldDecoders, is_channels_first
 from .gather import Rows
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .worker_pool import WorkerPool
@@ -161,11 +161,9 @@ class PendingBatch:
             raise self._explain(failed)
         options, values = self._maker.options, self._results.values
         if options.transform is None and options.collate is None:
-            images = {name for name, decoder in self._task.encoded.items() if decoder.is_image}
+            images = {name for name, decoder in self._task.encoded.items() if is_channels_first(decoder)}
             return self._finish({n: _collate(of_field, is_image=n in images) for n, of_field in values.items()})
-        samples = self._results.samples or [
-            {name: of_field[row] for name, of_field in values.items()} for row in range(len(self._rows.ids))
-        ]
+        samples = self._results.samples or [self._task.sample(values, row) for row in range(len(self._rows.ids))]
         if options.collate is None:
             return self._finish(collate_samples(samples))
         for name, extra in self._extras().items():

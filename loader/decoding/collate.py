@@ -22,7 +22,8 @@ def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     """The B values of one field as a tensor, or as a list if they cannot be one.
 
-    - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype
+    - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype; arrays (c, h, w) whose memory
+      is in the order (h, w, c) stay in it
     - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
     - arrays and tensors of different shapes or dtypes: a list of tensors
     - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list unchanged
@@ -53,12 +54,18 @@ def images_to_tensor(pixels: AnyArray) -> torch.Tensor:
 
 
 def _collate_arrays(arrays: list[AnyArray], is_image: bool) -> Any:
+    if not is_image and all(_is_channels_last(array) for array in arrays):
+        arrays, is_image = [np.moveaxis(array, 0, -1) for array in arrays], True
     try:
         if len({(array.shape, array.dtype) for array in arrays}) == 1:
             return _to_tensor(np.stack(arrays), is_image)
         return [_to_tensor(array, is_image) for array in arrays]
     except TypeError:  # a dtype that torch lacks: text, records, dates
         return arrays
+
+
+def _is_channels_last(array: AnyArray) -> bool:
+    return array.ndim == 3 and not array.flags.c_contiguous and np.moveaxis(array, 0, -1).flags.c_contiguous
 
 
 def _to_tensor(array: AnyArray, is_image: bool) -> torch.Tensor:

@@ -25,7 +25,8 @@ class FieldDecoder(Protocol):
     ``takes_rng``: whether it draws from the sample's generator; otherwise ``rng`` may be None.
     ``slot``: shape and dtype if all values have the same. A batch assembler may then allocate (B, *shape) once and have
     threads call ``decode_into`` on its rows.
-    ``is_image``: values are (height, width, channels), and are handed out as (channels, height, width).
+    ``is_image``: values are (height, width, channels). They are handed out, in samples and in batches, as (channels,
+    height, width), unless the decoder has an attribute ``layout`` that is "hwc".
     """
 
     @property
@@ -42,6 +43,11 @@ class FieldDecoder(Protocol):
     def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None: ...
 
 
+def is_channels_first(decoder: FieldDecoder) -> bool:
+    """Whether a decoder's images are handed out as (channels, height, width)."""
+    return decoder.is_image and getattr(decoder, "layout", "chw") == "chw"
+
+
 DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | None"] | None
 
 
@@ -50,7 +56,7 @@ def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
 
     ``choice`` None leaves every field raw. "auto" goes by the last extension, in upper or lower case:
 
-    - jpg, jpeg, png, webp: (h, w, 3) uint8 RGB
+    - jpg, jpeg, png, webp: uint8 RGB, handed out as (3, h, w)
     - cls, cls2, index, inx, id: int
     - json, jsn: the parsed JSON
     - npy: the array; npz: a dict of arrays
@@ -146,6 +152,7 @@ class _Named:
         self.takes_rng = decoder.takes_rng
         self.slot = decoder.slot
         self.is_image = decoder.is_image
+        self.layout = getattr(decoder, "layout", "chw")
 
     def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
         try:

@@ -69,6 +69,9 @@ class ImageDecoder:
 
     ``flip`` is the probability of a horizontal flip.
 
+    ``layout`` is that of the loader's samples and batches: "chw" for (3, height, width), in channels-last memory, or
+    "hwc" for (height, width, 3). A call of the decoder itself returns (height, width, 3) whatever the layout.
+
     Formats are recognised by content, not by name. Grey, palette and 16-bit images become 8-bit RGB, CMYK is converted,
     alpha is dropped, of an animation the first frame is taken, and EXIF orientation is ignored (as PIL does).
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is still larger than the result. Reduction is
@@ -85,6 +88,7 @@ class ImageDecoder:
     scale: tuple[float, float] = _DEFAULT_SCALE
     ratio: tuple[float, float] = _DEFAULT_RATIO
     flip: float = 0.0
+    layout: Literal["chw", "hwc"] = "chw"
 
     def __post_init__(self) -> None:
         if self.crop not in (None, "center", "random"):
@@ -105,6 +109,8 @@ class ImageDecoder:
             raise ConfigError(f"ratio={self.ratio!r} must be (least, most) of width / height, above 0")
         if not 0 <= self.flip <= 1:
             raise ConfigError(f"flip={self.flip!r} is no probability; use 0 to 1")
+        if self.layout not in ("chw", "hwc"):
+            raise ConfigError(f"layout={self.layout!r} is unknown; use 'chw' or 'hwc'")
 
     is_image = True
 

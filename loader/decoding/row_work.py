@@ -15,8 +15,8 @@ import numpy as np
 
 from ..columns import AnyArray, IntArray
 from ..errors import ConfigError, DecodeError
-from ..order.randomness import sample_rng
-from .decode import FieldDecoder, has_rng_parameter
+from ..order.randomness import DECODING, TRANSFORM, sample_rng
+from .decode import FieldDecoder, has_rng_parameter, is_channels_first
 
 Sample = dict[str, Any]
 Values = AnyArray | list[Any]
@@ -45,6 +45,14 @@ class RowTask:
     ids: IntArray
     fields: Mapping[str, Values]
     encoded: Mapping[str, FieldDecoder]
+
+    def sample(self, values: Mapping[str, Values], row: int) -> Sample:
+        """One row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
+        sample = {name: of_field[row] for name, of_field in values.items()}
+        for name, decoder in self.encoded.items():
+            if is_channels_first(decoder) and isinstance(image := sample[name], np.ndarray) and image.ndim >= 3:
+                sample[name] = np.moveaxis(image, -1, -3)
+        return sample
 
     def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
         """A part of the rows; without the fields that are not decoded, unless ``with_plain``."""
@@ -100,8 +108,9 @@ class RowWork:
                     self._decode(task, row, name, decoder, out.values[name])
                 if self.transform is not None:
                     step = "transform"
-                    sample = {name: values[row] for name, values in out.values.items()}
-                    changed = self.transform(sample, rng=self._rng(task, row)) if takes_rng else self.transform(sample)
+                    sample = task.sample(out.values, row)
+                    rng = {"rng": self._rng(task, row, TRANSFORM)} if takes_rng else {}
+                    changed = self.transform(sample, **rng)
                     step = "result"
                     out.samples[row] = _check_sample(changed)
             except Exception as exc:
@@ -113,14 +122,14 @@ class RowWork:
             if decoder.slot is not None:
                 raise DecodeError(f"has no field {name!r}, which is decoded into a tensor")
             return
-        rng = self._rng(task, row) if decoder.takes_rng else None
+        rng = self._rng(task, row, DECODING) if decoder.takes_rng else None
         if decoder.slot is not None:
             decoder.decode_into(data, out[row], rng)
         else:
             out[row] = decoder(data, rng)
 
-    def _rng(self, task: RowTask, row: int) -> np.random.Generator:
-        return sample_rng(self.seed, task.epoch, int(task.ids[row]))
+    def _rng(self, task: RowTask, row: int, purpose: int) -> np.random.Generator:
+        return sample_rng(self.seed, task.epoch, int(task.ids[row]), purpose)
 
 
 def _check_sample(changed: Any) -> Sample:

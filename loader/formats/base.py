@@ -10,7 +10,7 @@ from ...storage import ByteRange, ObjectInfo, Store
 from ..errors import ConfigError, FormatError
 from .names import find_shards
 from .schema import merge_columns
-from .shard import ChunkRef, ShardTask
+from .shard import ChunkRef, Header, ShardTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class BaseFormat:
     def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
         return merge_columns(known, new, shard)
 
-    def open_shard(self, store: Store, shard: ObjectInfo) -> Any:
+    def open_shard(self, store: Store, shard: ObjectInfo) -> Header | None:
         return None
 
     def chunk_ranges(self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None) -> list[ByteRange]:

@@ -61,6 +61,13 @@ class ChunkRef:
         return ByteRange(self.offset, self.offset + self.length)
 
 
+class Header(Protocol):
+    """What is kept of a shard to open its chunks with. ``nbytes`` estimates the memory that it takes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class ShardFormat(Protocol):
     """Reads one kind of shard. Implementations are small classes in the files beside this one.
 
@@ -97,10 +104,10 @@ class ShardFormat(Protocol):
         """One schema for the data set so far and ``shard``. Raises FormatError where the two contradict each other."""
         ...
 
-    def open_shard(self, store: Store, shard: ObjectInfo) -> Any:
+    def open_shard(self, store: Store, shard: ObjectInfo) -> Header | None:
         """What opening a chunk needs of its shard beside the chunk's own bytes (a footer, say); None for most formats.
 
-        Called once per shard, and kept; so it must be small.
+        It is kept as long as memory allows, and read again where it is needed after that.
         """
         ...
 

@@ -23,11 +23,15 @@ class MemoryLimitWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once."""
+    """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once.
+
+    ``header_budget_bytes`` is the part of ``chunk_budget_bytes`` that headers of shards may take.
+    """
 
     fetch_threads: int
     decode_threads: int
     chunk_budget_bytes: int
+    header_budget_bytes: int
     batch_budget_bytes: int
     span_bytes: int
     device: torch.device | None = None
@@ -68,6 +72,7 @@ def tune(
         fetch_threads=4 if is_local else 16,
         decode_threads=threads,
         chunk_budget_bytes=chunk_budget,
+        header_budget_bytes=memory_limit // 8,
         batch_budget_bytes=batch_budget // 2,
         span_bytes=span_bytes,
         device=device,

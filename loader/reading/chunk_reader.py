@@ -31,7 +31,7 @@ class _Slot:
 
 
 class ChunkReader:
-    """Keeps requested chunks in memory, as far as ``budget_bytes`` allow.
+    """Keeps requested chunks in memory, as far as ``budget_bytes`` allow; the shards' headers count too.
 
     Chunks are fetched in the order of ``request``, ahead of need, until the budget is full. If a needed chunk does not
     fit, resident chunks are evicted, the one with the furthest next use first (Belady 1966), and fetched again when
@@ -49,7 +49,7 @@ class ChunkReader:
         counters: Counters,
     ) -> None:
         self._source = source
-        self._budget = budget_bytes
+        self._budget_bytes = budget_bytes
         self._next_use = next_use
         self._counters = counters
         self._slots: dict[int, _Slot] = {}
@@ -169,6 +169,11 @@ class ChunkReader:
                 return [], 0.0
             missing = sorted(self._current, key=lambda chunk: not self._slots[chunk].in_flight)
             return missing, time.perf_counter() - self._waiting_since
+
+    @property
+    def _budget(self) -> int:
+        """What chunks may take, beside the headers."""
+        return self._budget_bytes - self._source.header_bytes
 
     @property
     def resident_bytes(self) -> int:

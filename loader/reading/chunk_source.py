@@ -18,6 +18,8 @@ from ..metrics import Counters
 from .header_cache import HeaderCache
 from .records import pack_records
 
+_HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
+
 
 class ChunkSource:
     """Reads and opens one chunk at a time; its only state is the shards' headers. Called by the fetch threads."""
@@ -35,7 +37,7 @@ class ChunkSource:
         self._format = shard_format
         self._store = store
         self._counters = counters
-        self._headers = HeaderCache(shard_format, store)
+        self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._may_open = threading.Semaphore(usable_cores())
 
@@ -104,6 +106,15 @@ class ChunkSource:
                 "the object is damaged or was rewritten: restore it, or rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the shards' headers that are kept, about."""
+        return self._headers.nbytes
+
+    def limit_headers(self, budget_bytes: int) -> None:
+        """Keep no more of the shards' headers than this."""
+        self._headers.limit(budget_bytes)
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""

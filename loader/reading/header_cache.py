@@ -1,37 +1,59 @@
-"""What is kept of each shard to open its chunks with (a parquet footer, say): read once, by one thread."""
+"""What is kept of each shard to open its chunks with (a parquet footer, say): read by one thread, within a budget."""
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 from ...storage import ObjectInfo, Store
 from ..formats.shard import ShardFormat
+from ..metrics import Counters
+
+ENTRY_BYTES = 300  # what a shard takes beside its header: a lock, and its place in the table; measured
 
 
 class _Entry:
     """One shard's header, opened under ``lock``. None is a header too, hence ``is_open``."""
 
-    __slots__ = ("header", "is_open", "lock")
+    __slots__ = ("header", "is_open", "lock", "nbytes")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.is_open = False
         self.header: Any = None
+        self.nbytes = ENTRY_BYTES
 
 
 class HeaderCache:
     """Opens each shard when it is first asked for, and keeps its header. Called by any thread.
 
-    Threads that ask for a shard while another one opens it wait for that one. Mutable state: the entries, under a lock,
-    and each entry under its own.
+    Headers take ``budget_bytes`` at most, by their own ``nbytes``: those that were not asked for longest are dropped,
+    and read again when they are needed. One header is kept whatever its size.
+
+    Threads that ask for a shard while another one opens it wait for that one. Mutable state: the entries and their
+    sum of bytes, under a lock, and each entry under its own.
     """
 
-    def __init__(self, shard_format: ShardFormat, store: Store) -> None:
+    def __init__(self, shard_format: ShardFormat, store: Store, counters: Counters, *, budget_bytes: int) -> None:
         self._format = shard_format
         self._store = store
-        self._entries: dict[str, _Entry] = {}
+        self._counters = counters
+        self._budget = budget_bytes
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one unused for longest first
+        self._nbytes = 0
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all headers, as their formats estimate them."""
+        return self._nbytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Change the budget; headers beyond a smaller one are dropped at once."""
+        with self._lock:
+            self._budget = budget_bytes
+            self._evict()
 
     def get(self, shard: ObjectInfo) -> Any:
         """The shard's header, as the format's ``open_shard`` returned it.
@@ -40,14 +62,40 @@ class HeaderCache:
         the shard again.
         """
         with self._lock:
-            entry = self._entries.setdefault(shard.key, _Entry())
+            entry = self._entries.get(shard.key)
+            if entry is None:
+                entry = self._entries[shard.key] = _Entry()
+                self._nbytes += entry.nbytes
+                self._evict()
+            self._entries.move_to_end(shard.key)
         with entry.lock:
             if not entry.is_open:
                 entry.header = self._format.open_shard(self._store, shard)
                 entry.is_open = True
+                self._count(shard.key, entry)
             return entry.header
 
     def forget(self, shard: ObjectInfo) -> None:
         """Have the shard opened again when it is next asked for; a thread that is opening it keeps that for itself."""
         with self._lock:
-            self._entries.pop(shard.key, None)
+            entry = self._entries.pop(shard.key, None)
+            if entry is not None:
+                self._nbytes -= entry.nbytes
+
+    def _count(self, key: str, entry: _Entry) -> None:
+        """Add an opened header's bytes, unless it was forgotten or dropped meanwhile."""
+        with self._lock:
+            if entry.header is not None and self._entries.get(key) is entry:
+                entry.nbytes += entry.header.nbytes
+                self._nbytes += entry.header.nbytes
+                self._evict()
+
+    def _evict(self) -> None:
+        """Drop what was unused for longest until the rest fits. Holds the lock."""
+        dropped = 0
+        while self._nbytes > self._budget and len(self._entries) > 1:
+            _, entry = self._entries.popitem(last=False)
+            self._nbytes -= entry.nbytes
+            dropped += entry.nbytes > ENTRY_BYTES
+        if dropped:
+            self._counters.add(evicted_headers=dropped)

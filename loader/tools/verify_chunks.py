@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pyarrow as pa
 
-from ...storage import ObjectInfo, Store
+from ...storage import Store
 from ..columns import Block, BytesColumn, ObjectColumn
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
 from ..formats.detect import make_format
 from ..formats.shard import ChunkRef, ShardFormat
+from ..metrics import Counters
 from ..progress import show_progress
 from ..reading.checksum import read_chunk
+from ..reading.header_cache import HeaderCache
 from .flaws import Flaw, error_flaw
+
+_HEADER_BYTES = 128 << 20
 
 
 def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool, flaws: list[Flaw]) -> None:
     """Check all chunks but those of shards that are known to be bad, and append what is wrong to ``flaws``."""
     shard_format = make_format(manifest.format, manifest.config)
     skipped = {flaw.shard for flaw in flaws if flaw.offset is None}
-    headers = _Headers(store, shard_format)
+    headers = HeaderCache(shard_format, store, Counters(), budget_bytes=_HEADER_BYTES)
     pool = ThreadPoolExecutor(threads, "penstock-verify")
     patient = True
     try:
@@ -53,33 +56,13 @@ def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool,
         pool.shutdown(wait=patient, cancel_futures=True)
 
 
-class _Headers:
-    """The headers that a format needs to open chunks: those of the latest shards, guarded by a lock."""
-
-    def __init__(self, store: Store, shard_format: ShardFormat) -> None:
-        self._store, self._format = store, shard_format
-        self._lock = threading.Lock()
-        self._kept: dict[str, Any] = {}
-
-    def of(self, shard: ObjectInfo) -> Any:
-        with self._lock:
-            if shard.key in self._kept:
-                return self._kept[shard.key]
-        header = self._format.open_shard(self._store, shard)
-        with self._lock:
-            self._kept[shard.key] = header
-            while len(self._kept) > 64:
-                self._kept.pop(next(iter(self._kept)))
-        return header
-
-
 def _check_chunk(
-    store: Store, manifest: Manifest, shard_format: ShardFormat, headers: _Headers, index: int
+    store: Store, manifest: Manifest, shard_format: ShardFormat, headers: HeaderCache, index: int
 ) -> Flaw | None:
     chunk = manifest.chunk(index)
     try:
         checksum = None if manifest.checksums is None else int(manifest.checksums[index])
-        block = read_chunk(store, shard_format, headers.of(chunk.shard), chunk, manifest.schema, checksum=checksum)
+        block = read_chunk(store, shard_format, headers.get(chunk.shard), chunk, manifest.schema, checksum=checksum)
         _touch_values(block, chunk)
         if block.samples != chunk.samples:
             raise FormatError(

@@ -48,6 +48,10 @@ def keep(sample: Sample) -> Sample:
     return sample
 
 
+def add_shapes(sample: Sample) -> Sample:
+    return {"shape": np.array(sample["png"].shape)}
+
+
 def fail_oddly(sample: Sample) -> Sample:
     raise OddError("this", "that")
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
-from penstock.loader import limits
 from penstock.loader.errors import ConfigError
 from penstock.loader.limits import parse_bytes, usable_cores, usable_memory
 
@@ -58,36 +63,313 @@ def test_what_is_no_size_is_refused_by_name_and_value(value):
     assert repr(value) in str(refused.value)
 
 
+MIB = 1 << 20
+NO_LIMIT_V1 = "9223372036854771712\n"
+MOUNT_V2 = "31 23 0:28 {root} {at} rw,nosuid,nodev,noexec,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+MOUNT_V1 = "35 31 0:32 {root} {at} rw,relatime - cgroup cgroup rw,{controller}\n"
+
+
+def mount_v2(at: str = "/sys/fs/cgroup", root: str = "/") -> str:
+    return MOUNT_V2.format(root=root, at=at)
+
+
+def mount_v1(controller: str, at: str = "", root: str = "/") -> str:
+    return MOUNT_V1.format(controller=controller, at=at or f"/sys/fs/cgroup/{controller}", root=root)
+
+
+def write_tree(root: Path, cgroup: str, mounts: str, files: Mapping[str, object]) -> Path:
+    """A recorded system below ``root``: what /proc/self says, and files below /sys/fs/cgroup."""
+    contents = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n{mounts}"}
+    contents |= {f"sys/fs/cgroup/{name}": f"{content}\n" for name, content in files.items()}
+    for name, content in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real" not in request.node.name:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+JOB = "system.slice/slurmstepd.scope/job_7"
+TREES: dict[str, tuple[str, str, dict[str, object], int | None, int]] = {
+    # name: /proc/self/cgroup, mounts, files, MiB of memory (None: the machine's), cores
+    "version 2, limits of the own group": (
+        "0::/job\n",
+        mount_v2(),
+        {"job/memory.max": 300 * MIB, "job/memory.high": "max", "job/cpu.max": "250000 100000"},
+        300,
+        2,
+    ),
+    "version 2, the smallest limit is an ancestor's": (
+        "0::/a/b/c\n",
+        mount_v2(),
+        {
+            "a/memory.max": 900 * MIB,
+            "a/b/memory.max": 200 * MIB,
+            "a/b/c/memory.max": 400 * MIB,
+            "a/cpu.max": "100000 50000",
+            "a/b/cpu.max": "max 100000",
+            "a/b/c/cpu.max": "700000 100000",
+            "other/memory.max": MIB,
+            "other/cpu.max": "1000 100000",
+        },
+        200,
+        2,
+    ),
+    "version 2, memory.high is below memory.max": (
+        "0::/job\n",
+        mount_v2(),
+        {"job/memory.max": 300 * MIB, "job/memory.high": 250 * MIB},
+        250,
+        8,
+    ),
+    "version 2, nothing but max": (
+        "0::/job\n",
+        mount_v2(),
+        {"job/memory.max": "max", "job/memory.high": "max", "job/cpu.max": "max 100000"},
+        None,
+        8,
+    ),
+    "systemd: a scope in a limited slice": (
+        "0::/user.slice/user-1000.slice/user@1000.service/app.slice/run-u1.scope\n",
+        mount_v2(),
+        {
+            "user.slice/memory.max": "max",
+            "user.slice/user-1000.slice/memory.max": 512 * MIB,
+            "user.slice/user-1000.slice/cpu.max": "350000 100000",
+            "user.slice/user-1000.slice/user@1000.service/app.slice/run-u1.scope/memory.max": "max",
+        },
+        512,
+        3,
+    ),
+    "Slurm, version 2: the job's limit over a task's": (
+        f"0::/{JOB}/step_0/user/task_0\n",
+        mount_v2(),
+        {
+            f"{JOB}/memory.max": 700 * MIB,
+            f"{JOB}/cpu.max": "400000 100000",
+            f"{JOB}/step_0/memory.max": 700 * MIB,
+            f"{JOB}/step_0/user/memory.max": "max",
+            f"{JOB}/step_0/user/task_0/memory.max": "max",
+        },
+        700,
+        4,
+    ),
+    "Slurm, version 1": (
+        "6:memory:/slurm/uid_1000/job_7/step_0/task_0\n4:cpu,cpuacct:/slurm/uid_1000/job_7\n1:name=systemd:/x\n",
+        mount_v1("memory") + mount_v1("cpu,cpuacct"),
+        {
+            "memory/memory.limit_in_bytes": NO_LIMIT_V1,
+            "memory/slurm/uid_1000/job_7/memory.limit_in_bytes": 600 * MIB,
+            "memory/slurm/uid_1000/job_7/step_0/memory.limit_in_bytes": 650 * MIB,
+            "memory/slurm/uid_1000/job_7/step_0/task_0/memory.limit_in_bytes": NO_LIMIT_V1,
+            "cpu,cpuacct/slurm/uid_1000/job_7/cpu.cfs_quota_us": -1,
+            "cpu,cpuacct/slurm/uid_1000/job_7/cpu.cfs_period_us": 100000,
+            "cpu,cpuacct/slurm/uid_1000/cpu.cfs_quota_us": 600000,
+            "cpu,cpuacct/slurm/uid_1000/cpu.cfs_period_us": 100000,
+        },
+        600,
+        6,
+    ),
+    "version 1, the host's limit is only in hierarchical_memory_limit": (
+        "6:memory:/\n",
+        mount_v1("memory"),
+        {
+            "memory/memory.limit_in_bytes": NO_LIMIT_V1,
+            "memory/memory.stat": f"cache 1\nhierarchical_memory_limit {MIB}",
+        },
+        1,
+        8,
+    ),
+    "hybrid: version 1 has the controllers, version 2 has none": (
+        "5:memory:/box\n4:cpu:/box\n0::/box\n",
+        mount_v1("memory") + mount_v1("cpu") + mount_v2("/sys/fs/cgroup/unified"),
+        {
+            "memory/box/memory.limit_in_bytes": 128 * MIB,
+            "cpu/box/cpu.cfs_quota_us": 150000,
+            "cpu/box/cpu.cfs_period_us": 100000,
+            "unified/box/cgroup.procs": "1",
+        },
+        128,
+        1,
+    ),
+    "hybrid: memory in version 2, cores in version 1": (
+        "4:cpu:/box\n0::/box\n",
+        mount_v1("cpu") + mount_v2("/sys/fs/cgroup/unified"),
+        {
+            "unified/box/memory.max": 128 * MIB,
+            "cpu/box/cpu.cfs_quota_us": 500000,
+            "cpu/box/cpu.cfs_period_us": 100000,
+        },
+        128,
+        5,
+    ),
+    "Docker, version 2: the namespace shows /": (
+        "0::/\n",
+        mount_v2(),
+        {"memory.max": 256 * MIB, "cpu.max": "150000 100000"},
+        256,
+        1,
+    ),
+    "Docker, version 1: the mount's root is the container's group": (
+        "5:memory:/docker/f00\n4:cpu,cpuacct:/docker/f00\n",
+        mount_v1("memory", root="/docker/f00") + mount_v1("cpu,cpuacct", root="/docker/f00"),
+        {
+            "memory/memory.limit_in_bytes": 256 * MIB,
+            "cpu,cpuacct/cpu.cfs_quota_us": 200000,
+            "cpu,cpuacct/cpu.cfs_period_us": 100000,
+        },
+        256,
+        2,
+    ),
+    "Docker in Docker: a group inside the namespace": (
+        "0::/docker/f00\n",
+        mount_v2(),
+        {"memory.max": 256 * MIB, "docker/f00/memory.max": 64 * MIB, "docker/cpu.max": "300000 100000"},
+        64,
+        3,
+    ),
+    "a process outside of what the mount shows": (
+        "0::/../elsewhere\n",
+        mount_v2(),
+        {"memory.max": 256 * MIB, "cpu.max": "150000 100000"},
+        256,
+        1,
+    ),
+    "a mount that shows another group does not count": (
+        "0::/box\n",
+        mount_v2() + mount_v2("/sys/fs/cgroup/shown", root="/other"),
+        {"box/memory.max": 256 * MIB, "shown/memory.max": MIB, "shown/cpu.max": "100000 100000"},
+        256,
+        8,
+    ),
+    "names with a colon, a space and a backslash": (
+        "0::/a:b/c d\\x2d\n",
+        mount_v2("/sys/fs/cgroup/my\\040mount", root="/a:b"),
+        {"my mount/c d\\x2d/memory.max": 256 * MIB},
+        256,
+        8,
+    ),
+    "no files": ("0::/box\n", mount_v2(), {}, None, 8),
+    "files that make no sense": (
+        "what\n0::/box\n",
+        "is this\n" + mount_v2(),
+        {"box/memory.max": "lots", "box/memory.high": "", "box/cpu.max": "1 2 3", "cpu.max": "100000 0"},
+        None,
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_smallest_limit_of_the_own_group_and_its_ancestors_counts(tmp_path: Path, name: str) -> None:
+    cgroup, mounts, files, mib, cores = TREES[name]
+    root = write_tree(tmp_path, cgroup, mounts, files)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert usable_memory(root) == (machine if mib is None else mib * MIB)
+    assert usable_cores(root) == cores
+
+
+def test_affinity_limits_the_cores_where_the_quota_is_larger(tmp_path: Path) -> None:
+    assert usable_cores(write_tree(tmp_path, "0::/\n", mount_v2(), {"cpu.max": "1600000 100000"})) == 8
+
+
+def test_there_is_always_one_core(tmp_path: Path) -> None:
+    assert usable_cores(write_tree(tmp_path, "0::/\n", mount_v2(), {"cpu.max": "20000 100000"})) == 1
+
+
+def test_files_that_cannot_be_read_set_no_limit_and_hide_no_other(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, "0::/a/b\n", mount_v2(), {"a/memory.max": 256 * MIB, "a/cpu.max": "300000 100000"})
+    for name in ("memory.max", "memory.high", "cpu.max"):
+        (root / "sys/fs/cgroup/a/b" / name).mkdir(parents=True)  # what even root cannot read
+    assert (usable_memory(root), usable_cores(root)) == (256 * MIB, 3)
+
+
+def test_without_proc_the_usual_mount_points_are_read(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, "", "", {"memory/memory.limit_in_bytes": 300 * MIB, "cpu.max": "300000 100000"})
+    for name in ("cgroup", "mountinfo"):
+        (root / "proc/self" / name).unlink()
+    assert (usable_memory(root), usable_cores(root)) == (300 * MIB, 3)
+
+
+def own_folder(controller: str) -> Path:
+    """The root group of a hierarchy with ``controller`` that this process is in; skips where there is none to write to.
+
+    A group that someone else made for this process is theirs, and stays as it is.
+    """
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, names, path = line.split(":", 2)
+        for fields in mounts:
+            kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
+            folder = Path(fields[4])
+            if number == "0":
+                has = folder / "cgroup.subtree_control"
+                fits = kind == "cgroup2" and has.is_file() and controller in has.read_text().split()
+            else:
+                fits = kind == "cgroup" and controller in names.split(",") and controller in options
+            if fits and path == fields[3] == "/" and os.access(folder, os.W_OK):
+                return folder
+    pytest.skip(f"no cgroup hierarchy with {controller} whose root this process is in and may write to")
+
+
 @pytest.fixture
-def cgroup(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    files: dict[str, str] = {}
-    monkeypatch.setattr(limits, "_read", lambda path: files.get(path.removeprefix("/sys/fs/cgroup/"), ""))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    return files
+def nested(request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path]]:
+    """A new group and one inside it, for processes of this test alone."""
+    outer = own_folder(request.param) / f"penstock-test-{uuid4().hex[:12]}"
+    inner = outer / "inner"
+    try:
+        outer.mkdir()
+        if (outer / "cgroup.subtree_control").exists():
+            (outer / "cgroup.subtree_control").write_text(f"+{request.param}")
+        inner.mkdir()
+    except OSError as exc:
+        if outer.exists():
+            outer.rmdir()
+        pytest.skip(f"may not make cgroups: {exc}")
+    yield outer, inner
+    deadline = time.monotonic() + 60
+    for group in (inner, outer):
+        while group.exists():  # busy for a moment after its last process has ended
+            try:
+                group.rmdir()
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("cpu_max", "cores"),
-    [("", 8), ("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)],
-)
-def test_cores_are_cut_by_the_cgroups_quota(cgroup, cpu_max, cores):
-    cgroup["cpu.max"] = cpu_max
-    assert usable_cores() == cores
+def measured_in(group: Path, function: str) -> int:
+    """What ``function`` of loader/limits.py returns in a process that has put itself into ``group``."""
+    code = f"""
+import os, pathlib
+pathlib.Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
+from penstock.loader.limits import {function}
+print({function}())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
-def test_memory_is_cut_by_the_cgroups_limit_of_either_version(cgroup):
-    machine = usable_memory()
-    assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cgroup["memory.max"] = "max"
-    assert usable_memory() == machine
-    cgroup["memory.max"] = str(1 << 20)
-    assert usable_memory() == 1 << 20
-    del cgroup["memory.max"]
-    cgroup["memory/memory.limit_in_bytes"] = str(2 << 20)
-    assert usable_memory() == 2 << 20
-    cgroup["memory/memory.limit_in_bytes"] = str(9223372036854771712)  # version 1 says "no limit" so
-    assert usable_memory() == machine
+@pytest.mark.parametrize("nested", ["memory"], indirect=True)
+def test_a_real_process_in_a_nested_group_heeds_the_outer_groups_memory(nested: tuple[Path, Path]) -> None:
+    outer, inner = nested
+    limit = outer / "memory.max" if (outer / "memory.max").exists() else outer / "memory.limit_in_bytes"
+    limit.write_text(str(700 * MIB))
+    assert measured_in(inner, "usable_memory") == 700 * MIB
 
 
-def test_a_file_that_cannot_be_read_sets_no_limit(tmp_path):
-    assert limits._read(str(tmp_path / "absent")) == ""
+@pytest.mark.parametrize("nested", ["cpu"], indirect=True)
+def test_a_real_process_in_a_nested_group_heeds_the_outer_groups_cores(nested: tuple[Path, Path]) -> None:
+    outer, inner = nested
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("one core cannot be made fewer")
+    if (outer / "cpu.max").exists():
+        (outer / "cpu.max").write_text("150000 100000")
+    else:
+        (outer / "cpu.cfs_quota_us").write_text("150000")
+    assert measured_in(inner, "usable_cores") == 1

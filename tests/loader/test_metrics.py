@@ -63,6 +63,7 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
         "fetched_bytes": "int",
         "refetched_chunks": "int",
         "evicted_chunks": "int",
+        "evicted_headers": "int",
         "fetch_s": "float",
         "open_s": "float",
         "chunk_wait_s": "float",

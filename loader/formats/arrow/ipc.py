@@ -32,6 +32,11 @@ class ArrowHeader:
     prefix: bytes
     has_dictionaries: bool
 
+    @property
+    def nbytes(self) -> int:
+        """An estimate: the messages, and pyarrow's objects for the schema."""
+        return len(self.prefix) + 1000 + 500 * len(self.schema)
+
 
 @dataclass(frozen=True, slots=True)
 class ArrowFormat(BaseFormat):

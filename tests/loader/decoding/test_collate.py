@@ -69,6 +69,14 @@ def test_images_come_out_as_channels_first_in_channels_last_memory():
     np.testing.assert_array_equal(batch[1].permute(1, 2, 0).numpy(), pixels[1])
 
 
+def test_arrays_in_channels_last_memory_stay_in_it() -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 4, 5, 3), np.uint8)
+    batch = collate_values(list(pixels.transpose(0, 3, 1, 2)))
+    assert batch.shape == (2, 3, 4, 5)
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    np.testing.assert_array_equal(batch.numpy(), pixels.transpose(0, 3, 1, 2))
+
+
 def test_images_of_different_shapes_are_a_list_of_channels_first_tensors():
     batch = collate_values([np.zeros((4, 5, 3), np.uint8), np.zeros((6, 7, 3), np.uint8)], is_image=True)
     assert [tuple(image.shape) for image in batch] == [(3, 4, 5), (3, 6, 7)]

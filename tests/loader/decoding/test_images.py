@@ -435,6 +435,7 @@ def test_a_header_that_claims_too_many_pixels_is_not_believed():
         {"ratio": (2.0, 1.0), "size": 8, "crop": "random"},
         {"flip": 1.5},
         {"flip": -0.1},
+        {"layout": "nhwc"},
     ],
 )
 def test_an_argument_that_cannot_be_is_refused_and_named(wrong):

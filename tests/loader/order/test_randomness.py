@@ -29,6 +29,13 @@ def test_it_is_philox_with_the_key_and_counter_that_are_documented(seed, epoch, 
     assert sample_rng(seed, epoch, sample_id).bit_generator.random_raw(9).tolist() == documented.random_raw(9).tolist()
 
 
+def test_each_purpose_has_a_stream_of_its_own_and_the_first_is_the_default() -> None:
+    drawn = np.array([sample_rng(1, 2, 3, purpose).random(4000) for purpose in range(3)])
+    assert drawn[0].tolist() == sample_rng(1, 2, 3).random(4000).tolist()
+    assert len(np.unique(drawn)) == drawn.size
+    assert abs(np.corrcoef(drawn)[np.triu_indices(3, 1)]).max() < 0.06
+
+
 def test_neighbouring_triples_share_no_number():
     drawn = [sample_rng(*triple).random(8) for triple in itertools.product(range(8), repeat=3)]
     assert len(np.unique(np.concatenate(drawn))) == 8 * 8**3

@@ -34,6 +34,8 @@ class FakeSource:
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()
 
+    header_bytes = 0
+
     def reserve(self, index: int) -> int:
         return self.sizes[index]
 
