@@ -86,7 +86,7 @@ def test_a_transform_draws_other_numbers_than_the_crop_and_the_flip(images: str)
         drawn["transform"] += rng.random(50).tolist()
         return sample
 
-    with DistributedDataLoader(images, batch_size=4, decode={"png": decoder}, transform=transform, workers=1) as loader:
+    with DistributedDataLoader(images, batch_size=4, decode={"png": decoder}, transform=transform, threads=1) as loader:
         assert len(list(loader)) == 3
     assert not set(drawn["decoder"]) & set(drawn["transform"])
     assert abs(np.corrcoef(drawn["decoder"][:600], drawn["transform"][:600])[0, 1]) < 0.15
