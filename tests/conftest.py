@@ -22,7 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: torch's threads 
 
 # Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
 settings.register_profile("penstock", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=10)
+QUICK_EXAMPLES = 10
+settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill. `make quick` leaves these out; `make test` runs them last,
@@ -41,10 +42,20 @@ SLOW_FILES = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_quick = config.getoption("--hypothesis-profile") == "quick"
     for item in items:
+        if is_quick and isinstance(item, pytest.Function):
+            take_few_examples(item.function)
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+
+
+def take_few_examples(function: Any) -> None:
+    """Bound the examples of a property that states a number of its own, which a profile does not change."""
+    own = getattr(function, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > QUICK_EXAMPLES:
+        function._hypothesis_internal_use_settings = settings(own, max_examples=QUICK_EXAMPLES)
 
 
 def is_slow(item: pytest.Item) -> bool:

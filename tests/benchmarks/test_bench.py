@@ -192,6 +192,7 @@ def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures: Path, t
     assert {"python", "torch", "numpy"} <= set(result["versions"])
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     job = Job(contender=OURS, url=str(tmp_path / "nothing"), num_samples=1, scratch="")
     with pytest.raises(MeasurementError, match=r"(?s)exit code 1.*there is no folder .*nothing"):

@@ -81,6 +81,7 @@ class Wrapped(IterableDataset):
             yield from loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["before", "inside"])
 def test_a_worker_process_of_a_torch_loader_is_refused_instead_of_delivering_everything_again(tars, made):
     with DistributedDataLoader(tars, batch_size=4) as loader:

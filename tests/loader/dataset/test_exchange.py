@@ -147,6 +147,7 @@ def test_a_builder_that_died_before_its_first_heartbeat_is_not_waited_for_foreve
         other.wait()
 
 
+@pytest.mark.slow
 def test_a_builder_that_shows_its_heartbeat_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "BEAT_S", 0.05)
     store = dist.HashStore()

@@ -294,6 +294,7 @@ def test_the_dry_run_prints_the_recipe_and_trains_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
