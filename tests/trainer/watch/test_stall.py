@@ -73,7 +73,7 @@ def save_slowly(world: World, folder: str) -> int:
 
     def write_slowly(file: traffic.CountedFile, piece: memoryview) -> int:
         time.sleep(0.5 if world.rank == 0 else 0.0)
-        return write(file, piece[:20_000])
+        return write(file, piece[:8_000])
 
     traffic.CountedFile._write_piece = write_slowly  # type: ignore[method-assign]
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 40_000))
