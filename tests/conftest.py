@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -26,8 +26,9 @@ QUICK_EXAMPLES = 10
 settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
-# What makes a test slow: a server, ranks of its own, a kill. `make quick` leaves these out; `make test` runs them last,
-# one after another, so that they do not take the cores from each other.
+# What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
+# One that takes a second or more, waiting or working, is marked by hand. `make quick` leaves slow tests out; `make
+# test` runs them last, one after another, so that they do not take the cores from each other.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
 SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "kill", "killpg"}
@@ -66,10 +67,20 @@ def is_slow(item: pytest.Item) -> bool:
     return bool(
         item.path.name in SLOW_FILES
         or SLOW_FIXTURES & set(item.fixturenames)
-        or SLOW_CALLS & set(names_in(item.function.__code__))
+        or SLOW_CALLS & called_by(item.function)
         or SLOW_PARAMETERS.search(parameters)
         or item.get_closest_marker("s3")
     )
+
+
+def called_by(function: FunctionType) -> set[str]:
+    """The names that a test uses, and those that the functions of its file use which it calls."""
+    names = set(names_in(function.__code__))
+    for name in tuple(names):
+        called = function.__globals__.get(name)
+        if isinstance(called, FunctionType) and called.__module__ == function.__module__:
+            names |= set(names_in(called.__code__))
+    return names
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -176,6 +176,7 @@ def import_penstock() -> None:
     assert open_store.__module__ == "penstock.storage.resolve"
 
 
+@pytest.mark.slow
 def test_a_spawned_process_can_import_penstock() -> None:
     process = multiprocessing.get_context("spawn").Process(target=import_penstock)
     process.start()

@@ -219,6 +219,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
     reader, writer = pty.openpty()

@@ -417,6 +417,7 @@ def test_a_forgotten_loader_takes_its_threads_along(tars):
     assert penstock_threads() == []
 
 
+@pytest.mark.slow
 def test_closing_from_another_thread_wakes_the_waiting_one(tars):
     def slow(sample: dict[str, Any]) -> dict[str, Any]:
         time.sleep(1)

@@ -153,6 +153,7 @@ def _start_reader(root: Path, delay_s: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_two_processes_that_miss_at_once_fetch_once(tmp_path: Path) -> None:
     LocalStore(tmp_path / "data").put("x", DATA)
     readers = [_start_reader(tmp_path, 1.0) for _ in range(2)]

@@ -160,6 +160,7 @@ def _learn(store: RetryStore) -> None:
         store.get("x", ByteRange(0, 100))
 
 
+@pytest.mark.slow
 def test_a_late_request_is_overtaken_by_a_second_one() -> None:
     memory, store = _stores(RetryConfig(hedge_share=0.2, hedge_floor_s=0.01))
     memory.slow_down(latency_s=0.002)
@@ -174,6 +175,7 @@ def test_a_late_request_is_overtaken_by_a_second_one() -> None:
     assert _own_threads(store) == []
 
 
+@pytest.mark.slow
 def test_second_requests_stay_within_their_share() -> None:
     memory, store = _stores(RetryConfig(hedge_share=0.1, hedge_floor_s=0.0))
     memory.slow_down(latency_s=0.002)

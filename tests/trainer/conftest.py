@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import importlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +11,16 @@ import pytest
 from penstock.trainer import World, close_world, open_world
 
 
+@pytest.fixture(scope="session")
+def settled_imports() -> None:
+    """Keep what is imported out of the garbage collector's sight: closing a world collects, once a test."""
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(settled_imports: None) -> Iterator[World]:
     """A world of one, closed afterwards."""
     yield open_world(device="cpu")
     close_world()

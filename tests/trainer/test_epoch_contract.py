@@ -171,6 +171,7 @@ def test_an_iterator_is_refused_once_a_newer_pass_has_begun(make: Make, epochs: 
     assert seen + rows(newer) == epochs[0]
 
 
+@pytest.mark.slow
 def test_setting_the_epoch_goes_to_its_beginning(make: Make, epochs: list[list[int]]) -> None:
     loader = make()
     for epoch in (0, 1, 1, 0, 2):

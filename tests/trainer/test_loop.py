@@ -304,6 +304,7 @@ def test_tensorboard_gets_the_scalars(world: World, tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
+@pytest.mark.slow
 def test_prometheus_serves_the_newest_numbers_and_frees_its_port(unused_tcp_port: int) -> None:
     for value in (1.5, 2.5):
         served = Prometheus(unused_tcp_port)

@@ -71,6 +71,7 @@ def test_a_rank_that_is_slow_in_backward_gets_fewer_samples(scheme: str, slow_ra
     assert found[slow_rank] <= 5 < min(others)
 
 
+@pytest.mark.slow
 def test_the_clock_counts_up_to_the_last_gradient_and_leaves_waiting_out() -> None:
     model = nn.Linear(2, 1)
     clock = ComputeClock(torch.device("cpu"))

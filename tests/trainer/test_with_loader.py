@@ -51,6 +51,7 @@ def training(world: World, url: str, folder: Path, **options: Any) -> Iterator[t
             yield trainer, ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken_at", [2, 5, 7, 10])
 def test_training_on_the_loader_resumes_at_the_exact_sample(
     world: World, tmp_path: Path, rows: str, broken_at: int

@@ -130,6 +130,7 @@ def test_what_is_published_arrives_whatever_its_size(size: int) -> None:
         assert late.receive() == data
 
 
+@pytest.mark.slow
 def test_a_silent_builder_is_named_by_those_who_wait_for_it() -> None:
     store = dist.HashStore()
     assert store.add("t/arrived", 1) == 1

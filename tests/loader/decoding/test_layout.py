@@ -42,6 +42,7 @@ def stack(samples: list[dict[str, Any]]) -> torch.Tensor:
     return torch.from_numpy(np.stack([sample["png"] for sample in samples]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_transform_and_a_collate_see_the_layout_of_the_batch(images: str, layout: Any, processes: int) -> None:

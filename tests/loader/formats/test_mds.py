@@ -108,6 +108,7 @@ def check(got: list[dict[str, object]], want: list[dict[str, object]]) -> None:
                 assert ours[name] == value, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 1 << 22])
 def test_raw_shards_read_as_streaming_reads_them(mds_store: FolderStore, chunk_bytes: int) -> None:
     write(mds_store.root, range(60), size_limit=10_000)
@@ -122,6 +123,7 @@ def test_raw_shards_read_as_streaming_reads_them(mds_store: FolderStore, chunk_b
         assert {block.samples for block in blocks} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compression", "keep_raw"), [("zstd", False), ("zstd:7", True), ("gz", False), ("bz2", False)]
 )

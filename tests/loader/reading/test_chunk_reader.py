@@ -272,6 +272,7 @@ def test_closing_wakes_the_one_who_waits_for_a_chunk():
     assert (reader.resident_bytes, reader._requested_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_each_of_many_hanging_fetches():
     source = FakeSource([10] * 8, held=frozenset(range(8)))
     reader = make_reader(source, 1000, threads=8)

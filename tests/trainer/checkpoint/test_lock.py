@@ -73,6 +73,7 @@ def test_a_killed_run_holds_its_folder_no_longer_though_it_had_forked(world: Wor
         holding.join(0.0)
 
 
+@pytest.mark.slow
 def test_a_dead_process_that_lets_go_late_is_waited_for(world: World, tmp_path: Path) -> None:
     """As after a kill: the lock is still held, by what the owner's name says is no process."""
     Checkpointer(CheckpointConfig(folder=str(tmp_path)), world).close()
@@ -91,6 +92,7 @@ def test_a_dead_process_that_lets_go_late_is_waited_for(world: World, tmp_path: 
         os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_not_closed_is_told_from_another_process(world: World, tmp_path: Path) -> None:
     with make_trainer(world, str(tmp_path), checkpoint={"every_steps": 2}) as first:
         with pytest.raises(CheckpointError, match=rf"process {os.getpid()} \(this process\).*close its trainer"):

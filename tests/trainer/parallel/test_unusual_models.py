@@ -13,7 +13,7 @@ from launch_ranks import run_ranks
 from together_cases import rows
 from torch import nn
 
-from penstock.trainer import DistributedTrainer, TrainerConfig, TrainerConfigError, World
+from penstock.trainer import DistributedTrainer, StallError, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.options import build_config
 
 
@@ -150,7 +150,7 @@ def find_refusal(
             trainer = build(world, make(), folder, options, loss, optimizer)
         except TrainerConfigError as exc:
             return -1, str(exc)
-        with trainer, pytest.raises(TrainerConfigError) as caught:
+        with trainer, pytest.raises((TrainerConfigError, StallError)) as caught:
             trainer.train()
         return trainer.progress.step, str(caught.value)
 
@@ -161,10 +161,12 @@ def refusals(
     loss: Callable[..., Any] = square,
     optimizer: Callable[..., Any] = sgd,
 ) -> tuple[int, str]:
-    """The same on both ranks."""
-    first, second = run_ranks(find_refusal, 2, make, options, loss, optimizer)
-    assert first == second
-    return first
+    """The same on both ranks, or on one of them in the words that the other one heard before it came to it."""
+    answers = run_ranks(find_refusal, 2, make, options, loss, optimizer)
+    (step, refusal), (step_of_other, heard) = sorted(answers, key=lambda answer: len(answer[1]))
+    assert step == step_of_other
+    assert heard == refusal or heard.endswith(f"TrainerConfigError: {refusal}")
+    return step, refusal
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -184,6 +186,7 @@ def test_weights_tied_across_sharded_blocks_train_as_unsharded(zero: int, how: s
     assert torch.allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_parameter_without_dimensions_is_refused_where_it_cannot_be_sharded() -> None:
     step, message = refusals(Scaled, {"parallel": {"zero": 2}})
     assert step == -1
