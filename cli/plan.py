@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -15,9 +15,19 @@ from ..loader.columns import IntArray
 from ..loader.dataset.index import open_manifest
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import CHUNK_BYTES
+from ..loader.order.auto import choose_order
 from ..loader.order.forecast import Forecast, forecast
-from ..loader.order.plan import Order, auto_lanes, auto_window
-from .common import Flag, OptionalNumber, SourceArguments, console, fact_table, format_bytes, parse, print_json
+from .common import (
+    Flag,
+    OptionalNumber,
+    SourceArguments,
+    console,
+    fact_table,
+    format_bytes,
+    format_count,
+    parse,
+    print_json,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +59,10 @@ class PlanArguments(SourceArguments):
     """Lanes of the order, a power of two; chosen for each world size if not given."""
 
     window: OptionalNumber = None
-    """Chunks of a lane to shuffle together; chosen if not given."""
+    """Pieces of a lane to shuffle together; chosen if not given."""
+
+    piece: OptionalNumber = None
+    """Rows that a shuffle moves together, 0 for whole chunks; chosen if not given."""
 
     shuffle: Flag = True
     """Plan for sequential order."""
@@ -106,14 +119,22 @@ def _existing(given: PlanArguments) -> tuple[str, _Chunks]:
 
 
 def _forecast(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecast:
-    lanes = given.lanes or auto_lanes(shuffle=given.shuffle, world_size=world_size)
-    window = given.window or auto_window(lanes=lanes, mean_chunk_bytes=float(chunks.memory.mean()))
+    order = choose_order(
+        seed=0,
+        shuffle=given.shuffle,
+        lanes=given.lanes or "auto",
+        window=given.window or "auto",
+        piece="auto" if given.piece is None else given.piece,
+        world_size=world_size,
+        chunk_samples=chunks.samples,
+        chunk_memory=chunks.memory,
+    )
     return forecast(
         chunks.samples,
         chunk_bytes=chunks.bytes,
         chunk_memory=chunks.memory,
         shards=chunks.shards,
-        order=Order(shuffle=given.shuffle, lanes=lanes, window=window),
+        order=order,
         world_size=world_size,
         global_batch_size=given.global_batch_size or given.batch_size * world_size,
         last_batch=given.last_batch,
@@ -132,6 +153,10 @@ _ROWS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
     ("open windows per rank", lambda f: f"{f.open_windows:,}"),
     ("memory of open windows per rank", lambda f: format_bytes(f.window_bytes)),
     ("read before the first batch", lambda f: f"≤ {format_bytes(f.first_batch_bytes)}"),
+    ("unit of the shuffle", lambda f: format_count(f.piece, "row") if f.piece else "chunk"),
+    ("spread of classes if sorted", lambda f: f"× {f.mixing.classes:.1f}" if f.mixing else "-"),
+    ("neighbours that meet", lambda f: f"× {f.mixing.neighbours:.1f}" if f.mixing else "-"),
+    ("mixing", lambda f: f.mixing.verdict if f.mixing else "-"),
 )
 
 
@@ -151,3 +176,15 @@ def _report(name: str, forecasts: Sequence[Forecast]) -> None:
     for label, show in _ROWS:
         table.add_row(label, *(show(each) for each in forecasts))
     screen.print(table)
+    for words in _advise(forecasts):
+        screen.print(words)
+
+
+def _advise(forecasts: Sequence[Forecast]) -> Iterator[str]:
+    lopsided = [each for each in forecasts if each.mixing is not None and each.mixing.verdict == "poor"]
+    if lopsided:
+        ranks = ", ".join(f"{each.world_size:,}" for each in lopsided)
+        yield (
+            f"\nOn {ranks} ranks a batch comes from few places of the data set. If it is sorted (by class, source or "
+            "date), batches will be lopsided: raise --window, or pack the data set anew in random order."
+        )

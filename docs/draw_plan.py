@@ -27,7 +27,8 @@ def main() -> None:
     mpl.rcParams.update({"font.size": 9, "font.family": "DejaVu Sans", "svg.hashsalt": "penstock"})
     figure, axes = plt.subplots(3, 1, figsize=(8.6, 6.0), height_ratios=[1, 1, 5.2], layout="constrained")
     draw_strip(axes[0], sizes, shard_of, "The data set: shards of uneven size, cut into chunks")
-    draw_strip(axes[1], sizes[plan.chunks], shard_of[plan.chunks], "1  The epoch's stream: chunks in seeded order")
+    chunks = plan.pieces.chunks
+    draw_strip(axes[1], sizes[chunks], shard_of[chunks], "1  The epoch's stream: chunks in seeded order")
     for cut in plan.lane_starts[1:-1]:
         axes[1].axvline(cut, color="black", lw=1.1, ymin=-0.05, ymax=1.05, clip_on=False)
     axes[1].set_title("2  cut into 8 lanes of equal length", loc="right", fontsize=9)

@@ -33,6 +33,7 @@ from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
+from .order.auto import Choice
 from .order.plan import Order
 from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
@@ -63,6 +64,8 @@ class DistributedDataLoader(Generic[BatchT]):
         shuffle, seed: whether each epoch has its own random order, and the seed of these orders.
         lanes, window: how finely the order is spread and how far samples are mixed; "auto" fits the data set and the
             world size when a run starts, and adopts those of a loaded state.
+        piece: how many rows of a chunk a shuffle moves together, 0 for whole chunks; "auto" moves single rows where a
+            data set has few chunks and is small, and adopts that of a loaded state.
         columns: the fields to read; None reads all. Of parquet only the bytes of these are fetched.
         decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
@@ -102,8 +105,9 @@ class DistributedDataLoader(Generic[BatchT]):
         global_batch_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        lanes: int | Literal["auto"] = "auto",
-        window: int | Literal["auto"] = "auto",
+        lanes: Choice = "auto",
+        window: Choice = "auto",
+        piece: Choice = "auto",
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
         transform: Callable[..., Sample] | None = None,
@@ -149,6 +153,7 @@ class DistributedDataLoader(Generic[BatchT]):
             shuffle=shuffle,
             lanes=lanes,
             window=window,
+            piece=piece,
             world_size=self._share.world_size,
             global_batch_size=self._share.global_batch_size,
             last_batch=last_batch,

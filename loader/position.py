@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from .dataset.manifest import Manifest
-from .order.plan import Order, auto_lanes, auto_window, count_steps, require_steps
+from .order.auto import Choice, choose_order
+from .order.plan import count_steps, require_steps
 from .order.state import LoaderState
 
 
@@ -20,7 +20,7 @@ class Position:
     epoch was set. Used by the training loop's thread only.
 
     Raises:
-        ConfigError: no order has such a seed, number of lanes or window.
+        ConfigError: no order has such a seed, number of lanes, window or piece.
         PartitionError: an epoch has no batch.
     """
 
@@ -30,8 +30,9 @@ class Position:
         *,
         seed: int,
         shuffle: bool,
-        lanes: int | Literal["auto"],
-        window: int | Literal["auto"],
+        lanes: Choice,
+        window: Choice,
+        piece: Choice,
         world_size: int,
         global_batch_size: int,
         last_batch: str,
@@ -39,16 +40,20 @@ class Position:
         self._manifest = manifest
         self._global_batch_size = global_batch_size
         self._last_batch = last_batch
-        # What "auto" chose is no condition on a state that is loaded later: its own lanes and window are taken over.
+        # What "auto" chose is no condition on a state that is loaded later: its own are taken over.
         self._fixed_lanes = None if lanes == "auto" else lanes
         self._fixed_window = None if window == "auto" else window
-        if lanes == "auto":
-            lanes = auto_lanes(shuffle=shuffle, world_size=world_size)
-        order = Order(seed=seed, shuffle=shuffle, lanes=lanes, window=1 if window == "auto" else window)
-        if window == "auto":
-            chunk_bytes = float(manifest.memory.mean())
-            order = replace(order, window=auto_window(lanes=order.lanes, mean_chunk_bytes=chunk_bytes))
-        self.order = order
+        self._fixed_piece = None if piece == "auto" else piece
+        self.order = choose_order(
+            seed=seed,
+            shuffle=shuffle,
+            lanes=lanes,
+            window=window,
+            piece=piece,
+            world_size=world_size,
+            chunk_samples=manifest.samples,
+            chunk_memory=manifest.memory,
+        )
         self.steps_per_epoch = require_steps(manifest.num_samples, global_batch_size, last_batch, world_size=world_size)
         self.epoch, self.consumed = 0, 0
         self.is_loaded = False
@@ -102,6 +107,7 @@ class Position:
             shuffle=self.order.shuffle,
             lanes=self.order.lanes,
             window=self.order.window,
+            piece=self.order.piece,
             epoch=epoch,
             consumed=consumed,
         )
@@ -120,6 +126,7 @@ class Position:
             shuffle=self.order.shuffle,
             lanes=self._fixed_lanes,
             window=self._fixed_window,
+            piece=self._fixed_piece,
         )
         return loaded
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from .mixing import Mixing, measure_mixing
 from .permutation import IntArray
 from .plan import EpochPlan, Order, batch_bounds, lane_offsets, require_steps, share_bounds
 
@@ -23,7 +24,8 @@ class Forecast:
     full batch. ``read_amplification`` is the expected number of times that all ranks together read a chunk in an epoch;
     it is 1.00 if every lane belongs to one rank. ``cut_chunks`` lie on the cut between two lanes and are read once for
     each of them in any case. ``open_windows`` and the bytes are those of the rank that has the most: ``window_bytes``
-    is what its open windows take, ``first_batch_bytes`` the most that it must read before its first batch.
+    is what its open windows take, ``first_batch_bytes`` the most that it must read before its first batch. ``mixing``
+    says how well batches are mixed; None without shuffle, or where no batch is full.
     """
 
     samples: int
@@ -34,6 +36,7 @@ class Forecast:
     global_batch_size: int
     lanes: int
     window: int
+    piece: int
     batches_per_rank: int
     samples_left_out: int
     batch_skew: int
@@ -43,6 +46,7 @@ class Forecast:
     open_windows: int
     window_bytes: int
     first_batch_bytes: int
+    mixing: Mixing | None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,13 +74,17 @@ def forecast(
     steps = require_steps(plan.num_samples, global_batch_size, last_batch, world_size=world_size)
     owned = _lane_shares(plan, world_size, global_batch_size, steps)
     mean_samples = plan.num_samples / len(chunk_samples)
+    windows = np.bincount(owned.ranks, minlength=world_size)
+    full = np.diff(share_bounds(np.array([global_batch_size]), world_size)[0])
     # A rank that takes a part f of a lane's samples enters a window of n of them with probability 1 - (1 - f)^n, and
     # then reads the window's chunks.
     touched = 1.0 - (1.0 - owned.parts) ** (order.window * mean_samples)
-    windows = np.bincount(owned.ranks, minlength=world_size)
-    window_bytes = int(windows.max() * order.window * chunk_memory.mean())
-    full = share_bounds(np.array([global_batch_size]), world_size)[0]
-    most = int(np.diff(full).max())
+    reads = float(touched.sum() / owned.lanes)
+    open_chunks = int(windows.max() * order.window)
+    cut_chunks = int(np.isin(plan.lane_starts[1:-1], plan.stream_starts, invert=True).sum())
+    if order.piece:  # rows of every chunk lie in all lanes: a rank reads each that it has a row of, and keeps it
+        reads = float((1.0 - (1.0 - 1.0 / world_size) ** chunk_samples).mean() * world_size)
+        open_chunks, cut_chunks = len(chunk_samples), 0
     return Forecast(
         samples=plan.num_samples,
         chunks=len(chunk_samples),
@@ -86,15 +94,17 @@ def forecast(
         global_batch_size=global_batch_size,
         lanes=order.lanes,
         window=order.window,
+        piece=order.piece,
         batches_per_rank=steps,
         samples_left_out=max(0, plan.num_samples - steps * global_batch_size),
-        batch_skew=int(np.diff(full).max() - np.diff(full).min()),
+        batch_skew=int(full.max() - full.min()),
         skew=_skew(plan.num_samples, world_size, global_batch_size, steps),
-        read_amplification=float(touched.sum() / owned.lanes),
-        cut_chunks=int(np.isin(plan.lane_starts[1:-1], plan.stream_starts, invert=True).sum()),
+        read_amplification=reads,
+        cut_chunks=cut_chunks,
         open_windows=int(windows.max()),
-        window_bytes=window_bytes,
-        first_batch_bytes=int(min(most, windows.max() * order.window) * chunk_bytes.mean()),
+        window_bytes=int(open_chunks * chunk_memory.mean()),
+        first_batch_bytes=int(min(full.max(), open_chunks) * chunk_bytes.mean()),
+        mixing=measure_mixing(plan, global_batch_size) if order.shuffle else None,
     )
 
 

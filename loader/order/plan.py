@@ -1,10 +1,10 @@
 """The plan: which sample comes when, and on which rank. Order is arithmetic; nothing here does I/O or keeps state.
 
-From (manifest, seed, epoch, lanes, window) to a rank's batch in six steps, each a function below:
+From (manifest, seed, epoch, lanes, window, piece) to a rank's batch in six steps, each a function below:
 
-1. ``chunk_order``     the epoch's permutation of all chunks; its samples, laid end to end, are the epoch's stream
+1. ``piece_order``     the epoch's permutation of all chunks, or of their pieces; laid end to end they are its stream
 2. ``lane_sizes``      the stream is cut into L contiguous lanes, equal to within one sample
-3. ``EpochPlan.open_window``  inside a lane, samples are permuted in windows of a few consecutive chunks
+3. ``EpochPlan.open_window``  inside a lane, samples are permuted in windows of a few consecutive pieces
 4. ``lane_offsets``    position p is sample p // L of lane bit_reverse(p mod L)
 5. ``batch_bounds``    step s is the positions [s * G, (s + 1) * G): the same set of samples whatever the world size
 6. ``rank_segments``   a global batch, sorted by (lane, offset), is cut into one contiguous share per rank
@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import ConfigError, PartitionError
 from .permutation import IntArray, permutation, stream_key
+from .pieces import Pieces, cut_into_pieces
 
 _MASK = (1 << 64) - 1
 # What a stream of random numbers is used for: a part of its key, so that no two uses share a stream.
@@ -33,17 +34,19 @@ _FOR_CHUNKS, _FOR_WINDOWS = 1, 2
 class Order:
     """What decides an epoch's order besides the data set: kept in every state and fixed from the start of a run.
 
-    ``lanes`` is a power of two; ``window`` is the number of consecutive chunks of a lane whose samples are mixed.
-    Without ``shuffle`` chunks stay in manifest order and samples in their chunk's.
+    ``lanes`` is a power of two. ``piece`` is the number of rows that the permutation of an epoch moves together, 0 for
+    whole chunks; ``window`` is the number of consecutive pieces of a lane whose samples are mixed. Without ``shuffle``
+    chunks stay in manifest order and samples in their chunk's.
     """
 
     seed: int = 0
     shuffle: bool = True
     lanes: int = 16
     window: int = 4
+    piece: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("seed", "lanes", "window"):
+        for name in ("seed", "lanes", "window", "piece"):
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, int(operator.index(value)))  # numpy's integers are not JSON-able
@@ -54,6 +57,10 @@ class Order:
             raise ConfigError(f"lanes={self.lanes} is not a power of two; use {next_power_of_two(max(1, self.lanes))}")
         if self.window < 1:
             raise ConfigError(f"window={self.window} chunks: must be at least 1")
+        if self.piece < 0:
+            raise ConfigError(f"piece={self.piece} rows: must be at least 1, or 0 for whole chunks")
+        if self.piece and not self.shuffle:
+            raise ConfigError(f"piece={self.piece} without shuffle: nothing is permuted; leave it out")
         if not 0 <= self.seed <= _MASK:
             raise ConfigError(f"seed={self.seed}: must be from 0 to 2**64 - 1")
 
@@ -63,26 +70,14 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def auto_lanes(*, shuffle: bool, world_size: int) -> int:
-    """Lanes for a new run: 1 for one rank without shuffle, otherwise enough for four times the current ranks."""
-    return 1 if not shuffle and world_size == 1 else max(16, next_power_of_two(4 * world_size))
-
-
-def auto_window(*, lanes: int, mean_chunk_bytes: float, pool_chunks: int = 64, lane_bytes: int = 64 << 20) -> int:
-    """Chunks to mix in a lane: together all lanes mix about ``pool_chunks``, and one keeps to about ``lane_bytes``."""
-    by_mixing = max(2, pool_chunks // lanes)
-    by_memory = int(lane_bytes // max(1.0, mean_chunk_bytes))
-    return max(1, min(by_mixing, by_memory, 8))
-
-
 # -- chunks and lanes ------------------------------------------------------------------------------------------------
 
 
-def chunk_order(num_chunks: int, order: Order, epoch: int) -> IntArray:
-    """The chunks of an epoch in the order in which they are laid end to end: (num_chunks,) int64."""
+def piece_order(num_pieces: int, order: Order, epoch: int) -> IntArray:
+    """The pieces of an epoch in the order in which they are laid end to end: (num_pieces,) int64."""
     if not order.shuffle:
-        return np.arange(num_chunks, dtype=np.int64)
-    return permutation(num_chunks, stream_key(_FOR_CHUNKS, order.seed, epoch))
+        return np.arange(num_pieces, dtype=np.int64)
+    return permutation(num_pieces, stream_key(_FOR_CHUNKS, order.seed, epoch))
 
 
 def bit_reverse(values: IntArray, bits: int) -> IntArray:
@@ -116,9 +111,9 @@ def lane_sizes(num_samples: int, lanes: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class LaneWindow:
-    """A few consecutive chunks of a lane (cut where the lane is cut), and the order of their samples.
+    """A few consecutive pieces of a lane (cut where the lane is cut), and the order of their samples.
 
-    Covers the lane's offsets ``start`` to ``stop``. Piece i is ``chunks[i]``, from its row ``first_rows[i]`` on;
+    Covers the lane's offsets ``start`` to ``stop``. Piece i is of ``chunks[i]``, from its row ``first_rows[i]`` on;
     ``bounds`` (pieces + 1,) are the pieces' ends laid end to end; ``permutation`` is (stop - start,) or None.
     """
 
@@ -136,6 +131,8 @@ class LaneWindow:
         where: IntArray = offsets - self.start
         if self.permutation is not None:
             where = self.permutation[where].astype(np.int64)
+        if len(self.chunks) == self.stop - self.start:  # pieces of one row each
+            return where, self.first_rows[where]
         pieces = np.searchsorted(self.bounds, where, side="right") - 1
         return pieces, where + (self.first_rows - self.bounds[:-1])[pieces]
 
@@ -153,15 +150,19 @@ class EpochPlan:
         return int(self.stream_starts[-1])
 
     @cached_property
-    def chunks(self) -> IntArray:
-        """(chunks,) int64: the chunks in the epoch's order."""
-        return chunk_order(len(self.chunk_samples), self.order, self.epoch)
+    def pieces(self) -> Pieces:
+        """The chunks, or the ranges of their rows that the permutation moves, in the epoch's order."""
+        if not self.order.piece:
+            chunks = piece_order(len(self.chunk_samples), self.order, self.epoch)
+            return Pieces(chunks, np.broadcast_to(np.int64(0), chunks.shape), self.chunk_samples[chunks])
+        pieces = cut_into_pieces(self.chunk_samples, self.order.piece)
+        return pieces.take(piece_order(len(pieces.chunks), self.order, self.epoch))
 
     @cached_property
     def stream_starts(self) -> IntArray:
-        """(chunks + 1,) int64: where in the epoch's stream each chunk of ``chunks`` starts, and the stream's end."""
-        starts = np.zeros(len(self.chunks) + 1, np.int64)
-        np.cumsum(self.chunk_samples[self.chunks], out=starts[1:])
+        """(pieces + 1,) int64: where in the epoch's stream each of ``pieces`` starts, and the stream's end."""
+        starts = np.zeros(len(self.pieces.samples) + 1, np.int64)
+        np.cumsum(self.pieces.samples, out=starts[1:])
         return starts
 
     @cached_property
@@ -176,7 +177,7 @@ class EpochPlan:
         return starts
 
     def _lane_pieces(self, lane: int) -> tuple[int, int]:
-        """The chunks, as ordinals of the epoch's order, that a lane has samples of: first, and one past the last."""
+        """The pieces, as ordinals of the epoch's order, that a lane has samples of: first, and one past the last."""
         start, stop = self.lane_starts[lane], self.lane_starts[lane + 1]
         first = int(np.searchsorted(self.stream_starts, start, side="right")) - 1
         return first, int(np.searchsorted(self.stream_starts, stop, side="left"))
@@ -188,15 +189,14 @@ class EpochPlan:
         return piece // self.order.window
 
     def open_window(self, lane: int, index: int) -> LaneWindow:
-        """Compute a window: its chunks and the order of its samples; O(samples of the window)."""
+        """Compute a window: its pieces and the order of its samples; O(samples of the window)."""
         first, stop = self._lane_pieces(lane)
         low = first + index * self.order.window
         high = min(stop, low + self.order.window)
         edges = np.clip(self.stream_starts[low : high + 1], self.lane_starts[lane], self.lane_starts[lane + 1])
         bounds = edges - edges[0]
-        chunks = self.chunks[low:high]
         size = int(bounds[-1])
-        if self.order.shuffle:
+        if self.order.shuffle and self.order.piece != 1:  # single rows are mixed already
             key = stream_key(_FOR_WINDOWS, self.order.seed, self.epoch, lane, index)
             mixed = permutation(size, key).astype(np.uint32)
         else:
@@ -206,8 +206,8 @@ class EpochPlan:
             index=index,
             start=int(edges[0] - self.lane_starts[lane]),
             stop=int(edges[-1] - self.lane_starts[lane]),
-            chunks=chunks,
-            first_rows=edges[:-1] - self.stream_starts[low:high],
+            chunks=self.pieces.chunks[low:high],
+            first_rows=self.pieces.first_rows[low:high] + edges[:-1] - self.stream_starts[low:high],
             bounds=bounds,
             permutation=mixed,
         )

@@ -9,7 +9,8 @@ from typing import Any
 from ..errors import StateMismatchError
 from .plan import Order
 
-_VERSION = 1
+# A state without pieces is of version 1, which every penstock reads; one with pieces must not be read without them.
+_VERSION, _VERSION_OF_PIECES = 1, 2
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
 
@@ -29,14 +30,16 @@ class LoaderState:
     window: int
     epoch: int
     consumed: int
-    version: int = _VERSION
+    piece: int = 0
 
     @property
     def order(self) -> Order:
-        return Order(seed=self.seed, shuffle=self.shuffle, lanes=self.lanes, window=self.window)
+        return Order(seed=self.seed, shuffle=self.shuffle, lanes=self.lanes, window=self.window, piece=self.piece)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        state = asdict(self)
+        piece = state.pop("piece")
+        return {**state, "version": _VERSION} if not piece else {**state, "piece": piece, "version": _VERSION_OF_PIECES}
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> LoaderState:
@@ -48,9 +51,10 @@ class LoaderState:
         if not isinstance(state, Mapping):
             raise StateMismatchError(f"a loader state is a dict, not {type(state).__name__}; {_PASS}")
         version = state.get("version", _VERSION)
-        if version != _VERSION:
+        if version not in (_VERSION, _VERSION_OF_PIECES):
             raise StateMismatchError(
-                f"a loader state of version {version!r}, this penstock reads version {_VERSION}; {_PASS}"
+                f"a loader state of version {version!r}, this penstock reads versions {_VERSION} and "
+                f"{_VERSION_OF_PIECES}; {_PASS}"
             )
         kinds = {
             "fingerprint": str,
@@ -61,6 +65,7 @@ class LoaderState:
             "window": int,
             "epoch": int,
             "consumed": int,
+            **({"piece": int} if version == _VERSION_OF_PIECES else {}),
         }
         missing = [name for name in (*kinds, "version") if name not in state]
         if missing:
@@ -70,10 +75,10 @@ class LoaderState:
         if wrong:
             raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} of the wrong type")
         loaded = LoaderState(**{name: state[name] for name in kinds})
-        if loaded.epoch < 0 or not 0 <= loaded.consumed <= loaded.num_samples:
+        if loaded.epoch < 0 or not 0 <= loaded.consumed <= loaded.num_samples or loaded.piece < 0:
             raise StateMismatchError(
                 f"a damaged loader state: epoch={loaded.epoch}, consumed={loaded.consumed} "
-                f"of {loaded.num_samples} samples"
+                f"of {loaded.num_samples} samples, piece={loaded.piece}"
             )
         return loaded
 

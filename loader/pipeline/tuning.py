@@ -52,7 +52,9 @@ def tune(
     Warns if the limit does not hold the windows that the rank keeps open at once.
     """
     own_lanes = -(-order.lanes // world_size) + 1
-    open_bytes = min(int(manifest.memory.sum()), int(own_lanes * order.window * manifest.memory.mean()))
+    open_bytes = int(manifest.memory.sum())
+    if not order.piece:
+        open_bytes = min(open_bytes, int(own_lanes * order.window * manifest.memory.mean()))
     if memory_limit is None:
         share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
         memory_limit = min(share, 2 * open_bytes + _AHEAD_BYTES)

@@ -20,6 +20,7 @@ def make_position(**options: Any) -> Position:
         "shuffle": True,
         "lanes": "auto",
         "window": "auto",
+        "piece": "auto",
         "world_size": 1,
         "global_batch_size": 30,
         "last_batch": "partial",
@@ -85,17 +86,27 @@ def test_checking_a_state_changes_nothing() -> None:
     assert position.order.lanes == 256
 
 
-@pytest.mark.parametrize("fixed", [{"lanes": 32}, {"window": 7}])
-def test_a_state_of_other_lanes_or_window_than_those_given_is_refused(fixed: dict[str, int]) -> None:
+@pytest.mark.parametrize("fixed", [{"lanes": 32}, {"window": 7}, {"piece": 0}, {"piece": 2}])
+def test_a_state_of_another_order_than_those_given_is_refused(fixed: dict[str, int]) -> None:
     state = make_position().to_state().to_dict()
     with pytest.raises(StateMismatchError, match=f"{next(iter(fixed.values()))} here"):
         make_position(**fixed).check_state(state)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lanes": 0}, {"lanes": -4}, {"lanes": 12}, {"lanes": "many"}, {"window": 0}, {"window": "wide"}]
+    "wrong",
+    [
+        {"lanes": 0},
+        {"lanes": -4},
+        {"lanes": 12},
+        {"lanes": "many"},
+        {"window": 0},
+        {"window": "wide"},
+        {"piece": -1},
+        {"piece": "fine"},
+    ],
 )
-def test_lanes_and_windows_that_cannot_be_are_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_orders_that_cannot_be_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
         make_position(**wrong)
 

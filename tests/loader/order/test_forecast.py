@@ -98,6 +98,22 @@ def test_reads_and_open_windows_are_as_a_walk_through_the_plan_has_them(
     assert told.window_bytes == int(max(lanes_of) * window * 20 * sizes.mean())
 
 
+@pytest.mark.parametrize(("chunks", "world_size"), [(1, 8), (6, 4), (6, 1)])
+def test_an_order_of_single_rows_is_forecast_to_hold_every_chunk_on_every_rank(chunks: int, world_size: int) -> None:
+    sizes = np.full(chunks, 60, np.int64)
+    order = Order(lanes=16, window=4096, piece=1)
+    told = forecast_of(sizes, order, world_size, 4 * world_size)
+    reads = 0
+    for rank in range(world_size):
+        spans = EpochSpans(EpochPlan(sizes, order, 0), Share(rank, world_size, 4 * world_size))
+        _, entered = spans.plan_span(0, told.batches_per_rank)
+        reads += len(np.unique(np.concatenate([window.chunks for window in entered])))
+    assert told.read_amplification == pytest.approx(reads / chunks, rel=0.02)
+    assert told.window_bytes == int(sizes.sum()) * 20
+    assert told.cut_chunks == 0
+    assert told.mixing is not None
+
+
 def test_lanes_without_samples_are_no_reads_saved():
     assert forecast_of(np.array([8]), Order(lanes=16), 1, 8).read_amplification == 1.0
 
@@ -119,7 +135,8 @@ def test_a_billion_samples_in_a_million_chunks_are_forecast_in_seconds_and_under
 import json, resource, time
 import numpy as np
 from penstock.loader.order.forecast import forecast
-from penstock.loader.order.plan import Order, auto_lanes
+from penstock.loader.order.auto import auto_lanes
+from penstock.loader.order.plan import Order
 sizes = np.full(10**6, 1000, np.int64)
 started = time.process_time()
 for world_size in (1024, 1021):  # the second divides nothing

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -11,30 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.loader.errors import ConfigError, PartitionError
+from penstock.loader.order.auto import auto_lanes, auto_piece, auto_window
 from penstock.loader.order.permutation import IntArray, permutation
 from penstock.loader.order.plan import (
     EpochPlan,
     Order,
     Share,
-    auto_lanes,
-    auto_window,
     batch_bounds,
     bit_reverse,
     count_steps,
     lane_offsets,
     lane_sizes,
     lane_turns,
+    piece_order,
     rank_segments,
     share_bounds,
 )
 from penstock.loader.order.spans import EpochSpans, chunks_by_first_use
 
-orders = st.builds(
-    Order,
-    seed=st.integers(0, 2**64 - 1),
-    shuffle=st.booleans(),
-    lanes=st.sampled_from([1, 2, 4, 16, 64]),
-    window=st.integers(1, 5),
+common = {
+    "seed": st.integers(0, 2**64 - 1),
+    "lanes": st.sampled_from([1, 2, 4, 16, 64]),
+    "window": st.integers(1, 5),
+}
+orders = st.one_of(
+    st.builds(Order, shuffle=st.booleans(), **common), st.builds(Order, piece=st.integers(1, 7), **common)
 )
 chunk_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=40).map(lambda sizes: np.array(sizes, np.int64))
 
@@ -50,13 +53,12 @@ def naive_sample_at(sizes: np.ndarray, order: Order, epoch: int, position: int) 
     lane = int(format(position % order.lanes, f"0{bits}b")[::-1], 2) if bits else 0
     offset = position // order.lanes
     lane_start = int(plan.lane_starts[lane])
-    stream = [(int(c), row) for c in plan.chunks for row in range(int(sizes[c]))]
-    pieces: list[list[tuple[int, int]]] = []
-    for sample in stream[lane_start : int(plan.lane_starts[lane + 1])]:
-        if pieces and pieces[-1][-1][0] == sample[0]:
-            pieces[-1].append(sample)
-        else:
-            pieces.append([sample])
+    ranges = [piece for chunk, size in enumerate(sizes.tolist()) for piece in naive_pieces(chunk, size, order.piece)]
+    stream = [(index, sample) for index in piece_order(len(ranges), order, epoch).tolist() for sample in ranges[index]]
+    pieces = [
+        [sample for _, sample in piece]
+        for _, piece in groupby(stream[lane_start : int(plan.lane_starts[lane + 1])], key=lambda one: one[0])
+    ]
     for index in range(len(pieces)):
         samples = [sample for piece in pieces[index * order.window :][: order.window] for sample in piece]
         if offset < len(samples):
@@ -66,6 +68,12 @@ def naive_sample_at(sizes: np.ndarray, order: Order, epoch: int, position: int) 
             return int(first_ids(sizes)[chunk]) + row
         offset -= len(samples)
     raise AssertionError("position past the end")
+
+
+def naive_pieces(chunk: int, size: int, piece: int) -> list[list[tuple[int, int]]]:
+    """The ranges of a chunk's rows, as (chunk, row), that the permutation moves together."""
+    parts = -(-size // piece) if piece else 1
+    return [[(chunk, row) for row in range(size * i // parts, size * (i + 1) // parts)] for i in range(parts)]
 
 
 def rank_batches(
@@ -267,6 +275,32 @@ def test_the_order_of_a_seed_never_changes(seed, epoch):
     assert digest == GOLDEN[seed, epoch]
 
 
+def test_the_order_of_pieces_never_changes():
+    sizes = (np.arange(20, dtype=np.int64) * 37) % 50 + 1
+    digests = []
+    for piece in (1, 8):
+        batches = rank_batches(sizes, Order(seed=5, lanes=16, window=100, piece=piece), 2, Share(0, 1, 64))
+        digests.append(hashlib.sha256(np.concatenate(batches).astype("<i8").tobytes()).hexdigest()[:16])
+    assert digests == ["935088f9fcb23809", "be24d3c701414ad6"]
+
+
+def test_a_piece_as_large_as_any_chunk_is_the_order_of_whole_chunks():
+    sizes = (np.arange(50, dtype=np.int64) * 37) % 50 + 1
+    whole, one = (rank_batches(sizes, Order(piece=piece), 1, Share(0, 1, 32)) for piece in (0, 50))
+    assert np.concatenate(whole).tolist() == np.concatenate(one).tolist()
+
+
+def test_ranks_of_a_data_set_of_one_chunk_get_other_samples_in_every_epoch():
+    def ids_of(epoch: int) -> set[int]:
+        order = Order(lanes=32, window=4096, piece=1)
+        return set(np.concatenate(rank_batches(np.array([5000]), order, epoch, Share(3, 8, 80))).tolist())
+
+    first, second = ids_of(0), ids_of(1)
+    assert len(first) == len(second) == 625
+    # Chance has them share 625 / 8 = 78, with a standard deviation of 8.
+    assert abs(len(first & second) - 78) < 40
+
+
 def test_the_first_positions_of_a_small_epoch_are_as_they_always_were():
     batches = rank_batches(np.array([5, 3, 4, 6], np.int64), Order(lanes=4, window=2), 0, Share(0, 1, 6))
     assert [ids.tolist() for ids in batches] == [[6, 5, 14, 8, 10, 4], [13, 15, 16, 9, 3, 2], [7, 12, 17, 0, 11, 1]]
@@ -287,6 +321,8 @@ def test_a_billion_samples_in_a_million_chunks_plan_within_a_second_of_arithmeti
         ({"lanes": 0}, "lanes=0"),
         ({"window": 0}, "window=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"piece": -1}, "piece=-1"),
+        ({"piece": 4, "shuffle": False}, "piece=4 without shuffle"),
     ],
 )
 def test_impossible_orders_say_what_would_do(wrong, message):
@@ -306,6 +342,22 @@ def test_auto_lanes_are_one_only_in_order_on_one_rank():
     assert auto_lanes(shuffle=False, world_size=2) == 16
     assert auto_lanes(shuffle=True, world_size=5) == 32
     assert auto_lanes(shuffle=True, world_size=1000) == 4096
+
+
+@pytest.mark.parametrize(
+    ("chunks", "memory", "piece"),
+    [(1, 1 << 40, 1), (8, 64 << 20, 1), (8, (64 << 20) + 1, 0), (63, 1 << 20, 1), (64, 1 << 20, 0)],
+)
+def test_few_chunks_that_a_rank_may_hold_are_shuffled_by_rows(chunks, memory, piece):
+    made = {"num_chunks": chunks, "num_samples": 10**6, "memory_bytes": memory}
+    assert auto_piece(shuffle=True, lanes=16, **made) == piece
+    assert auto_piece(shuffle=False, lanes=16, **made) == 0
+
+
+def test_an_order_has_at_most_a_million_pieces():
+    piece = auto_piece(shuffle=True, lanes=16, num_chunks=1, num_samples=10**10, memory_bytes=1)
+    assert math.ceil(10**10 / piece) <= 1 << 20
+    assert auto_window(lanes=16, mean_chunk_bytes=1, piece=piece) >= 1
 
 
 def test_auto_window_shrinks_with_lanes_and_with_large_chunks():

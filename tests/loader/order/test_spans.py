@@ -124,7 +124,7 @@ def test_one_window_of_each_chunk_keeps_chunks_together_and_in_order_of_use():
         chunks.append(group.chunk)
         list(spans.close_windows(int(span.bounds[-1])))
     assert sorted(chunks) == list(range(8))
-    assert chunks == spans.plan.chunks.tolist()
+    assert chunks == spans.plan.pieces.chunks.tolist()
 
 
 def test_no_windows_want_no_chunks():

@@ -20,6 +20,31 @@ def test_a_state_survives_json():
     assert len(json.dumps(STATE.to_dict())) < 300
 
 
+def test_a_state_without_pieces_is_what_it_was_before_there_were_any():
+    assert STATE.to_dict() == {
+        "fingerprint": "ab" * 16,
+        "num_samples": 1000,
+        "seed": 7,
+        "shuffle": True,
+        "lanes": 16,
+        "window": 4,
+        "epoch": 3,
+        "consumed": 640,
+        "version": 1,
+    }
+    assert LoaderState.from_dict(STATE.to_dict()).order.piece == 0
+
+
+def test_a_state_with_pieces_is_refused_by_who_knows_none():
+    state = replace(STATE, piece=1).to_dict()
+    assert state["version"] == 2
+    assert LoaderState.from_dict(json.loads(json.dumps(state))).order.piece == 1
+    with pytest.raises(StateMismatchError, match="missing: piece"):
+        LoaderState.from_dict({name: value for name, value in state.items() if name != "piece"})
+    with pytest.raises(StateMismatchError, match=r"damaged.*piece"):
+        LoaderState.from_dict({**state, "piece": -1})
+
+
 def test_a_state_with_numpys_numbers_in_its_order_survives_json_too():
     order = Order(seed=np.int64(7), shuffle=np.bool_(True), lanes=np.int32(16), window=np.int64(4))  # type: ignore[arg-type]
     state = replace(STATE, seed=order.seed, shuffle=order.shuffle, lanes=order.lanes, window=order.window)
@@ -37,7 +62,7 @@ def test_fields_of_a_later_kind_are_passed_over():
     assert LoaderState.from_dict({**STATE.to_dict(), "cursors": [1, 2]}) == STATE
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, {"version": "1"}])
+@pytest.mark.parametrize("state", [{}, {"version": 3}, {"version": "1"}])
 def test_what_is_no_state_of_this_version_is_refused(state):
     with pytest.raises(StateMismatchError, match="version"):
         LoaderState.from_dict(state)
