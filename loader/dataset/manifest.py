@@ -16,6 +16,7 @@ from ...storage import ObjectInfo
 from ..columns import IntArray
 from ..errors import DatasetError
 from ..formats.shard import ChunkRef, ShardIndex
+from .bounds import find_misfit
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
@@ -216,6 +217,16 @@ class Manifest:
                 memory=columns["memory"],
                 checksums=columns.get("checksum"),
             )
+            misfit = find_misfit(
+                manifest.shards,
+                shard_index=manifest.shard_index,
+                offsets=manifest.offsets,
+                lengths=manifest.lengths,
+                samples=manifest.samples,
+                memory=manifest.memory,
+            )
+            if misfit is not None:
+                raise ValueError(misfit)
             if (manifest.fingerprint, manifest._checksum()) != (metadata["fingerprint"], metadata["checksum"]):
                 raise ValueError("its checksum does not fit")
         except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as exc:

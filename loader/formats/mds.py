@@ -110,7 +110,11 @@ class MdsFormat(BaseFormat):
         """For a part of a shard, its slice of the offsets and its samples; else the whole shard."""
         if chunk.offset == 0:
             return [chunk.byte_range]
-        return [ByteRange(4 + 4 * chunk.first_row, 8 + 4 * (chunk.first_row + chunk.samples)), chunk.byte_range]
+        table = ByteRange(4 + 4 * chunk.first_row, 8 + 4 * (chunk.first_row + chunk.samples))
+        if table.stop > chunk.offset:
+            problem = f"has no room for the offsets of {chunk.first_row + chunk.samples} samples; index it again"
+            raise FormatError(chunk.shard.key, problem, offset=chunk.offset)
+        return [table, chunk.byte_range]
 
     def open_chunk(
         self,

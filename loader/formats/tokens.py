@@ -25,6 +25,7 @@ _SUFFIX_DTYPES = {".u16": "uint16", ".u32": "uint32"}
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_INDEX_AGAIN = "index the data set again"
 _MEGATRON_FLOATS = {6: "float64", 7: "float32"}
 
 
@@ -106,14 +107,25 @@ class TokensFormat(BaseFormat):
         schema: Mapping[str, Any],
     ) -> Block:
         names = choose_columns(schema["columns"], columns)
-        dtype = np.dtype(schema["columns"]["tokens"]["type"]).newbyteorder("<")
+        stored = schema["columns"]["tokens"]["type"]
+        if stored not in _DTYPES:
+            raise FormatError(
+                chunk.shard.key, f"its index says that its tokens are {stored!r}; {_INDEX_AGAIN}", offset=chunk.offset
+            )
+        dtype = np.dtype(stored).newbyteorder("<")
         data = whole_part(chunk, parts)
+        stride = self.seq_len - self.overlap
+        needed = ((chunk.samples - 1) * stride + self.seq_len) * dtype.itemsize
+        if needed != data.nbytes:
+            sequences = f"{chunk.samples} sequences of {self.seq_len} tokens"
+            problem = f"{sequences} take {needed} bytes, but its chunk has {data.nbytes}"
+            raise FormatError(chunk.shard.key, f"{problem}; {_INDEX_AGAIN}", offset=chunk.offset)
         tokens = np.frombuffer(data, dtype)
         # (samples * stride + overlap,) -> (samples, seq_len); rows share their overlap, so the view is read-only.
         rows = np.lib.stride_tricks.as_strided(
             tokens,
             (chunk.samples, self.seq_len),
-            ((self.seq_len - self.overlap) * dtype.itemsize, dtype.itemsize),
+            (stride * dtype.itemsize, dtype.itemsize),
             writeable=False,
         )
         return Block(chunk.samples, data.nbytes, {"tokens": ArrayColumn(rows)} if names else {})

@@ -143,7 +143,8 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     if _is_text(kind) or _is_binary(kind):
         return {name: _slices(array, text=_is_text(kind))}
     if value_bytes(kind) is None:
-        return {name: ObjectColumn(array)}
+        plain = _without_views(kind)
+        return {name: ObjectColumn(array if plain == kind else array.cast(plain))}
     dense, missing = _dense(array)
     if isinstance(values.type, pa.FixedShapeTensorType):
         dense = dense.reshape(len(array), *values.type.shape)
@@ -230,7 +231,7 @@ def _bits(buffer: pa.Buffer | None, offset: int, length: int) -> AnyArray:
 
 def _slices(array: pa.Array, *, text: bool) -> BytesColumn:
     kind, length = array.type, len(array)
-    if not (pt.is_fixed_size_binary(kind) or _has_offsets(kind)):
+    if not (pt.is_fixed_size_binary(kind) or has_offsets(kind)):
         array = array.cast(pa.large_string() if text else pa.large_binary())
         kind = array.type
     buffers = array.buffers()
@@ -238,12 +239,7 @@ def _slices(array: pa.Array, *, text: bool) -> BytesColumn:
         starts: IntArray = np.arange(array.offset, array.offset + length, dtype=np.int64) * kind.byte_width
         stops = starts + kind.byte_width
     else:
-        dtype = np.dtype(np.int64 if pt.is_large_string(kind) or pt.is_large_binary(kind) else np.int32)
-        if buffers[1] is None or length == 0:
-            offsets = np.zeros(length + 1, np.int64)
-        else:
-            raw = np.frombuffer(buffers[1], dtype, count=length + 1, offset=array.offset * dtype.itemsize)
-            offsets = raw.astype(np.int64)
+        offsets = value_offsets(array)
         starts, stops = offsets[:-1], offsets[1:]
     if array.null_count:
         starts = np.where(_bits(buffers[0], array.offset, length), starts, -1)
@@ -251,11 +247,45 @@ def _slices(array: pa.Array, *, text: bool) -> BytesColumn:
     return BytesColumn(memoryview(b"") if data is None else memoryview(data).cast("B"), starts, stops, text)
 
 
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """The type with text and binaries that have offsets: pyarrow takes no rows of nested views."""
+    if pt.is_string_view(kind):
+        return pa.large_string()
+    if pt.is_binary_view(kind):
+        return pa.large_binary()
+    if pt.is_struct(kind):
+        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
+    if pt.is_list(kind) or pt.is_large_list(kind):
+        make = pa.list_ if pt.is_list(kind) else pa.large_list
+        return make(kind.value_field.with_type(_without_views(kind.value_type)))
+    if pt.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_without_views(kind.value_type)), kind.list_size)
+    if pt.is_map(kind):
+        return pa.map_(_without_views(kind.key_type), kind.item_field.with_type(_without_views(kind.item_type)))
+    return kind
+
+
+def value_offsets(array: pa.Array) -> IntArray:
+    """Where the values of text or binaries with offsets begin and end in their buffer: (length + 1,) int64."""
+    buffer, length = array.buffers()[1], len(array)
+    if buffer is None or length == 0:
+        return np.zeros(length + 1, np.int64)
+    wide = pt.is_large_string(array.type) or pt.is_large_binary(array.type)
+    dtype = np.dtype(np.int64 if wide else np.int32)
+    raw = np.frombuffer(buffer, dtype, count=length + 1, offset=array.offset * dtype.itemsize)
+    return raw.astype(np.int64)
+
+
+def offsets_rise(array: pa.Array) -> bool:
+    """Whether no value of text or binaries with offsets ends before it begins."""
+    return bool((np.diff(value_offsets(array)) >= 0).all())
+
+
 def _large(kind: pa.DataType) -> pa.DataType:
     return pa.large_string() if pt.is_string(kind) else pa.large_binary()
 
 
-def _has_offsets(kind: pa.DataType) -> bool:
+def has_offsets(kind: pa.DataType) -> bool:
     return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_binary(kind) or pt.is_large_binary(kind))
 
 

@@ -75,6 +75,32 @@ def test_the_fingerprint_is_of_what_decides_the_sample_ids_alone() -> None:
         assert other.fingerprint != manifest.fingerprint
 
 
+WRONG = {
+    "samples": ([0, 4, 5], "chunk 0 has samples 0"),
+    "lengths": ([1, 1, 1 << 62], "chunk 2 has length"),
+    "offsets": ([-1, 1, 0], "chunk 0 has offset -1"),
+    "memory": ([1, -1, 1], "chunk 1 has memory -1"),
+    "shard_index": ([0, 0, 2], "not those of its 2 shards"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_manifest_with_numbers_that_cannot_be_is_refused_though_its_checksums_fit(name: str) -> None:
+    values, words = WRONG[name]
+    made = make_manifest([[3, 4], [5]])
+    wrong = replace(made, **{name: np.array(values, np.int64)})
+    with pytest.raises(DatasetError, match=words):
+        Manifest.from_bytes(wrong.to_bytes(), "mem://x")
+
+
+def test_chunks_outside_of_their_shard_or_out_of_order_are_refused() -> None:
+    made = make_manifest([[3, 4], [5]])
+    with pytest.raises(DatasetError, match=r"ends at byte \d+ of é/shard 1.tar, which has"):
+        Manifest.from_bytes(replace(made, offsets=made.offsets + np.array([0, 0, 10**6])).to_bytes(), "mem://x")
+    with pytest.raises(DatasetError, match="chunk 1 lies before"):
+        Manifest.from_bytes(replace(made, offsets=made.offsets[[1, 0, 2]], lengths=made.lengths // 2).to_bytes(), "m")
+
+
 def test_the_fingerprint_of_a_manifest_never_changes() -> None:
     assert make_manifest([[3, 4], [5]]).fingerprint == "2c46abd8ac4c04110a44ce4ca2893c60"
 

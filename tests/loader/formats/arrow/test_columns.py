@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -226,6 +227,23 @@ def test_everything_else_stays_an_arrow_array_until_it_is_taken() -> None:
     column = to_columns("x", pa.array([[1], None, [2, 3]]), nulls=True, shard="s")["x"]
     assert isinstance(column, ObjectColumn)
     assert column.take(np.array([2, 1])) == [[2, 3], None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.list_(pa.string_view()), [["a"], [], None]),
+        (pa.large_list(pa.binary_view()), [[b"a", None], None]),
+        (pa.list_(pa.string_view(), 2), [["a", "b"], None]),
+        (pa.struct([("a", pa.list_(pa.string_view()))]), [{"a": ["x"]}, None]),
+        (pa.map_(pa.string(), pa.string_view()), [[("k", "v")], None]),
+    ],
+    ids=str,
+)
+def test_views_inside_of_other_values_are_taken(kind: pa.DataType, values: list[Any]) -> None:
+    column = to_columns("x", pa.array(values, kind), nulls=True, shard="s")["x"]
+    assert isinstance(column, ObjectColumn)
+    assert column.take(np.arange(len(values))[::-1]) == values[::-1]
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,32 @@ def test_flipped_bytes_never_escape_as_a_foreign_error(
     assert 10 < refused < 200
 
 
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.list_(pa.string_view())], ids=str)
+def test_a_view_that_points_out_of_its_buffer_is_refused(arrow_store: FolderStore, kind: pa.DataType) -> None:
+    text = "longer than the twelve bytes of a view"
+    write(
+        arrow_store,
+        "t.arrow",
+        pa.table({"x": pa.array([text if kind == pa.string_view() else [text]] * 4, kind)}),
+        batch=4,
+    )
+    whole = bytearray((arrow_store.root / "t.arrow").read_bytes())
+    at = whole.index(len(text).to_bytes(4, "little") + text[:4].encode())  # length, prefix, buffer, offset
+    whole[at + 12 : at + 16] = (1 << 30).to_bytes(4, "little")
+    arrow_store.put("t.arrow", bytes(whole))
+    with pytest.raises(FormatError, match="cannot be read"):
+        open_all(arrow_store, ArrowFormat())
+
+
+def test_text_that_ends_before_it_begins_is_refused(arrow_store: FolderStore) -> None:
+    write(arrow_store, "t.arrow", pa.table({"x": ["aaaa", "bbbb", "cccc"]}), batch=3)
+    whole = (arrow_store.root / "t.arrow").read_bytes()
+    offsets = np.array([0, 4, 8, 12], np.int32).tobytes()
+    arrow_store.put("t.arrow", whole.replace(offsets, np.array([0, 8, 4, 12], np.int32).tobytes()))
+    with pytest.raises(FormatError, match="the offsets of column 'x' fall"):
+        open_all(arrow_store, ArrowFormat())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_flipped_bit_of_the_metadata_loses_a_row(arrow_store: FolderStore, stream: bool) -> None:
     write(arrow_store, "whole", pa.table({"x": np.zeros(6, np.int64)}), batch=2, stream=stream)

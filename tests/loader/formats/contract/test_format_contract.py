@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,16 @@ def test_the_index_and_the_schema_do_not_depend_on_the_order_of_shards(store: Fo
     forward = case.form.merge_schema(first.schema, second.schema, other.info.key)
     backward = case.form.merge_schema(second.schema, first.schema, one.info.key)
     assert {**forward, "seen_in": ""} == {**backward, "seen_in": ""}
+
+
+@pytest.mark.parametrize("change", [-1, 1, 10, 1 << 20])
+def test_a_chunk_of_other_samples_than_the_index_says_is_refused(store: FolderStore, case: Case, change: int) -> None:
+    schema, found = index_all(store, case.form)
+    for ref in chunk_refs(found):
+        wrong = replace(ref, samples=ref.samples + change)
+        if wrong.samples > 0:
+            with pytest.raises(FormatError, match=re.escape(ref.shard.key)):
+                open_ref(store, case, schema, wrong)
 
 
 def test_a_format_is_made_again_from_its_name_and_json_config(case: Case) -> None:
