@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ class _Log:
 class EpochAccount:
     """One epoch of ``samples`` samples, of which ``reached`` positions were handed out.
 
-    ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``: rows beyond the
-    first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun again.
+    An epoch that a later one followed has been reached to its end, less what does not fill a batch: what it did not
+    deliver is missing. ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``:
+    rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
+    again.
     """
 
     epoch: int
@@ -87,20 +90,32 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     attempts = [attempt for group in groups for attempt in _passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
     counted, replayed = _settle(groups)
-    epochs = sorted({record.epoch for record in counted})
+    by_epoch, again = _by_epoch(counted), _by_epoch(replayed)
+    epochs = range(min(by_epoch), max(by_epoch) + 1)
     return AuditReport(
         attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
-        epochs=[_account(epoch, num_samples, counted, replayed) for epoch in epochs],
+        epochs=[
+            _account(epoch, num_samples, by_epoch[epoch], again[epoch], is_last=epoch == epochs[-1]) for epoch in epochs
+        ],
     )
 
 
+def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered]]:
+    found: defaultdict[int, list[_Delivered]] = defaultdict(list)
+    for record in records:
+        found[record.epoch].append(record)
+    return found
+
+
 def _account(
-    epoch: int, num_samples: int, counted: Sequence[_Delivered], replayed: Sequence[_Delivered]
+    epoch: int, num_samples: int, records: Sequence[_Delivered], replayed: Sequence[_Delivered], *, is_last: bool
 ) -> EpochAccount:
-    records = [record for record in counted if record.epoch == epoch]
-    ids = np.concatenate([record.ids for record in records])
+    ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     times = np.bincount(ids, minlength=num_samples)
-    reached = max(record.stop for record in records)
+    reached = max((record.stop for record in records), default=0)
+    batch = max((record.stop - record.start for record in records), default=1)
+    if not is_last and num_samples - reached >= batch:
+        reached = num_samples - num_samples % batch
     unique = int(np.count_nonzero(times))
     return EpochAccount(
         epoch=epoch,
@@ -109,7 +124,7 @@ def _account(
         delivered=len(ids),
         missing=max(0, reached - unique),
         duplicated=len(ids) - unique,
-        replayed=sum(len(record.ids) for record in replayed if record.epoch == epoch),
+        replayed=sum(len(record.ids) for record in replayed),
     )
 
 

@@ -219,3 +219,18 @@ def test_a_header_says_who_wrote_the_log(tmp_path: Path) -> None:
     header = json.loads(path.read_bytes())
     assert (header["rank"], header["world_size"], header["num_samples"]) == (3, 5, SAMPLES)
     assert header["fingerprint"] == MANIFEST.fingerprint
+
+
+def test_an_epoch_that_is_absent_between_others_is_missing(tmp_path: Path) -> None:
+    log_attempt(tmp_path, 2, (0, 0, 100), (2, 0, 40))
+    assert accounts(tmp_path) == [(0, 100, 100, 0, 0, 0), (1, 100, 0, 100, 0, 0), (2, 40, 40, 0, 0, 0)]
+
+
+def test_an_epoch_left_for_the_next_one_is_missing_what_it_did_not_deliver(tmp_path: Path) -> None:
+    log_attempt(tmp_path, 2, (0, 0, 50), (1, 0, 100))
+    assert accounts(tmp_path) == [(0, 100, 50, 50, 0, 0), (1, 100, 100, 0, 0, 0)]
+
+
+def test_what_does_not_fill_a_batch_is_not_missing(tmp_path: Path) -> None:
+    log_attempt(tmp_path, 2, (0, 0, 90), (1, 0, 30), batch=30)
+    assert audit(tmp_path).is_exact
