@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from .decoding.batch import BatchT
 from .errors import ConfigError
 from .metrics import Counters
 from .order.plan import Order, Share
+from .pipeline.delivery_queue import Delivery
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import PipelineOptions
 from .position import Position
@@ -53,9 +54,13 @@ class Passes:
     def pipeline(self) -> Pipeline:
         """The running pipeline, or a new one from the position on."""
         self.resources.check_open()
+        running = self.resources.pipeline
+        if running is not None and running.is_stopped:  # an interrupt came before it was forgotten
+            self.resources.stop_pipeline()
         if self.resources.pipeline is None:
             if self.resources.workers is not None:
                 self.resources.workers.start()
+            # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
             self.resources.pipeline = self._make_pipeline(
                 order=self.position.order,
                 share=self.share,
@@ -63,6 +68,7 @@ class Passes:
                 epoch=self.position.epoch,
                 position=self.position.consumed,
             )
+            self.resources.pipeline.start()
         return self.resources.pipeline
 
 
@@ -89,38 +95,53 @@ class Pass(Iterator[BatchT]):
                 "another pass over this loader has begun, and a loader has one position; keep the newest iterator, or "
                 "make one loader per pass"
             )
-        is_first = self._at is None
-        if not is_first and self._at != (position.epoch, position.times_set):
-            self._end()
-        if is_first:
+        if self._at is None:
             passes.check_rank()
+        elif self._at != (position.epoch, position.times_set):
+            self._end()
+        before = (position.epoch, position.consumed, position.is_loaded, self._at)
+        try:
+            item = self._take()
+            if item is None:
+                self._end()
+            if passes.resources.log is not None:
+                passes.resources.log.record(item.epoch, item.start, item.stop, item.ids)
+            position.advance(item.epoch, item.stop)
+            self._at = (position.epoch, position.times_set)
+            self._left_s = time.perf_counter()
+            batch: BatchT = item.batch
+            return batch
+        except StopIteration:
+            raise
+        except BaseException:  # an interrupt, too: what was taken out of the queue and not handed out is not lost
+            position.epoch, position.consumed, position.is_loaded, self._at = before
+            passes.resources.stop_pipeline()
+            raise
+
+    def _take(self) -> Delivery | None:
+        """The batch at the position; None where the epoch has ended, which the position then knows."""
+        passes, position, is_first = self._passes, self._passes.position, self._at is None
         while True:
             pipeline = passes.pipeline()
             asked_s = time.perf_counter()
-            try:
-                item = pipeline.get()
-            except BaseException:  # an interrupt, too: a batch taken out of the queue is not lost
-                passes.resources.stop_pipeline()
-                raise
+            item = pipeline.get()
             got_s = time.perf_counter()
-            if item.batch is not None:
+            is_end = item.batch is None
+            if position.upcoming != ((item.epoch + 1, 0) if is_end else (item.epoch, item.start)):
+                passes.resources.stop_pipeline()  # an interrupt came between a move of the position and its end
+            elif not is_end:
                 break
-            position.advance(item.epoch + 1, 0)
-            if not is_first:  # else it is the end of an epoch that another pass left after its last batch
-                self._end()
+            else:
+                position.advance(item.epoch + 1, 0)
+                if not is_first:  # else it is the end of an epoch that another pass left after its last batch
+                    return None
         passes.counters.add(batches=1, samples=len(item.ids))
         if is_first:
             passes.counters.add(first_batch_s=got_s - asked_s)
         else:
             passes.counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - self._left_s)
-        position.advance(item.epoch, item.stop)
-        self._at = (position.epoch, position.times_set)
-        if passes.resources.log is not None:
-            passes.resources.log.record(item.epoch, item.start, item.stop, item.ids)
-        self._left_s = time.perf_counter()
-        batch: BatchT = item.batch
-        return batch
+        return item
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
         self._has_ended = True
         raise StopIteration

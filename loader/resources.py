@@ -29,9 +29,15 @@ class Resources:
 
     def stop_pipeline(self) -> None:
         """End the pipeline, if there is one, and drop what it read ahead."""
-        if self.pipeline is not None:
-            self.pipeline.close()
-            self.pipeline = None
+        pipeline = self.pipeline
+        if pipeline is not None:
+            try:
+                pipeline.close()
+            except BaseException:  # an interrupt: what is closed already is passed over
+                pipeline.close()
+                raise
+            finally:
+                self.pipeline = None
 
     def close(self) -> None:
         """Release everything; safe at any time, and twice. Waits where another thread is closing."""

@@ -85,15 +85,22 @@ class WorkerPool:
         if self._workers or self._error is not None:
             return
         code = Code(_preparation(needs_main=self._needs_main), self._work)
-        for number in range(self.processes):
-            worker = _start_process()
-            self._workers.append(worker)
-            # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
-            thread = threading.Thread(
-                target=self._feed, args=(worker, code), name=f"penstock-worker-{number}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        try:
+            for number in range(self.processes):
+                worker = _start_process()
+                self._workers.append(worker)
+                # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
+                thread = threading.Thread(
+                    target=self._feed, args=(worker, code), name=f"penstock-worker-{number}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+        except BaseException:  # an interrupt, too: half of a pool is not taken for a whole one
+            for _ in self._threads:
+                self._jobs.put(None)
+            self._end()
+            self._jobs = queue.SimpleQueue()
+            raise
 
     def submit(
         self, task: RowTask, place: Callable[[RowResults, float], None], is_stopped: Callable[[], bool]
@@ -114,6 +121,9 @@ class WorkerPool:
     def close(self) -> None:
         """End all processes and threads at once, whatever they are doing."""
         self._fail(CancelledError())
+        self._end()
+
+    def _end(self) -> None:
         for worker in self._workers:
             worker.channel.close()
         for worker in self._workers:
@@ -123,7 +133,7 @@ class WorkerPool:
                 worker.process.kill()
                 worker.process.wait()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join()
         self._workers.clear()
         self._threads.clear()

@@ -44,14 +44,21 @@ class DeliveryLog:
             raise ConfigError(f"audit_dir={os.fspath(folder)!r} cannot be written: {exc}") from exc
 
     def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
-        """Record that this rank got ``ids`` of the global batch at positions ``start`` to ``stop``."""
+        """Record that this rank is about to get ``ids`` of the global batch at positions ``start`` to ``stop``.
+
+        Raises:
+            DatasetError: it cannot be written; nothing of it is in the log.
+        """
         head = np.array((MAGIC, epoch, start, stop, len(ids)), np.int64)
         record = np.concatenate((head, ids)).astype("<i8").tobytes()
+        before = self._file.tell()
         try:
             written = self._file.write(record)
         except OSError as exc:
             raise DatasetError(f"{self._file.name}: a delivery cannot be logged: {exc}") from exc
         if written != len(record):
+            self._file.truncate(before)
+            self._file.seek(before)
             raise DatasetError(f"{self._file.name}: a delivery was logged only in part; is the disk full?")
 
     def close(self) -> None:

@@ -95,6 +95,10 @@ class Pipeline:
         self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
         if self._feeder is not None:
             self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))
+
+    def start(self) -> None:
+        """Start the threads; called once. Whoever holds the pipeline can close it, however far this came."""
+        self._reader.start()
         for thread in self._threads:
             thread.start()
 
@@ -140,6 +144,10 @@ class Pipeline:
     def peak_bytes(self) -> int:
         return self._reader.peak_bytes
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopping.is_set()
+
     def stop(self) -> None:
         """Tell every thread to end, and wake whoever waits for a batch; does not wait."""
         self._stopping.set()
@@ -156,9 +164,11 @@ class Pipeline:
         until = time.monotonic() + _CLOSING_S
         self._reader.close(until)
         assembler, *others = self._threads
-        assembler.join(max(0.1, until - time.monotonic()))  # it may be reading a replacement for a bad chunk
+        if assembler.ident is not None:
+            assembler.join(max(0.1, until - time.monotonic()))  # it may be reading a replacement for a bad chunk
         for thread in others:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         self._pool.close()
         if self._feeder is not None:
             self._feeder.close()

@@ -66,7 +66,7 @@ def tune(
             f"memory_limit={memory_limit:,} has room for {chunk_budget:,}: chunks will be read several times. "
             "Raise memory_limit, give a cache_dir, or start with fewer lanes or a smaller window",
             MemoryLimitWarning,
-            stacklevel=4,  # the loop over the loader
+            stacklevel=5,  # the loop over the loader
         )
     # Chunks that do not all fit are read again for each span that needs them, so longer spans read less.
     span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2

@@ -66,6 +66,9 @@ class ChunkReader:
         self._threads = [
             threading.Thread(target=self._fetch_loop, name=f"penstock-fetch-{i}", daemon=True) for i in range(threads)
         ]
+
+    def start(self) -> None:
+        """Start the threads; called once. Whoever holds the reader can close it, however far this came."""
         for thread in self._threads:
             thread.start()
 
@@ -154,7 +157,8 @@ class ChunkReader:
         """
         self.stop()
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
         with self._changed:
             self._slots.clear()
             self._current.clear()

@@ -52,13 +52,15 @@ class FakeSource:
 
 
 def make_reader(source: FakeSource, budget: int, threads: int = 4, next_use: NextUse | None = None) -> ChunkReader:
-    return ChunkReader(
+    reader = ChunkReader(
         source,  # type: ignore[arg-type]
         budget_bytes=budget,
         threads=threads,
         next_use=next_use or (lambda chunks: dict.fromkeys(chunks, 0)),
         counters=Counters(),
     )
+    reader.start()
+    return reader
 
 
 def close(reader: ChunkReader, within_s: float = 60.0) -> None:

@@ -1,0 +1,139 @@
+"""Ctrl-C at any point of a loop that then goes on: no batch is lost or repeated, and no thread outlives the loader."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from tar_dataset import write_tars
+
+from penstock import DistributedDataLoader, audit
+from penstock.loader import DatasetError
+from penstock.loader.passes import Pass, Passes
+from penstock.loader.pipeline.delivery_log import DeliveryLog
+from penstock.loader.pipeline.pipeline import Pipeline
+from penstock.loader.position import Position
+from penstock.loader.reading.chunk_reader import ChunkReader
+from penstock.loader.resources import Resources
+
+SAMPLES = 30
+PARTS: dict[str, list[Callable[..., Any]]] = {
+    "a pass": [Pass.__next__, Pass._take, Pass._end, Position.advance, DeliveryLog.record],
+    "the beginning of a pass": [DistributedDataLoader.__iter__, Passes.begin, Pass.__init__, Position.begin_pass],
+    "the construction of a pipeline": [
+        Passes.pipeline,
+        Pipeline.__init__,
+        Pipeline.start,
+        ChunkReader.__init__,
+        ChunkReader.start,
+    ],
+    "the end of a pipeline": [Resources.stop_pipeline, Pipeline.close, Pipeline.stop],
+}
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tars")
+    write_tars(folder, [11, 12, 7])
+    return str(folder)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt once, before the nth line that this thread executes in some functions."""
+
+    def __init__(self, functions: list[Callable[..., Any]], number: int) -> None:
+        self._codes: set[CodeType] = {function.__code__ for function in functions}
+        self._left = number
+        self.was_raised = False
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code in self._codes else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self.was_raised:
+            self._left -= 1
+            if self._left < 0:
+                self.was_raised = True
+                raise KeyboardInterrupt
+        return self._line
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+
+
+def keep_on(step: Callable[[], Any]) -> Any:
+    """What the step returns when it is tried again after a Ctrl-C."""
+    try:
+        return step()
+    except KeyboardInterrupt:
+        return step()
+
+
+def loop(loader: DistributedDataLoader[dict[str, Any]]) -> Iterator[list[int]]:
+    """Two passes, the first left after a batch, by a training loop that survives a Ctrl-C."""
+    first = keep_on(lambda: iter(loader))
+    yield keep_on(lambda: next(first))["__id__"].tolist()
+    second = keep_on(lambda: iter(loader))
+    while (batch := keep_on(lambda: next(second, None))) is not None:
+        yield batch["__id__"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: str, tmp_path: Path) -> None:
+    def run(number: int) -> tuple[list[list[int]], bool]:
+        folder = tmp_path / str(number)
+        options: dict[str, Any] = {"batch_size": 12, "with_ids": True, "threads": 1, "last_batch": "partial"}
+        with DistributedDataLoader(tars, rank=0, world_size=1, audit_dir=folder, **options) as loader:
+            interrupt = Interrupt(PARTS[part], number)
+            with interrupt:
+                batches = list(loop(loader))
+        assert audit(folder).is_exact
+        return batches, interrupt.was_raised
+
+    expected, _ = run(10**9)
+    assert expected[0] == expected[1]
+    assert sorted(sample for batch in expected[1:] for sample in batch) == list(range(SAMPLES))
+    number, was_raised = 0, True
+    while was_raised:
+        batches, was_raised = run(number)
+        assert batches == expected, f"line {number}"
+        assert loader_threads() == [], f"line {number}"
+        number += 1
+    assert number > 5
+
+
+def test_a_batch_whose_delivery_cannot_be_logged_is_not_lost(
+    tars: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, calls = DeliveryLog.record, iter(range(1000))
+
+    def fail_now_and_then(self: DeliveryLog, *args: Any) -> None:
+        if next(calls) % 3 == 1:
+            raise DatasetError("disk full")
+        record(self, *args)
+
+    monkeypatch.setattr(DeliveryLog, "record", fail_now_and_then)
+    seen: list[int] = []
+    with DistributedDataLoader(tars, batch_size=5, with_ids=True, rank=0, world_size=1, audit_dir=tmp_path) as loader:
+        batches = iter(loader)
+        while len(seen) < SAMPLES:
+            try:
+                seen += next(batches)["__id__"].tolist()
+            except DatasetError:
+                continue
+    assert sorted(seen) == list(range(SAMPLES))
+    assert audit(tmp_path).is_exact
