@@ -44,7 +44,7 @@ FLOORS = {
         {"options", "ranks"},
         {"arrays", "compression", "feed", "finite", "imports", "parallel", "watch"},
         {"checkpoint"},
-        {"evaluate", "schedule", "shares", "step"},
+        {"evaluate", "schedule", "shares", "step", "weights"},
         {"report"},
         {"config", "guard"},
         {"recipes", "run_length", "saver"},

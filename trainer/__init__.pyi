@@ -21,6 +21,8 @@ from .evaluate import MetricFunction as MetricFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
+from .parallel.materialise import Initialiser as Initialiser
+from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory
 from .parallel.model import ParallelConfig as ParallelConfig
 from .parallel.precision import PrecisionConfig as PrecisionConfig
@@ -35,3 +37,4 @@ from .step import LossFunction as LossFunction
 from .step import StepConfig as StepConfig
 from .trainer import DistributedTrainer as DistributedTrainer
 from .watch.watchdog import EXIT_STALLED as EXIT_STALLED
+from .weights.warm_start import WarmStartConfig as WarmStartConfig

@@ -19,6 +19,7 @@ from .report.observers import ReportConfig
 from .schedule import ScheduleConfig
 from .shares import check_speed_shares
 from .step import StepConfig
+from .weights.warm_start import WarmStartConfig
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib leaves one slash of two
 
@@ -41,6 +42,9 @@ class TrainerConfig:
 
     output_dir: str = "penstock-run"
     """Folder for metrics and everything else that is written."""
+
+    init_from: str | None = None
+    """Start with the weights of this run, safetensors file or Hugging Face folder; ignored when the run resumes."""
 
     export: str | None = None
     """Write the final weights to this safetensors file inside output_dir."""
@@ -70,6 +74,7 @@ class TrainerConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, low=1)
@@ -81,6 +86,8 @@ class TrainerConfig:
                 f"output_dir={str(self.output_dir)!r} is not a path; metrics and checkpoints are written to a file "
                 "system: give a path, or mount the store"
             )
+        if self.init_from is None and self.warm_start != WarmStartConfig():
+            raise TrainerConfigError("warm_start says how to load weights, and init_from not from where; set it too")
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("shares", self.shares, ("equal", "auto"))
         check_range("shares_every", self.shares_every, low=1)

@@ -22,6 +22,7 @@ from .feed import Feed
 from .guard import Guard, list_activities
 from .modes import begin_training
 from .parallel.activation import compile_model, recompute_activations
+from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel
 from .randomness import seed_step
 from .ranks.world import World, open_world
@@ -44,6 +45,9 @@ class DistributedTrainer:
     ``load_state_dict`` training resumes at the exact sample. ``loss`` takes (model, batch) and returns the sum of the
     losses and their count (of samples or tokens); the gradient is that of the mean over all ranks and microbatches.
 
+    A model on the meta device (``build_on_meta``) gets its memory here, module by module; ``initialise`` takes (name,
+    module) and writes the initial values that the module's ``reset_parameters`` does not.
+
     With checkpoints, a new trainer continues from the newest one in the folder that verifies. Every rank makes the
     trainer and makes the same calls, in its main thread; making it, ``train`` and ``evaluate`` are collectives.
 
@@ -63,6 +67,7 @@ class DistributedTrainer:
         evaluation: Evaluation | None = None,
         observers: Sequence[Observer] = (),
         world: World | None = None,
+        initialise: Initialiser | None = None,
     ) -> None:
         self.config = config
         self.world = world if world is not None else open_world(device=config.device)
@@ -81,10 +86,10 @@ class DistributedTrainer:
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
             activities={**list_activities(loader, evaluation), "forward": self._name_module},
-            progress_of=dict.fromkeys(("checkpoint", "resume", "read checkpoint"), lambda: TRAFFIC.bytes),
+            progress_of=dict.fromkeys(("checkpoint", "resume", "read checkpoint", "warm start"), lambda: TRAFFIC.bytes),
         )
         with self._guard.watching():
-            self._build(model, optimizer, loader, loss=loss, observers=observers)
+            self._build(model, optimizer, loader, loss=loss, observers=observers, initialise=initialise)
 
     def _build(
         self,
@@ -94,6 +99,7 @@ class DistributedTrainer:
         *,
         loss: LossFunction,
         observers: Sequence[Observer],
+        initialise: Initialiser | None,
     ) -> None:
         """Make the parts and resume, while the ranks watch each other."""
         config = self.config
@@ -111,6 +117,8 @@ class DistributedTrainer:
             self.world,
             exchange=config.averaging is None,
             scheme=config.compression.scheme,
+            seed=config.seed,
+            initialise=initialise,
         )
         self.optimizer = self.parallel.adopt_optimizer(optimizer)
         self.schedule = Schedule(
@@ -267,6 +275,7 @@ class DistributedTrainer:
             )
         found = self._saver.load_newest()
         if found is None:
+            self._saver.start_warm()
             return
         step, state = found
         self.stopwatch.enter("loader state")

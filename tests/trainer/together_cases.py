@@ -61,16 +61,19 @@ def rows(world: World, last_batch: str = "partial", size: int = 6, **arguments: 
 def make_trainer(world: World, folder: str, loader: Any = None, model: nn.Module | None = None, **options: Any) -> Any:
     loss = options.pop("loss", square)
     evaluation = options.pop("evaluation", None)
+    initialise = options.pop("initialise", None)
+    optimizer = options.pop("optimizer", lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     report = {"quiet": True, "every": 1}
     values = {"steps": 4, "output_dir": folder, "precision": {"dtype": "fp32"}, "report": report, **options}
     return DistributedTrainer(
         Line() if model is None else model,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer,
         rows(world) if loader is None else loader,
         build_config(TrainerConfig, values),
         loss=loss,
         evaluation=evaluation,
         world=world,
+        initialise=initialise,
     )
 
 

@@ -1,4 +1,4 @@
-"""One set of buffers for all ranks: those of rank 0, as DDP has it, whatever the way of sharding."""
+"""One model on all ranks: rank 0's initial weights, and its buffers at all times, whatever the way of sharding."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ def share_buffers(buffers: Iterable[Tensor], world: World) -> None:
             parts = torch.split(flat, [member.numel() for member in members])
             for member, part in zip(members, parts, strict=True):
                 member.copy_(part.view_as(member))
+
+
+@torch.no_grad()
+def copy_from_first_rank(model: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's weights and buffers, of what is not on the meta device; a collective.
+
+    DDP does this on its own; FSDP2 would cut each rank's shard from that rank's own initial values.
+    """
+    if world.world_size > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                dist.broadcast(tensor, src=0)
 
 
 def synchronise_batch_norms(model: nn.Module, world: World) -> None:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -19,9 +18,11 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range, suggest
 from ..ranks.world import World
 from .buckets import settle_buckets
-from .buffers import share_buffers, synchronise_batch_norms
+from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .entry import EngineEntry
 from .limits import check_exchangeable, check_optimizer, keep_ties, list_sparse
+from .materialise import Initialiser, Materialiser
+from .meta import move_values
 from .precision import (
     PrecisionConfig,
     build_norm_policy,
@@ -84,7 +85,7 @@ class ParallelModel:
 
     ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is all PyTorch's.
     Without ``exchange`` each rank trains its own copy, with the same initial weights. ``scheme`` is the compression
-    of the gradients.
+    of the gradients. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class ParallelModel:
         *,
         exchange: bool = True,
         scheme: str = "none",
+        seed: int = 0,
+        initialise: Initialiser | None = None,
     ) -> None:
         check_trainable(model)
         check_master_weights(model)
@@ -104,18 +107,21 @@ class ParallelModel:
         self.inner = model
         self.exchanges = exchange and world.world_size > 1
         check_exchangeable(model, config.zero, scheme, world)
-        model.to(world.device)
+        self.materialiser = Materialiser(model, world, seed=seed, initialise=initialise)
+        move_values(model, world.device)
         if config.sync_batchnorm:
             synchronise_batch_norms(model, world)
         before = list(model.parameters())
         self.module: nn.Module
         if config.zero:
-            _copy_from_first_rank(model, world)
-            self.module = _shard(model, config, precision, world)
+            copy_from_first_rank(model, world)
+            self.module = _shard(model, config, precision, world, self.materialiser)
         elif self.exchanges:
+            self.materialiser.materialise(model)
             self.module = _replicate(model, config, world)
         else:
-            _copy_from_first_rank(model, world)
+            self.materialiser.materialise(model)
+            copy_from_first_rank(model, world)
             self.module = model
         self._entry = EngineEntry(self.module, model, may_be_unused=config.unused_parameters)
         self.usage: ParameterUsage | None = None
@@ -273,14 +279,6 @@ def _outermost_items(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost_items(child)
 
 
-def _copy_from_first_rank(model: nn.Module, world: World) -> None:
-    # DDP does this on its own; FSDP2 would cut each rank's shard from that rank's own initial values.
-    if world.world_size > 1:
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, src=0)
-
-
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
     whole_mb = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
     replicated = DistributedDataParallel(
@@ -296,7 +294,9 @@ def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> Distri
     return replicated
 
 
-def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, world: World) -> nn.Module:
+def _shard(
+    model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, world: World, materialiser: Materialiser
+) -> nn.Module:
     blocks = [block for block in find_blocks(model, config.blocks, "parallel.blocks") if block is not model]
     blocks = keep_ties(model, blocks)
     arguments: dict[str, Any] = {
@@ -309,9 +309,12 @@ def _shard(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig,
     }
     apart = [] if precision.dtype == "fp32" else keep_ties(model, list_batch_norms(model))
     for norm in apart:
+        materialiser.materialise(norm)
         fully_shard(norm, **(arguments | {"mp_policy": build_norm_policy(precision)}))
     for block in reversed([block for block in blocks if block not in apart]):
+        materialiser.materialise(block)  # whole for a moment, as in forward, and then in shards
         fully_shard(block, **arguments)
+    materialiser.materialise(model)
     fully_shard(model, **arguments)
     # Batch norms are small: gathering each ahead of its time would only cost calls.
     norms = set(map(id, apart))

@@ -1,0 +1,166 @@
+"""Models built on the meta device: the same initial weights everywhere, and nothing that was never written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from tied_model import Scaled, Tied, initialise_scaled, whole_state
+from together_cases import make_trainer, rows
+from torch import nn
+
+from penstock.trainer import TrainerConfigError, World, build_on_meta
+
+
+def start(world: World, folder: str, zero: int, **options: Any) -> tuple[Any, Any]:
+    """The state before training, and after it."""
+    torch.manual_seed(world.rank)  # of no consequence
+    model = build_on_meta(Tied, Scaled)
+    with make_trainer(
+        world,
+        folder,
+        rows(world, "drop"),
+        model,
+        initialise=initialise_scaled,
+        parallel={"zero": zero},
+        **options,
+    ) as trainer:
+        before = whole_state(trainer.parallel.inner)
+        trainer.train()
+        return before, whole_state(trainer.parallel.inner)
+
+
+def start_all(world: World, folder: str) -> list[Any]:
+    return [start(world, f"{folder}/{zero}", zero) for zero in range(4)]
+
+
+def test_initial_weights_know_neither_ranks_nor_zero_stage(tmp_path: Path) -> None:
+    alone = run_ranks(start, 1, str(tmp_path / "alone"), 0)[0][0]
+    assert torch.equal(alone["first.weight"], alone["last.weight"])
+    assert not torch.equal(alone["blocks.0.weight"], alone["blocks.1.weight"])
+    assert alone["norm.running_var"].tolist() == [1, 1]
+    for ranks in (1, 3):
+        for stages in run_ranks(start_all, ranks, str(tmp_path / f"{ranks}")):
+            for before, after in stages:
+                assert before.keys() == alone.keys()
+                assert all(torch.equal(before[name], alone[name]) for name in alone)
+                assert torch.equal(after["first.weight"], after["last.weight"])
+                assert not torch.equal(after["first.weight"], before["first.weight"])
+
+
+def refuse(world: World, folder: Path, model: nn.Module, initialise: Any = None) -> str:
+    with pytest.raises(TrainerConfigError) as caught:
+        make_trainer(world, str(folder), model=model, initialise=initialise, parallel={"zero": 3})
+    return str(caught.value)
+
+
+class Halfway(nn.Linear):
+    """Its reset_parameters leaves a parameter out."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.gain = nn.Parameter(torch.ones(2))
+
+
+class Constructed(nn.Module):
+    """What its constructor writes is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        nn.init.ones_(self.one.weight)
+        self.two.weight.data = torch.ones(2, 2)
+
+
+class Plain(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.table = torch.arange(4.0)
+
+
+class Flags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        self.register_buffer("on", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (lambda: Tied(Scaled), ["middle.scale (Scaled has no reset", "middle.shift (Scaled has no reset"]),
+        (lambda: Tied(Halfway), ["middle.gain (Halfway.reset_parameters leaves it out)"]),
+        (lambda: Tied(Plain), ["middle.table is a tensor on the meta device that is neither"]),
+        (lambda: Tied(Flags), ["middle.on (Flags has no", "middle.count (Flags has no"]),
+        (
+            lambda: Tied(lambda: nn.Transformer(2, 2, 1, 1, 2, batch_first=True)),
+            ["(Transformer._reset_parameters initialises what is b"],
+        ),
+    ],
+)
+def test_what_would_stay_unwritten_is_refused_by_name(
+    world: World, tmp_path: Path, build: Callable[[], nn.Module], named: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = build()
+    told = refuse(world, tmp_path, model)
+    assert all(one in told for one in named), told
+    assert not any(f"{whole} (" in told for whole in ("first.weight", "blocks.0.weight", "norm.running_mean"))
+
+
+def test_values_that_only_a_constructor_gives_are_not_lost_silently(world: World, tmp_path: Path) -> None:
+    told = refuse(world, tmp_path, build_on_meta(Tied, Constructed))
+    assert "middle.one.weight (a constructor gives it its value, by fill_)" in told
+    assert "middle.two.weight (a constructor gives it its value)" in told
+    assert "bias" not in told
+
+    def write_ones(name: str, module: nn.Module) -> None:
+        if name.startswith("middle.") and isinstance(module, nn.Linear):
+            module.weight.fill_(1)
+
+    model = build_on_meta(Tied, Constructed)
+    with make_trainer(world, str(tmp_path), model=model, initialise=write_ones, parallel={"zero": 1}) as trainer:
+        made = whole_state(trainer.parallel.inner)
+    assert made["middle.one.weight"].unique().tolist() == made["middle.two.weight"].unique().tolist() == [1]
+
+
+def test_an_initialiser_that_writes_elsewhere_is_refused(world: World, tmp_path: Path) -> None:
+    def write_all(name: str, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.zero_()
+
+    assert "changes weights outside of it" in refuse(world, tmp_path, build_on_meta(Tied), write_all)
+
+
+def test_an_initialiser_for_a_model_with_values_is_refused(world: World, tmp_path: Path) -> None:
+    assert "initialise= is for models on the meta device" in refuse(world, tmp_path, Tied(), initialise_scaled)
+
+
+def test_attention_and_embeddings_of_torch_are_initialised_as_their_constructors_do(
+    world: World, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        return nn.ModuleDict({"attend": nn.MultiheadAttention(4, 2), "embed": nn.Embedding(5, 4, padding_idx=1)})
+
+    with make_trainer(world, str(tmp_path), model=build_on_meta(build)) as trainer:
+        made = whole_state(trainer.parallel.inner)
+    assert made["attend.out_proj.bias"].tolist() == made["attend.in_proj_bias"][:4].tolist() == [0] * 4
+    assert made["attend.in_proj_weight"].abs().max() <= (6 / 16) ** 0.5
+    assert made["embed.weight"][1].tolist() == [0] * 4
+    assert made["embed.weight"][0].abs().sum() > 0
+
+
+def test_an_optimizer_over_meta_parameters_trains_the_real_ones(world: World, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_trainer(world, str(tmp_path), model=model, optimizer=optimizer, parallel={"zero": 2}) as trainer:
+        before = whole_state(trainer.parallel.inner)
+        trainer.train()
+        after = whole_state(trainer.parallel.inner)
+    assert all(not torch.equal(before[name], after[name]) for name, _ in model.named_parameters())

@@ -1,0 +1,236 @@
+"""Where weights are read from: safetensors files, a Hugging Face folder, or a checkpoint of a run.
+
+Each rank reads what it holds and no more. Pickles are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..checkpoint.folder import MANIFEST_NAME, find_damage, read_manifest
+from ..checkpoint.state import MODEL, read_state
+from ..checkpoint.traffic import TRAFFIC, open_reader
+from ..errors import CheckpointError
+from .names import TensorFacts
+from .run_folder import Step, find_checkpoint, holds_checkpoints
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_SUFFIX = ".safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+# The names of safetensors' formats; those that torch would not convert by value are left out.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+class WeightSource(Protocol):
+    """Named tensors somewhere; ``name`` is for messages."""
+
+    @property
+    def name(self) -> str: ...
+
+    def describe(self) -> dict[str, TensorFacts]:
+        """What there is, by name; reads no tensor."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A text that is the same on two nodes if they see the same tensors; cheap."""
+        ...
+
+    def find_damage(self, *, share: int, shares: int) -> list[str]:
+        """One sentence for each file, of this share of all, that is not as it was written, where that can be known."""
+        ...
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill the targets, by the source's names, in place; of a DTensor this rank's part."""
+        ...
+
+
+def open_source(path: str, step: Step) -> WeightSource:
+    """Find out what ``path`` is: a run or checkpoint, a safetensors file or its index, or a folder of those.
+
+    Raises:
+        CheckpointError: it is none of these, or of several one cannot tell which is meant.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):
+        raise CheckpointError(f"{path} is a URL; weights are read from a file system: copy them, or mount the store")
+    place = Path(path)
+    if place.is_dir() and holds_checkpoints(place):
+        return CheckpointSource(find_checkpoint(place, step))
+    files = _find_files(place)
+    if step != "latest":
+        raise CheckpointError(f"{path} is no run, and step={step!r} chooses a checkpoint of one; leave it out")
+    return SafetensorsSource(path, files)
+
+
+def _find_files(place: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files and the names to take of each; None: all."""
+    if place.is_file():
+        if place.name.endswith(INDEX_SUFFIX):
+            return _read_index(place)
+        if place.suffix == _SUFFIX:
+            return {place: None}
+        pickled = " is a pickle, which can run code, and" if place.suffix in _PICKLES else ""
+        raise CheckpointError(f"{place}{pickled} is not read; convert it to safetensors")
+    if not place.is_dir():
+        raise CheckpointError(f"{place} does not exist")
+    indexes, files = sorted(place.glob(f"*{INDEX_SUFFIX}")), sorted(place.glob(f"*{_SUFFIX}"))
+    if len(indexes) == 1:
+        return _read_index(indexes[0])
+    usual = place / f"model{_SUFFIX}"
+    if not indexes and (usual in files or len(files) == 1):
+        return {usual if usual in files else files[0]: None}
+    if indexes or files:
+        names = ", ".join(path.name for path in indexes or files)
+        raise CheckpointError(f"{place} has {names}, and which is meant is not known; give one of them")
+    pickles = [path.name for path in sorted(place.iterdir()) if path.suffix in _PICKLES]
+    which = f" ({', '.join(pickles[:3])} are pickles, which can run code; convert them)" if pickles else ""
+    raise CheckpointError(f"{place} holds neither checkpoints of a run nor safetensors{which}")
+
+
+def _read_index(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        pairs = list(weight_map.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{index} is no index of safetensors files ({type(exc).__name__}: {exc})") from exc
+    files: dict[Path, list[str] | None] = {}
+    for name, file in pairs:
+        if not isinstance(file, str) or file != Path(file).name or not file.endswith(_SUFFIX):
+            raise CheckpointError(f"{index}: {name!r} is in {file!r}, which is no safetensors file beside the index")
+        names = files.setdefault(index.parent / file, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+@dataclass
+class SafetensorsSource:
+    """One or several safetensors files; ``files`` has the names to take of each, None for all."""
+
+    name: str
+    files: Mapping[Path, list[str] | None]
+
+    def describe(self) -> dict[str, TensorFacts]:
+        found: dict[str, TensorFacts] = {}
+        for path, names in self.files.items():
+            with _opened(path) as file:
+                there = list(file.keys())
+                lost = sorted(set(names or ()) - set(there))
+                if lost:
+                    raise CheckpointError(f"{path} lacks {', '.join(lost[:5])}, which the index says it has")
+                for name in there if names is None else names:
+                    one = file.get_slice(name)
+                    kind = one.get_dtype()
+                    found[name] = TensorFacts(tuple(one.get_shape()), _DTYPES.get(kind), kind)
+        return found
+
+    def fingerprint(self) -> str:
+        total = xxhash.xxh3_64()
+        for path in self.files:
+            size = path.stat().st_size
+            total.update(f"{path.name} {size} ")
+            with path.open("rb") as file:
+                for number in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+                    total.update(file.read(_SAMPLE_BYTES))
+        return total.hexdigest()
+
+    def find_damage(self, *, share: int, shares: int) -> list[str]:
+        return []  # the format has no checksums; a file that was cut is refused where it is opened
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        for path, names in self.files.items():
+            with _opened(path) as file, torch.no_grad():
+                for name in file.keys() if names is None else names:
+                    if name in targets:
+                        _fill(targets[name], file, name)
+
+
+@dataclass
+class CheckpointSource:
+    """The model of a run's checkpoint."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    def describe(self) -> dict[str, TensorFacts]:
+        prefix = f"{MODEL}."
+        saved = open_reader(self.folder).read_metadata().state_dict_metadata
+        return {
+            key.removeprefix(prefix): TensorFacts(
+                tuple(kind.size), kind.properties.dtype, str(kind.properties.dtype).removeprefix("torch.")
+            )
+            for key, kind in saved.items()
+            if key.startswith(prefix) and isinstance(kind, TensorStorageMetadata)
+        }
+
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_64_hexdigest((self.folder / MANIFEST_NAME).read_bytes())
+
+    def find_damage(self, *, share: int, shares: int) -> list[str]:
+        return find_damage(self.folder, read_manifest(self.folder), share=share, shares=shares)
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        metadata = open_reader(self.folder).read_metadata()
+        read_state(self.folder, {MODEL: dict(targets)}, metadata)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped into memory; its errors name the file."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as exc:
+        raise CheckpointError(
+            f"{path} needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
+        ) from exc
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+
+
+def _fill(target: Tensor, file: Any, name: str) -> None:
+    if isinstance(target, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        local = target.to_local()
+        if local.numel():
+            part = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+            local.copy_(file.get_slice(name)[part])
+        count = local.nbytes
+    else:
+        target.copy_(file.get_tensor(name))
+        count = target.nbytes
+    TRAFFIC.add(count)

@@ -1,0 +1,168 @@
+"""A warm start: weights and buffers of another run or library, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from ..errors import CheckpointError, TrainerConfigError
+from ..finite import any_not_finite, name_on_all_ranks
+from ..parallel.precision import local_part
+from ..ranks.control_group import ControlGroup
+from ..ranks.world import World
+from .names import Allowed, Assignment, TensorFacts, assign, check_rules
+from .sources import WeightSource, open_source
+
+_EXTRA_STATE = "_extra_state"
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """What of ``init_from`` is loaded, by which names, and which differences are meant."""
+
+    step: Literal["best", "latest"] | int = "latest"
+    """Of a run: its newest checkpoint, that of its best metric, or the one of a step."""
+
+    rename: tuple[str, ...] = ()
+    """Rules PATTERN=>REPLACEMENT (Python's regular expressions) that turn the source's names into the model's."""
+
+    allow_missing: tuple[str, ...] = ()
+    """Patterns of the model's names that may be missing there; those keep their initial values."""
+
+    allow_unexpected: tuple[str, ...] = ()
+    """Patterns of the source's names that the model may lack."""
+
+    allow_mismatched: tuple[str, ...] = ()
+    """Patterns of the model's names that may have another shape there; those keep their initial values."""
+
+    def __post_init__(self) -> None:
+        check_rules("warm_start.rename", self.rename)
+        if isinstance(self.step, int) and self.step < 0:
+            raise TrainerConfigError(f"warm_start.step={self.step} is no step; give 'best', 'latest' or a number")
+
+    @property
+    def allowed(self) -> Allowed:
+        return Allowed(missing=self.allow_missing, unexpected=self.allow_unexpected, mismatched=self.allow_mismatched)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """What was loaded, and what was not: ``loaded`` and ``kept`` are names of the model, ``ignored`` of the source."""
+
+    source: str
+    loaded: frozenset[str]
+    kept: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def describe(self) -> str:
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        for names, what in ((self.kept, "keep their initial values"), (self.ignored, "of the source are left out")):
+            if names:
+                more = ", ..." if len(names) > _SHOWN else ""
+                parts.append(f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{more})")
+        return f"weights are those of {self.source}: {', '.join(parts)}"
+
+
+def load_weights(
+    model: nn.Module, path: str, config: WarmStartConfig, world: World, *, entered: Callable[[str], None]
+) -> WarmStart:
+    """Load parameters and buffers into a model that is spread over the ranks; a collective.
+
+    Each rank reads what it holds. The model's formats stay: floating point is rounded to them, integers must fit.
+    ``entered`` hears of each phase.
+
+    Raises:
+        CheckpointMismatchError: on every rank, naming all names that differ and are not allowed to.
+        CheckpointError: the source cannot be read, is damaged, is not the same on every rank, or not finite.
+    """
+    entered("warm start")
+    what = f"init_from={path!r} cannot be loaded"
+    control = ControlGroup(world)
+    try:
+        sources = control.gather(what, lambda: open_source(path, config.step))
+        source = sources[world.rank]
+        _refuse_different(what, control.gather(what, source.fingerprint))
+        damage = control.gather(what, lambda: source.find_damage(share=world.rank, shares=world.world_size))
+        if any(damage):
+            found = "; ".join(dict.fromkeys(one for share in damage for one in share))
+            raise CheckpointError(f"{what}: {source.name} is damaged: {found}; choose another step")
+        assignment = control.gather(what, lambda: _load(model, source, config))[world.rank]
+    finally:
+        control.close()
+    _refuse_not_finite(what, model, world)
+    ties = [group for group in list_ties(model) if group & assignment.sources.keys()]
+    return WarmStart(
+        source=source.name,
+        loaded=frozenset(assignment.sources).union(*ties),
+        kept=assignment.kept,
+        ignored=assignment.ignored,
+    )
+
+
+def list_ties(model: nn.Module) -> list[frozenset[str]]:
+    """The groups of names that stand for one tensor."""
+    names: dict[int, set[str]] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            names.setdefault(id(tensor), set()).add(name)
+    return [frozenset(group) for group in names.values() if len(group) > 1]
+
+
+def _load(model: nn.Module, source: WeightSource, config: WarmStartConfig) -> Assignment:
+    """Read what this rank holds; no collective."""
+    state = dict(get_model_state_dict(model))
+    targets = {
+        name: value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE)
+    }
+    wanted = {
+        name: TensorFacts(tuple(one.shape), one.dtype, str(one.dtype).removeprefix("torch."))
+        for name, one in targets.items()
+    }
+    ties = list_ties(model)
+    offered = {name: facts for name, facts in source.describe().items() if not name.endswith(_EXTRA_STATE)}
+    found = assign(source.name, wanted, offered, rules=config.rename, ties=ties, allowed=config.allowed)
+    again = _later_names(found, ties)
+    copies = {name: torch.empty_like(targets[name]) for name in again}
+    source.read({old: copies.get(name, targets[name]) for name, old in found.sources.items()})
+    for name, first in again.items():
+        if not torch.equal(local_part(copies[name]), local_part(targets[first])):
+            raise CheckpointError(
+                f"{name} and {first} are one tensor in the model and differ in {source.name}; untie them in the model, "
+                "or take one away with warm_start.rename and warm_start.allow_unexpected"
+            )
+    set_model_state_dict(model, state)
+    return found
+
+
+def _later_names(found: Assignment, ties: list[frozenset[str]]) -> Mapping[str, str]:
+    """Of the names of one tensor that the source has, each but the first, and that first."""
+    again: dict[str, str] = {}
+    for group in ties:
+        first, *later = [name for name in found.sources if name in group] or [""]
+        again.update(dict.fromkeys(later, first))
+    return again
+
+
+def _refuse_different(what: str, prints: list[str]) -> None:
+    other = next((rank for rank, its in enumerate(prints) if its != prints[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{what}: rank {other} sees other bytes there than rank 0; give a path that all nodes share, or copy the "
+            "same files to each"
+        )
+
+
+def _refuse_not_finite(what: str, model: nn.Module, world: World) -> None:
+    named = list(model.named_parameters())  # a buffer may be a mask of infinities
+    bad = any_not_finite((tensor for _, tensor in named), world.device)
+    if world.world_size > 1:
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+    if bad.item():
+        raise CheckpointError(f"{what}: {name_on_all_ranks(named, world)} are not finite; give another source")
