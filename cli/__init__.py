@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": "read and check all data, and list every bad shard",
     "plan": "predict batches, reads and memory on any number of ranks, without reading data",
     "bench": "measure how fast a data set is read, alone or against other loaders",
+    "export": "write the weights of a training run as safetensors",
     "audit": "prove that every sample of a run was delivered exactly once",
 }
 

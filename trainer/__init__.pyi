@@ -2,7 +2,6 @@
 
 from .arrays import ArrayLoader as ArrayLoader
 from .checkpoint.config import CheckpointConfig as CheckpointConfig
-from .checkpoint.state import export_safetensors as export_safetensors
 from .compression.compression import CompressionConfig as CompressionConfig
 from .config import TrainerConfig as TrainerConfig
 from .errors import CheckpointError as CheckpointError
@@ -37,4 +36,7 @@ from .step import LossFunction as LossFunction
 from .step import StepConfig as StepConfig
 from .trainer import DistributedTrainer as DistributedTrainer
 from .watch.watchdog import EXIT_STALLED as EXIT_STALLED
+from .weights.export import Export as Export
+from .weights.export import export_run as export_run
+from .weights.export import export_safetensors as export_safetensors
 from .weights.warm_start import WarmStartConfig as WarmStartConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,12 @@ from ..checkpoint.folder import EXTRA_NAME, MANIFEST_NAME, list_steps, step_fold
 from ..errors import CheckpointError
 
 Step = Literal["best", "latest"] | int
+
+
+def refuse_url(path: str | Path) -> None:
+    """Raise a CheckpointError for what is not on a file system."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # pathlib leaves one slash of two
+        raise CheckpointError(f"{path} is a URL; weights are read from a file system: copy them, or mount the store")
 
 
 def holds_checkpoints(run: Path) -> bool:
@@ -25,6 +32,7 @@ def find_checkpoint(run: Path, step: Step) -> Path:
     Raises:
         CheckpointError: there is none, or not this one; the message names those that are there.
     """
+    refuse_url(run)
     if (run / MANIFEST_NAME).is_file():
         if step not in ("latest", _number(run)):
             raise CheckpointError(f"{run} is one checkpoint, and step={step!r} chooses among several; give the run")

@@ -6,7 +6,6 @@ Each rank reads what it holds and no more. Pickles are not read.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from ..checkpoint.state import MODEL, read_state
 from ..checkpoint.traffic import TRAFFIC, open_reader
 from ..errors import CheckpointError
 from .names import TensorFacts
-from .run_folder import Step, find_checkpoint, holds_checkpoints
+from .run_folder import Step, find_checkpoint, holds_checkpoints, refuse_url
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
@@ -79,8 +78,7 @@ def open_source(path: str, step: Step) -> WeightSource:
     Raises:
         CheckpointError: it is none of these, or of several one cannot tell which is meant.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):
-        raise CheckpointError(f"{path} is a URL; weights are read from a file system: copy them, or mount the store")
+    refuse_url(path)
     place = Path(path)
     if place.is_dir() and holds_checkpoints(place):
         return CheckpointSource(find_checkpoint(place, step))
