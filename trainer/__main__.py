@@ -82,7 +82,7 @@ def prepare_data(recipe: Recipe, world: World) -> None:
 def train_recipe(recipe: Recipe, world: World) -> Summary:
     """Build everything that the recipe names, train, and close what can be closed."""
     torch.manual_seed(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
-    model = recipe.model.make()
+    model = recipe.make_model()
     freeze_parameters(model, recipe.groups)
     with _opened(recipe.data.make()) as loader:
         evaluation_source = recipe.evaluation_data.make() if recipe.evaluation_data else None
@@ -100,6 +100,7 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
                 loss=recipe.loss.resolve(2),
                 evaluation=evaluation,
                 world=world,
+                initialise=recipe.initialise.resolve(2) if recipe.initialise else None,
             ) as trainer:
                 return trainer.train()
 

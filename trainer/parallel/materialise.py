@@ -70,8 +70,6 @@ class Materialiser:
         modules = [one for one in self._modules_within(part) if id(one[1]) not in self._done]
         self._done.update(id(module) for _, module in modules)
         made = self._allocate(modules)
-        if not made:
-            return
         inside = {id(tensor) for _, module in modules for tensor in own_tensors(module).values()}
         elsewhere = [one for one in self._model.parameters() if not one.is_meta and id(one) not in inside]
         before = _versions(elsewhere)
@@ -85,7 +83,7 @@ class Materialiser:
             )
         for name, module in modules:
             self._check(name, module, made)
-        if self._world.world_size > 1:
+        if made and self._world.world_size > 1:
             tensors = {id(one): one for _, module in modules for one in own_tensors(module).values()}
             with torch.no_grad():
                 for tensor in tensors.values():

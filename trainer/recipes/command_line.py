@@ -44,6 +44,9 @@ An argument may itself be named: {{ use = "package.module:name" }} is the object
 returns when called with them. [data.prepare] and [evaluation.data.prepare] also have use and args: one rank of each
 node calls it before the data is opened, with target_url=..., by default the source of the data.
 
+With meta = true in [model] the model is built without memory, and each rank makes its part; what the modules'
+reset_parameters do not initialise, [model.init] does: init(name, module, **args).
+
 Any key can be overridden. [trainer] has the options below, whose defaults are the recipe's values. Keys of the other
 sections take a TOML value, or plain text: --optimizer.args.lr=1e-4 --data.args.source=s3://bucket/train
 """

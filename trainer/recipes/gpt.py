@@ -58,9 +58,8 @@ class SmallGPT(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.scores = nn.Linear(width, vocabulary, bias=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+        for name, module in self.named_modules():
+            init_weights(name, module)
         self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,6 +68,12 @@ class SmallGPT(nn.Module):
             x = block(x)
         scores: torch.Tensor = self.scores(self.norm(x).flatten(0, 1))
         return scores
+
+
+def init_weights(name: str, module: nn.Module) -> None:
+    """Initialise one module's own weights, in the constructor or on the meta device: ``[model.init]``."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
 
 
 def read_tokens(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) -> Iterator[Tokens]:

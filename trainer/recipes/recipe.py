@@ -19,6 +19,7 @@ from ..config import TrainerConfig
 from ..errors import RecipeError, TrainerConfigError
 from ..imports import describe_error, import_name
 from ..options import build_config, suggest
+from ..parallel.meta import build_on_meta
 from .parameter_groups import ParameterGroup, read_groups, split_parameters
 
 SHIPPED = Path(__file__).parent
@@ -111,6 +112,8 @@ class Recipe:
     """A whole training run, resolved: every option has its value."""
 
     model: Component
+    meta: bool = False
+    initialise: Component | None = None
     optimizer: Component
     groups: tuple[ParameterGroup, ...] = ()
     loss: Component
@@ -123,6 +126,7 @@ class Recipe:
         """Import everything that the recipe names and check that arguments fit, without calling anything."""
         for component, given in (
             (self.model, 0),
+            (self.initialise, 2),
             (self.optimizer, 1),
             (self.loss, 2),
             (self.data, 0),
@@ -134,6 +138,10 @@ class Recipe:
         for group in self.groups:
             # The group's settings go to the optimizer beside the recipe's arguments for it.
             replace(self.optimizer, key=group.key, args={**self.optimizer.args, **group.settings}).check(1)
+
+    def make_model(self) -> Any:
+        """The model; with ``meta`` it has shapes alone, and the trainer gives it memory."""
+        return build_on_meta(self.model.make) if self.meta else self.model.make()
 
     def make_optimizer(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over the parameters of a model that is spread over the ranks already.
@@ -158,6 +166,10 @@ class Recipe:
             )
             if component is not None
         }
+        if self.meta:
+            tables["model"]["meta"] = True
+        if self.initialise is not None:
+            tables["model"]["init"] = self.initialise.describe()
         if self.groups:
             tables["optimizer"]["groups"] = [group.describe() for group in self.groups]
         if self.evaluation_data is not None:
@@ -213,11 +225,14 @@ def build_recipe(tables: Mapping[str, Any]) -> Recipe:
             raise RecipeError(f"the recipe has no section [{key}]; add it")
     optimizer = dict(as_table("optimizer", tables["optimizer"]))
     groups = read_groups("optimizer.groups", optimizer.pop("groups", []))
+    model, meta, initialise = _read_model(tables["model"])
     trainer = tables["trainer"]
     if not isinstance(trainer, TrainerConfig):
         trainer = build_config(TrainerConfig, as_table("trainer", trainer), "trainer.")
     return Recipe(
-        model=_component("model", tables["model"]),
+        model=model,
+        meta=meta,
+        initialise=initialise,
         optimizer=_component("optimizer", optimizer),
         groups=groups,
         loss=_component("loss", tables["loss"]),
@@ -254,6 +269,17 @@ def _component(key: str, table: Any) -> Component:
     if not isinstance(table.get("use"), str):
         raise RecipeError(f"{key}.use={table.get('use')!r} is not an import path; give {key}.use='package.module:name'")
     return Component(key=key, use=table["use"], args=dict(as_table(f"{key}.args", table.get("args", {}))))
+
+
+def _read_model(table: Any) -> tuple[Component, bool, Component | None]:
+    """The model, whether it is built on the meta device, and what then initialises its modules."""
+    table = dict(as_table("model", table))
+    meta, initialise = table.pop("meta", False), table.pop("init", None)
+    if not isinstance(meta, bool):
+        raise RecipeError(f"model.meta={meta!r} must be true or false")
+    if initialise is not None and not meta:
+        raise RecipeError("model.init is for models on the meta device; add meta = true to [model], or leave it out")
+    return _component("model", table), meta, None if initialise is None else _component("model.init", initialise)
 
 
 def _data_component(key: str, table: Any) -> Component:

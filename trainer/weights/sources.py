@@ -23,6 +23,7 @@ from ..checkpoint.folder import MANIFEST_NAME, find_damage, read_manifest
 from ..checkpoint.state import MODEL, read_state
 from ..checkpoint.traffic import TRAFFIC, open_reader
 from ..errors import CheckpointError
+from ..parallel.precision import local_part
 from .names import TensorFacts
 from .run_folder import Step, find_checkpoint, holds_checkpoints, refuse_url
 
@@ -30,6 +31,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_MAPPED_BYTES = 64 << 20
 # The names of safetensors' formats; those that torch would not convert by value are left out.
 _DTYPES = {
     "F64": torch.float64,
@@ -166,10 +168,13 @@ class SafetensorsSource:
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         for path, names in self.files.items():
-            with _opened(path) as file, torch.no_grad():
-                for name in file.keys() if names is None else names:
-                    if name in targets:
-                        _fill(targets[name], file, name)
+            if names is None:
+                with _opened(path) as file:
+                    names = list(file.keys())
+            for part in _in_parts({name: targets[name] for name in names if name in targets}):
+                with _opened(path) as file, torch.no_grad():  # what was read of a mapped file counts while it is open
+                    for name, target in part.items():
+                        _fill(target, file, name)
 
 
 @dataclass
@@ -218,6 +223,20 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
+
+
+def _in_parts(targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The targets in turn, in groups of which this rank reads about ``_MAPPED_BYTES``."""
+    part: dict[str, Tensor] = {}
+    filled = 0
+    for name, target in targets.items():
+        part[name] = target
+        filled += local_part(target).nbytes
+        if filled >= _MAPPED_BYTES:
+            yield part
+            part, filled = {}, 0
+    if part:
+        yield part
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:

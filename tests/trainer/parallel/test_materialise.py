@@ -52,6 +52,33 @@ def test_initial_weights_know_neither_ranks_nor_zero_stage(tmp_path: Path) -> No
                 assert not torch.equal(after["first.weight"], before["first.weight"])
 
 
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6, bias=False) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+def watch_memory(world: World, folder: str) -> int:
+    """The most bytes of weights that a rank held while they were made."""
+    model, held = build_on_meta(Stack), []
+
+    def look(name: str, module: nn.Module) -> None:
+        made = [one for one in model.parameters() if not one.is_meta]
+        held.append(sum(getattr(one, "_local_tensor", one).nbytes for one in made))
+
+    make_trainer(world, folder, model=model, initialise=look, parallel={"zero": 3}).close()
+    assert len(held) == 1 + 1 + 8  # the model, the list and its items
+    return max(held)
+
+
+def test_no_rank_holds_more_than_its_shards_and_one_block(tmp_path: Path) -> None:
+    block = 6 * 6 * 4
+    assert run_ranks(watch_memory, 3, str(tmp_path)) == [7 * block // 3 + block] * 3
+
+
 def refuse(world: World, folder: Path, model: nn.Module, initialise: Any = None) -> str:
     with pytest.raises(TrainerConfigError) as caught:
         make_trainer(world, str(folder), model=model, initialise=initialise, parallel={"zero": 3})

@@ -91,6 +91,12 @@ def few_rows(section: str) -> list[str]:
             put("data.args.decode", {"png": {"use": "penstock:ImageDecoder", "args": {"sise": 8}}}),
             ["data.args.decode.png.args.sise=8", "did you mean 'size'"],
         ),
+        (put("model.meta", "yes"), ["model.meta='yes'", "true or false"]),
+        (put("model.init", {"use": "math:hypot"}), ["model.init", "meta = true"]),
+        (
+            put("model", {"use": "torch.nn:Identity", "meta": True, "init": {"use": "math:pi"}}),
+            ["model.init.use='math:pi'", "not callable"],
+        ),
         (put("model.prepare", {}), ["model.prepare={}", "use and args"]),
         (put("evaluation", {"use": "math:sqrt"}), ["evaluation has no data", "[evaluation.data]"]),
     ],
@@ -183,7 +189,10 @@ def test_a_wrong_override_of_another_section_is_refused(word: str) -> None:
 
 
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
-    recipe = read_command(["gpt", "--trainer.step.accumulate=4", "--model.args.width=64"]).recipe
+    initialise = "--model.init.use=penstock.trainer.recipes.gpt:init_weights"
+    words = ["gpt", "--trainer.step.accumulate=4", "--model.args.width=64", "--model.meta=true", initialise]
+    recipe = read_command(words).recipe
+    assert recipe.meta
     text = format_toml(recipe.describe())
     assert tomllib.loads(text)["trainer"]["step"]["accumulate"] == 4
     path = tmp_path / "again.toml"
@@ -340,6 +349,31 @@ def test_a_model_without_parameters_is_refused_before_the_first_step(
     assert main([str(path)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "penstock-run").exists()
+
+
+def few_tokens() -> list[dict[str, torch.Tensor]]:
+    return [{"tokens": torch.arange(18).reshape(2, 9)}]
+
+
+def test_a_model_on_the_meta_device_trains_once_its_weights_are_initialised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gpt = "penstock.trainer.recipes.gpt"
+    size = {"vocabulary": 32, "length": 8, "width": 8, "heads": 2, "layers": 2}
+    recipe = tables()
+    del recipe["evaluation"]
+    recipe["model"] = {"use": f"{gpt}:SmallGPT", "args": size, "meta": True}
+    recipe["loss"] = {"use": f"{gpt}:next_token_loss"}
+    recipe["data"] = {"use": f"{__name__}:few_tokens"}
+    recipe["trainer"]["parallel"] = {"zero": 3}
+    path = tmp_path / "recipe.toml"
+    path.write_text(format_toml(recipe))
+    assert main([str(path)]) == 2
+    assert "tokens.weight (a constructor gives it its value, by normal_)" in capsys.readouterr().err
+    recipe["model"]["init"] = {"use": f"{gpt}:init_weights"}
+    path.write_text(format_toml(recipe))
+    assert main([str(path)]) == 0
 
 
 def bare_loss(model: Any, batch: Any) -> Any:
