@@ -109,8 +109,7 @@ class Materialiser:
     def _allocate(self, modules: Sequence[tuple[str, nn.Module]]) -> set[int]:
         """Replace meta tensors by memory full of a value that tells unwritten ones; returns the ids of the new."""
         replaced: dict[int, Tensor] = {}  # a tied tensor stays one
-        for name, module in modules:
-            _refuse_plain_tensors(name, module)
+        for _, module in modules:
             for held in (module._parameters, module._buffers):
                 for key, old in held.items():
                     if old is not None and old.is_meta:
@@ -118,6 +117,9 @@ class Materialiser:
                             replaced[id(old)] = _real_like(old, self._world.device)
                             self._kept.append(old)  # so that its id stays its own
                         held[key] = replaced[id(old)]  # type: ignore[assignment]
+            for key, value in vars(module).items():
+                if id(value) in replaced:  # another name for a buffer
+                    object.__setattr__(module, key, replaced[id(value)])
         return {id(new) for new in replaced.values()}
 
     def _initialise_module(self, name: str, module: nn.Module, made: set[int]) -> None:

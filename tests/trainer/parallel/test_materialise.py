@@ -164,6 +164,35 @@ def test_an_initialiser_that_writes_elsewhere_is_refused(world: World, tmp_path:
     assert "changes weights outside of it" in refuse(world, tmp_path, build_on_meta(Tied), write_all)
 
 
+class Rotary(nn.Module):
+    """A buffer that is computed, with a second name that is no buffer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+        self.original = self.table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table - self.original
+
+
+def test_a_buffer_is_computed_or_assigned_by_the_initialiser(world: World, tmp_path: Path) -> None:
+    def copy(name: str, module: nn.Module) -> None:
+        if isinstance(module, Rotary):
+            module.table.copy_(torch.arange(2.0))
+
+    def assign(name: str, module: nn.Module) -> None:
+        if isinstance(module, Rotary):
+            module.table = module.original = torch.arange(2.0)
+
+    for initialise in (copy, assign):
+        model = build_on_meta(Tied, Rotary)
+        with make_trainer(world, str(tmp_path), model=model, initialise=initialise, parallel={"zero": 3}) as trainer:
+            trainer.train()
+            assert model.middle.original.tolist() == model.middle.table.tolist() == [0, 1]
+    assert "middle.table (Rotary has no reset_parameters)" in refuse(world, tmp_path, build_on_meta(Tied, Rotary))
+
+
 def test_an_initialiser_for_a_model_with_values_is_refused(world: World, tmp_path: Path) -> None:
     assert "initialise= is for models on the meta device" in refuse(world, tmp_path, Tied(), initialise_scaled)
 
