@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...storage.files import sync_folder, write_whole
-from ..checkpoint.folder import find_damage, read_manifest
+from ..checkpoint.folder import find_damage, read_manifest, seal_file
 from ..checkpoint.state import MODEL, read_state
 from ..checkpoint.traffic import open_reader
 from ..errors import CheckpointError, TrainerConfigError
@@ -28,6 +28,7 @@ from .run_folder import Step, find_checkpoint
 CONFIG_NAME = "config.json"
 _STEM, _SUFFIX = "model", ".safetensors"
 _INDEX_NAME = f"{_STEM}{_SUFFIX}.index.json"
+_METADATA_NAME = ".metadata"  # of torch.distributed.checkpoint
 _PREFIX = f"{MODEL}."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,8 +118,12 @@ def export_run(
 def count_bytes(run: str | Path, step: Step) -> int:
     """About how many bytes ``export_run`` tells ``advance`` of."""
     folder = find_checkpoint(Path(run), step)
+    manifest = read_manifest(folder)
+    checked = sum(seal.size for seal in manifest.files.values())
+    metadata = folder / _METADATA_NAME
+    if not metadata.is_file() or seal_file(metadata) != manifest.files.get(_METADATA_NAME):
+        return checked  # the export will name the damage
     facts = _list_tensors(open_reader(folder).read_metadata())
-    checked = sum(seal.size for seal in read_manifest(folder).files.values())
     return checked + sum(_count(kind, None) for kind in facts.values())
 
 
@@ -264,6 +269,9 @@ def _new_folder(output: Path, overwrite: bool) -> Iterator[Path]:
             yield partial
             sync_folder(partial)
             _publish(partial, output, overwrite)
+        except OSError as exc:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"{output} cannot be written: {exc.strerror or exc}") from exc
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

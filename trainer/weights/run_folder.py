@@ -58,10 +58,13 @@ def find_checkpoint(run: Path, step: Step) -> Path:
 
 
 def _folders_of(run: Path) -> list[Path]:
-    if list_steps(run):
-        return [run]
-    inside = sorted(run.iterdir()) if run.is_dir() else []
-    return [folder for folder in inside if folder.is_dir() and list_steps(folder)]
+    try:
+        if list_steps(run):
+            return [run]
+        inside = sorted(run.iterdir()) if run.is_dir() else []
+        return [folder for folder in inside if folder.is_dir() and list_steps(folder)]
+    except OSError as exc:
+        raise CheckpointError(f"{exc.filename or run} cannot be read: {exc.strerror or exc}") from exc
 
 
 def _number(checkpoint: Path) -> int | None:

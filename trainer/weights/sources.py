@@ -102,11 +102,13 @@ def _find_files(place: Path) -> dict[Path, list[str] | None]:
     if not place.is_dir():
         raise CheckpointError(f"{place} does not exist")
     indexes, files = sorted(place.glob(f"*{INDEX_SUFFIX}")), sorted(place.glob(f"*{_SUFFIX}"))
-    if len(indexes) == 1:
-        return _read_index(indexes[0])
-    usual = place / f"model{_SUFFIX}"
-    if not indexes and (usual in files or len(files) == 1):
-        return {usual if usual in files else files[0]: None}
+    usual_file, usual_index = place / f"model{_SUFFIX}", place / f"model{INDEX_SUFFIX}"
+    if usual_file in files:
+        return {usual_file: None}
+    if usual_index in indexes or len(indexes) == 1:
+        return _read_index(usual_index if usual_index in indexes else indexes[0])
+    if len(files) == 1:
+        return {files[0]: None}
     if indexes or files:
         names = ", ".join(path.name for path in indexes or files)
         raise CheckpointError(f"{place} has {names}, and which is meant is not known; give one of them")

@@ -126,6 +126,8 @@ def test_a_failure_leaves_nothing_and_the_old_export(
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"step-4 is damaged: __0_0\.distcp has"):
         export_run(tmp_path / "run", tmp_path / "other")
+    (tmp_path / "run/checkpoints/step-3/.metadata").write_bytes(b"no pickle")
+    assert run_command(["export", str(tmp_path / "run"), "--step", "3", "--output", str(tmp_path / "other")]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 

@@ -55,16 +55,15 @@ def begin(world: World, folder: str, source: str, zero: int, *, meta: bool = Fal
         return whole_state(trainer.parallel.inner), place[:3], len(place[3])
 
 
-def begin_everywhere(world: World, folder: str, base: str) -> Any:
-    rename = {"warm_start": {"rename": ["^model[.]=>"]}}
-    found = {}
-    for zero in range(4):
-        for meta in (False, True):
-            place = f"{folder}/{zero}-{meta}"
-            found[zero, meta, "run"] = begin(world, f"{place}/a", f"{base}/run", zero, meta=meta)
-            found[zero, meta, "file"] = begin(world, f"{place}/b", f"{base}/whole.safetensors", zero, meta=meta)
-            found[zero, meta, "hf"] = begin(world, f"{place}/c", f"{base}/hf", zero, meta=meta, **rename)
-    return found
+def begin_everywhere(world: World, folder: str, base: str, cases: list[tuple[int, bool]]) -> Any:
+    sources = {"run": {}, "whole.safetensors": {}, "hf": {"warm_start": {"rename": ["^model[.]=>"]}}}
+    return {
+        (source, zero, meta): begin(
+            world, f"{folder}/{source}-{zero}-{meta}", f"{base}/{source}", zero, meta=meta, **more
+        )
+        for source, more in sources.items()
+        for zero, meta in cases
+    }
 
 
 def test_weights_and_buffers_come_from_a_run_a_file_or_a_folder_of_shards(world: World, tmp_path: Path) -> None:
@@ -72,16 +71,17 @@ def test_weights_and_buffers_come_from_a_run_a_file_or_a_folder_of_shards(world:
     stored = {name: one for name, one in state.items() if name != "middle.shift"}  # not persistent
     save_file({name: one.clone() for name, one in stored.items()}, tmp_path / "whole.safetensors")
     write_hf(state, tmp_path / "hf")
-    for ranks in (1, 3):
-        for by_case in run_ranks(begin_everywhere, ranks, str(tmp_path / f"{ranks}"), str(tmp_path)):
-            assert len(by_case) == 24
-            for (_, _, source), (found, place, states) in by_case.items():
-                assert place == (0, 0, 0)
-                assert states == 0
-                assert found.keys() == state.keys()
-                for name, one in state.items():
-                    wanted = one.bfloat16().float() if source == "hf" and one.is_floating_point() else one
-                    assert torch.equal(found[name], wanted), name
+    found = [begin_everywhere(world, str(tmp_path / "1"), str(tmp_path), [(0, False), (3, True)])]
+    cases = [(0, False), (1, True), (2, False), (3, False), (3, True)]
+    found += run_ranks(begin_everywhere, 3, str(tmp_path / "3"), str(tmp_path), cases)
+    for by_case in found:
+        for (source, *_), (begun, place, states) in by_case.items():
+            assert place == (0, 0, 0)
+            assert states == 0
+            assert begun.keys() == state.keys()
+            for name, one in state.items():
+                wanted = one.bfloat16().float() if source == "hf" and one.is_floating_point() else one
+                assert torch.equal(begun[name], wanted), name
 
 
 def test_a_run_that_resumes_ignores_it_and_says_so(world: World, tmp_path: Path) -> None:
