@@ -2,6 +2,7 @@
 
 from .arrays import ArrayLoader as ArrayLoader
 from .checkpoint.config import CheckpointConfig as CheckpointConfig
+from .checkpoint.state import export_safetensors as export_safetensors
 from .compression.compression import CompressionConfig as CompressionConfig
 from .config import TrainerConfig as TrainerConfig
 from .errors import CheckpointError as CheckpointError
@@ -38,5 +39,4 @@ from .trainer import DistributedTrainer as DistributedTrainer
 from .watch.watchdog import EXIT_STALLED as EXIT_STALLED
 from .weights.export import Export as Export
 from .weights.export import export_run as export_run
-from .weights.export import export_safetensors as export_safetensors
 from .weights.warm_start import WarmStartConfig as WarmStartConfig

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.checkpointer import Checkpointer, export_safetensors
 from .checkpoint.folder import step_folder
 from .compression.compression import Compression
 from .config import TrainerConfig
@@ -20,7 +20,6 @@ from .parallel.averaging import PeriodicAverager
 from .parallel.model import ParallelModel
 from .report.recorder import Recorder
 from .stopwatch import Stopwatch
-from .weights.export import export_safetensors
 from .weights.warm_start import load_weights
 
 

@@ -34,8 +34,10 @@ from .folder import (
 )
 from .lock import FolderLock
 from .room import check_room
-from .state import estimate_bytes, gather_state, restore_rank_state, restore_state
+from .state import estimate_bytes, export_safetensors, gather_state, restore_rank_state, restore_state
 from .writer import CheckpointWriter, Snapshot
+
+__all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

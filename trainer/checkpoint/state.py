@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..parallel.precision import local_part
+from .folder import find_damage, read_manifest
 from .readable import (
     expect_extra_state,
     pack_extra_state,
@@ -111,6 +112,34 @@ def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
     reader.read_data(plan, planner).wait()
 
 
+def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
+    """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
+
+    Needs memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as exc:
+        raise CheckpointError(
+            "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
+        ) from exc
+    folder, path = Path(checkpoint), Path(path)
+    manifest = read_manifest(folder)
+    if damage := find_damage(folder, manifest):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}; export another checkpoint")
+    metadata = open_reader(folder).read_metadata()
+    prefix = f"{MODEL}."
+    keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
+    tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
+    read_state(folder, {MODEL: tensors}, metadata)
+    partial = path.with_name(f"{path.name}.tmp")
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step)})
+    partial.replace(path)
+
+
 def estimate_bytes(model: nn.Module) -> int:
     """Estimate the bytes of a checkpoint of the whole model with an optimizer that keeps two moments.
 
@@ -118,6 +147,10 @@ def estimate_bytes(model: nn.Module) -> int:
     """
     trained = sum(2 * one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
     return trained + sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+
+
+def _is_tensor(key: str, prefix: str, kind: object) -> bool:
+    return key.startswith(prefix) and isinstance(kind, TensorStorageMetadata)
 
 
 def _allocate(metadata: Metadata, key: str) -> Tensor:

@@ -127,22 +127,6 @@ def count_bytes(run: str | Path, step: Step) -> int:
     return checked + sum(_count(kind, None) for kind in facts.values())
 
 
-def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
-    """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
-
-    Needs memory for the whole model, and neither process group nor model. Tied tensors are written once per name.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or safetensors is not installed.
-    """
-    folder, path = Path(checkpoint), Path(path)
-    number = _check_checkpoint(folder, lambda count: None)
-    metadata = open_reader(folder).read_metadata()
-    partial = path.with_name(f"{path.name}.tmp")
-    _save(_read(folder, metadata, list(_list_tensors(metadata)), None), partial, number)
-    partial.replace(path)
-
-
 def _check_output(output: Path, overwrite: bool) -> None:
     """Refuse what exists, and even with ``overwrite`` what is no export: a mistyped folder must not be deleted."""
     if not output.exists():
