@@ -112,39 +112,35 @@ class Saver:
         self._stopwatch.enter("resume")
         found = self.checkpointer.load_newest(self._parallel.inner, self._optimizer)
         self.note()
-        if found is not None and self._parallel.materialiser.is_needed:
-            self._parallel.materialiser.loaded(frozenset(get_model_state_dict(self._parallel.inner)))
-            self._parallel.materialiser.refuse()
         for step, damage in self.checkpointer.passed_over.items():
             self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
         if found is not None:
-            if self._config.init_from is not None:
-                self._recorder.note(
-                    f"init_from={self._config.init_from!r} is ignored: the run resumes from its own checkpoint"
-                )
             for change in self.checkpointer.changed_settings:
                 self._recorder.note(change)
             self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])
         return found
 
-    def start_warm(self) -> None:
-        """Load the weights that the run starts with, if it has such; a collective.
+    def settle_weights(self, *, resumed: bool) -> None:
+        """Load the weights that a new run starts with, if it has such; all weights then have values. A collective.
 
         Raises:
             CheckpointError: they cannot be read, or do not fit the model.
             TrainerConfigError: the model was built on the meta device, and something of it would stay unwritten.
         """
-        if self._config.init_from is not None:
+        materialiser, source = self._parallel.materialiser, self._config.init_from
+        if resumed:
+            if materialiser.is_needed:
+                materialiser.loaded(frozenset(get_model_state_dict(self._parallel.inner)))
+            if source is not None:
+                self._recorder.note(f"init_from={source!r} is ignored: the run resumes from its own checkpoint")
+        elif source is not None:
+            config = self._config.warm_start
             found = load_weights(
-                self._parallel.inner,
-                self._config.init_from,
-                self._config.warm_start,
-                self._parallel.world,
-                entered=self._stopwatch.enter,
+                self._parallel.inner, source, config, self._parallel.world, entered=self._stopwatch.enter
             )
-            self._parallel.materialiser.loaded(found.loaded)
+            materialiser.loaded(found.loaded)
             self._recorder.note(found.describe())
-        self._parallel.materialiser.refuse()
+        materialiser.refuse()
 
     def finish(self, step: int, state: dict[str, Any], *, stopped: bool) -> None:
         """Leave all ranks with one model, save it, and export it where that is asked for."""

@@ -274,8 +274,8 @@ class DistributedTrainer:
                 "that samples of that epoch may come twice"
             )
         found = self._saver.load_newest()
+        self._saver.settle_weights(resumed=found is not None)
         if found is None:
-            self._saver.start_warm()
             return
         step, state = found
         self.stopwatch.enter("loader state")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,26 +20,39 @@ from tied_model import Scaled, Tied, whole_state
 from together_cases import make_trainer, rows
 
 from penstock.cli import run as run_command
-from penstock.trainer import CheckpointError, Evaluation, World, export_run
+from penstock.trainer import CheckpointError, Evaluation, World, close_world, export_run, open_world
+
+States = list[dict[str, torch.Tensor]]
 
 
-@pytest.fixture
-def trained(world: World, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
-    """A run in tmp_path/run whose second step is the best; the weights after each of its four."""
-    states: list[dict[str, torch.Tensor]] = []
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, States]:
+    """A run whose second step is the best; the weights after each of its four."""
+    folder, states = tmp_path_factory.mktemp("finished"), []
 
     def score(model: Any, batch: dict[str, torch.Tensor]) -> Any:
         model(batch["x"])
         states.append({name: one for name, one in whole_state(model).items() if name != "middle.shift"})
         return {"accuracy": (torch.tensor([0.0, 0.1, 0.9, 0.2, 0.3][len(states)]), 1)}
 
+    world = open_world(device="cpu")
     evaluation = Evaluation(batches=[next(iter(rows(world)))], metrics=score)
     options = {"evaluate": {"every": 1, "best": "accuracy"}, "checkpoint": {"every_steps": 1, "keep_best": 1}}
     with make_trainer(
-        world, str(tmp_path / "run"), rows(world, "drop"), Tied(Scaled), evaluation=evaluation, **options
+        world, str(folder), rows(world, "drop"), Tied(Scaled), evaluation=evaluation, **options
     ) as trainer:
         trainer.train()
-    (tmp_path / "run/config.json").write_text('{"model_type": "tied"}')
+    del trainer
+    close_world()
+    (folder / "config.json").write_text('{"model_type": "tied"}')
+    return folder, states
+
+
+@pytest.fixture
+def trained(finished: tuple[Path, States], tmp_path: Path) -> States:
+    """A copy of that run in tmp_path/run."""
+    folder, states = finished
+    shutil.copytree(folder, tmp_path / "run")
     return states
 
 
@@ -47,7 +61,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_the_best_the_newest_or_any_step_is_exported(trained: list[Any], tmp_path: Path) -> None:
+def test_the_best_the_newest_or_any_step_is_exported(trained: States, tmp_path: Path) -> None:
     for step, wanted in (("best", trained[1]), ("latest", trained[3]), (3, trained[2])):
         output = tmp_path / f"out-{step}"
         done = export_run(tmp_path / "run", output, step=step)
@@ -61,7 +75,7 @@ def test_the_best_the_newest_or_any_step_is_exported(trained: list[Any], tmp_pat
 
 
 def test_the_layout_of_hugging_face_is_cut_renamed_and_starts_a_run_again(
-    world: World, trained: list[Any], tmp_path: Path
+    trained: States, world: World, tmp_path: Path
 ) -> None:
     output = tmp_path / "hf"
     done = export_run(tmp_path / "run", output, format="hf", max_shard_bytes=64, rename=["^=>model."])
@@ -85,16 +99,14 @@ def test_the_layout_of_hugging_face_is_cut_renamed_and_starts_a_run_again(
     assert_same({name: begun[name] for name in trained[3]}, trained[3])
 
 
-def test_floating_point_is_rounded_where_asked_and_nothing_else(trained: list[Any], tmp_path: Path) -> None:
+def test_floating_point_is_rounded_where_asked_and_nothing_else(trained: States, tmp_path: Path) -> None:
     export_run(tmp_path / "run", tmp_path / "out", dtype="bf16")
     found = load_file(tmp_path / "out/model.safetensors")
     for name, one in trained[3].items():
         assert torch.equal(found[name], one.bfloat16() if one.is_floating_point() else one)
 
 
-def test_an_output_that_exists_is_replaced_only_where_asked_and_only_an_export(
-    trained: list[Any], tmp_path: Path
-) -> None:
+def test_an_output_that_exists_is_replaced_only_where_asked_and_only_an_export(trained: States, tmp_path: Path) -> None:
     output = tmp_path / "out"
     export_run(tmp_path / "run", output, format="hf", max_shard_bytes=64)
     with pytest.raises(CheckpointError, match="exists and is not empty"):
@@ -108,7 +120,7 @@ def test_an_output_that_exists_is_replaced_only_where_asked_and_only_an_export(
 
 
 def test_a_failure_leaves_nothing_and_the_old_export(
-    trained: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: States, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
     export_run(tmp_path / "run", output)
@@ -143,7 +155,8 @@ export_run(sys.argv[1], sys.argv[2], format="hf", max_shard_bytes=64, advance=ad
 """
 
 
-def test_a_kill_leaves_no_half_export_and_does_not_hinder_the_next(trained: list[Any], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_kill_leaves_no_half_export_and_does_not_hinder_the_next(trained: States, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(output)]
     assert subprocess.run(command, env=ranks_environment(), check=False).returncode == -signal.SIGKILL
@@ -155,7 +168,7 @@ def test_a_kill_leaves_no_half_export_and_does_not_hinder_the_next(trained: list
 
 
 def test_the_command_exports_and_tells_programs_and_people(
-    trained: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: States, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, output = str(tmp_path / "run"), str(tmp_path / "out")
     assert run_command(["export", run, "--step", "best", "--output", output, "--json"]) == 0

@@ -16,6 +16,8 @@ from together_cases import make_trainer, rows
 
 from penstock.trainer import CheckpointError, CheckpointMismatchError, TrainerConfigError, World, build_on_meta
 
+pytestmark = pytest.mark.slow
+
 SAVES = {"checkpoint": {"every_steps": 2}}
 
 
