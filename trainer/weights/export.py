@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...storage.files import sync_folder, write_whole
+from ..checkpoint.config import CheckpointConfig
 from ..checkpoint.folder import find_damage, read_manifest, seal_file
 from ..checkpoint.state import MODEL, read_state
 from ..checkpoint.traffic import open_reader
@@ -222,8 +223,10 @@ def _mode_of_new_files(folder: Path) -> int:
 
 
 def _find_config(run: Path, checkpoint: Path) -> Path | None:
-    """The run's config.json: in what was given, beside the checkpoints, or above their folder."""
-    places = (run, checkpoint, checkpoint.parent, checkpoint.parent.parent)
+    """The run's config.json: in what was given, beside the checkpoints, or above their folder of the usual name."""
+    places = [run, checkpoint, checkpoint.parent]
+    if checkpoint.parent.name == CheckpointConfig.folder:
+        places.append(checkpoint.parent.parent)
     found = next((place / CONFIG_NAME for place in places if (place / CONFIG_NAME).is_file()), None)
     if found is not None:
         try:

@@ -92,6 +92,11 @@ def test_the_layout_of_hugging_face_is_cut_renamed_and_starts_a_run_again(
     assert_same({name.removeprefix("model."): one for name, one in found.items()}, trained[3])
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in found.values())
     assert json.loads((output / "config.json").read_text()) == {"model_type": "tied"}
+    export_run(tmp_path / "run/checkpoints/step-4", tmp_path / "again", format="hf")
+    assert (tmp_path / "again/config.json").exists()
+    (tmp_path / "run/checkpoints").rename(tmp_path / "run/elsewhere")
+    export_run(tmp_path / "run/elsewhere", tmp_path / "bare", format="hf")
+    assert [path.name for path in (tmp_path / "bare").iterdir()] == ["model.safetensors"]
     assert done.bytes == sum(path.stat().st_size for path in output.iterdir())
     options = {"init_from": str(output), "warm_start": {"rename": ["^model[.]=>"]}}
     with make_trainer(world, str(tmp_path / "next"), model=Tied(Scaled), **options) as trainer:
