@@ -16,6 +16,7 @@ import tyro
 from ..benchmarks.comparison import bench
 from ..benchmarks.config import BenchConfig
 from ..benchmarks.report import plot_ratios, print_result
+from ..loader.dataset.source import resolve_split
 from ..loader.errors import ConfigError
 from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json
 
@@ -84,8 +85,9 @@ def run(arguments: Sequence[str]) -> int:
     against = tuple(name.strip() for name in given.against.split(",") if name.strip())
     if given.plot is not None and not against:
         raise ConfigError("--plot needs peers to compare with; name them with --against")
+    source = resolve_split(given.chosen_source(), given.chosen_split(), given.options())
     config = BenchConfig(
-        source=given.chosen_source(),
+        source=source,
         against=against,
         batch_size=given.batch_size,
         decode=given.decode,

@@ -22,6 +22,7 @@ TokenType = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 # Options that need no default in their help: flags, and settings whose text says what happens without them.
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 OptionalNumber = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
+SplitNames = Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")]
 StorageOptions = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY=VALUE", help_behavior_hint="")
 ]
@@ -42,7 +43,10 @@ class SourceArguments:
     """Arguments of every command that reads a data set."""
 
     source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
-    """URLs or paths of a folder of shards or of single shards, or a quoted pattern like "s3://b/x-{000..099}.tar"."""
+    """URLs or paths of folders of shards or of shards, or quoted patterns: "s3://b/x-{000..099}.tar", "s3://b/x-*"."""
+
+    split: SplitNames = None
+    """Split to read, such as train; several with commas between them, or all. A folder of several needs it."""
 
     format: Annotated[FormatName | None, tyro.conf.arg(metavar=_choices(FormatName), help_behavior_hint="")] = None
     """Format of the shards; detected if not given."""
@@ -65,6 +69,9 @@ class SourceArguments:
             raise ConfigError("no source; give a URL or a path")
         return self.source[0] if len(self.source) == 1 else list(self.source)
 
+    def chosen_split(self) -> str | list[str] | None:
+        return parse_split(self.split)
+
     def chosen_format(self) -> ShardFormat | None:
         """The format that the arguments select; None to detect it."""
         if self.seq_len is None and self.dtype is None:
@@ -78,6 +85,11 @@ class SourceArguments:
 
     def options(self) -> dict[str, str] | None:
         return parse_options(self.storage_option) or None
+
+
+def parse_split(text: str | None) -> str | list[str] | None:
+    """``train``, ``train,validation`` or ``all`` as the loader's ``split=``."""
+    return [name.strip() for name in text.split(",")] if text is not None and "," in text else text
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..loader.dataset.build import INDEX_THREADS, StaleManifestWarning
 from ..loader.dataset.index import open_manifest, read_saved_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
-from ..loader.dataset.source import absolute_urls
+from ..loader.dataset.source import absolute_urls, resolve_split
 from ..loader.errors import ConfigError
 from ..loader.reading.checksum import READ_THREADS, sum_chunks
 from ..storage import PenstockError, open_store
@@ -42,12 +42,13 @@ class IndexArguments(SourceArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(IndexArguments, "index", arguments)
-    source, options = given.chosen_source(), given.options()
+    source, split, options = given.chosen_source(), given.chosen_split(), given.options()
     started = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StaleManifestWarning)  # this command repairs it
         manifest = open_manifest(
             source,
+            split=split,
             storage_options=options,
             format=given.chosen_format(),
             threads=given.threads,
@@ -58,11 +59,11 @@ def run(arguments: Sequence[str]) -> int:
         manifest = sum_chunks(manifest, storage_options=options, threads=min(given.threads, READ_THREADS))
     written = None
     if not given.no_write:
-        urls = absolute_urls(source)
-        if len(urls) != 1 or urls[0].rstrip("/") != manifest.url.rstrip("/"):
+        urls = absolute_urls(resolve_split(source, split, options))
+        if len(urls) != 1 or urls[0].removesuffix("**").rstrip("/") != manifest.url.rstrip("/"):
             raise ConfigError(
-                "a manifest describes a whole folder of shards, and SOURCE names only some of them; "
-                "give the folder, or --no-write to only report"
+                "a manifest describes a whole folder of shards, and these are only some of them; index the folder, "
+                f"{manifest.url}, with --split all if it holds several splits, or give --no-write to only report"
             )
         written = _write(manifest, options)
     _report(given, manifest, written, time.monotonic() - started)

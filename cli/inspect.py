@@ -27,6 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
     seen = inspect_dataset(
         given.chosen_source(),
+        split=given.chosen_split(),
         storage_options=given.options(),
         format=given.chosen_format(),
         chunks=given.chunks,

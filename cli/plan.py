@@ -114,7 +114,12 @@ def _hypothetical(given: PlanArguments) -> tuple[str, _Chunks]:
 
 
 def _existing(given: PlanArguments) -> tuple[str, _Chunks]:
-    manifest = open_manifest(given.chosen_source(), storage_options=given.options(), format=given.chosen_format())
+    manifest = open_manifest(
+        given.chosen_source(),
+        split=given.chosen_split(),
+        storage_options=given.options(),
+        format=given.chosen_format(),
+    )
     return manifest.url, _Chunks(manifest.samples, manifest.lengths, manifest.memory, len(manifest.shards))
 
 

@@ -34,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     given = parse(VerifyArguments, "verify", arguments)
     result = verify(
         given.chosen_source(),
+        split=given.chosen_split(),
         storage_options=given.options(),
         format=given.chosen_format(),
         threads=given.threads,

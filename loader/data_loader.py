@@ -24,6 +24,7 @@ from .arguments import (
 )
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
+from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders
 from .decoding.row_work import RowWork, Sample
@@ -57,8 +58,10 @@ class DistributedDataLoader(Generic[BatchT]):
     Every rank gets the same number of batches. ``DistributedDataLoader[B]`` is one whose ``collate`` returns B.
 
     Args:
-        source: URL or path of a prefix, of one shard, a brace pattern (``s3://b/x-{000..099}.tar``), a list of these,
-            or a ``Manifest``. A data set without an index is indexed on first use.
+        source: URL or path of a prefix, of one shard, a pattern (``s3://b/x-{000..099}.tar``, ``s3://b/x-*.tar``), a
+            list of these, or a ``Manifest``. A data set without an index is indexed on first use.
+        split: the split to read, such as "train", or a list of some, by the names of folders or shards. A folder of
+            several splits is refused without it; "all" reads all of them.
         batch_size: samples per rank and batch. Or:
         global_batch_size: samples of all ranks together per batch; must be a multiple of the world size.
         shuffle, seed: whether each epoch has its own random order, and the seed of these orders.
@@ -101,6 +104,7 @@ class DistributedDataLoader(Generic[BatchT]):
         self,
         source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest,
         *,
+        split: Split | None = None,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
         shuffle: bool = True,
@@ -146,7 +150,9 @@ class DistributedDataLoader(Generic[BatchT]):
         memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
         cache_bytes = parse_cache_limit(cache_dir, cache_limit)
 
-        self._manifest = open_manifest(source, storage_options=storage_options, format=format, cache_dir=cache_dir)
+        self._manifest = open_manifest(
+            source, split=split, storage_options=storage_options, format=format, cache_dir=cache_dir
+        )
         self._position = Position(
             self._manifest,
             seed=seed,

@@ -15,6 +15,7 @@ from .options import find_secrets
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
+_KNOWN = "known are file, s3, gs, az, http(s), mem, and what fsspec reads with the packages installed here"
 _PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
 
 # Fields in which fsspec file systems keep what identifies a version of a file, best first.
@@ -40,10 +41,8 @@ class BridgeStore:
         try:
             self._fs, root = url_to_fs(url, **self._options)
         except (ImportError, ValueError, TypeError) as exc:
-            raise UnsupportedURLError(
-                f"{scheme}:// can't be opened ({self._scrub(exc)}); known are file, s3, gs, az, http(s), mem, "
-                "and what fsspec reads with the packages installed here"
-            ) from exc
+            cure = "install penstock[hf]" if scheme == "hf" and isinstance(exc, ImportError) else _KNOWN
+            raise UnsupportedURLError(f"{scheme}:// can't be opened ({self._scrub(exc)}); {cure}") from exc
         except Exception as exc:
             raise self._translate(exc, "") from exc
         self._root = str(root).rstrip("/")

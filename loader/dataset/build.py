@@ -15,7 +15,7 @@ from ..errors import DatasetError, FormatError
 from ..formats.detect import detect_format, make_format
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from .manifest import MANIFEST_NAME, Manifest
-from .source import UNFINISHED, Selection
+from .source import UNFINISHED, Selection, refuse_mixed
 
 # Indexing mostly waits. Against a server on this machine 4 to 64 threads take about the same time; against one far away
 # more are faster, up to the 64 requests that a store runs at once.
@@ -51,7 +51,7 @@ def prepare_index(
     """What must be indexed of a selection, or its manifest if the one beside the data covers it.
 
     Raises:
-        DatasetError, ConfigError: no shards, mixed formats, or a named object that is no shard.
+        DatasetError, ConfigError: no shards, mixed formats or splits, or a named object that is no shard.
     """
     saved = None if rebuild else load_saved_manifest(store, selection, given)
     if saved is not None:
@@ -59,6 +59,7 @@ def prepare_index(
     else:
         shard_format = given or detect_format(store, selection.listing)
     tasks = order_tasks(store, selection, shard_format)
+    refuse_mixed(store, selection, [task.info.key for task in tasks])
     pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
     if saved is None:
         return pending

@@ -23,11 +23,13 @@ from .cache import IndexCache
 from .exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
+from .splits import Split
 
 
 def open_manifest(
     source: Source | Manifest,
     *,
+    split: Split | None = None,
     storage_options: Mapping[str, Any] | None = None,
     format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
     cache_dir: str | os.PathLike[str] | None = None,
@@ -37,30 +39,37 @@ def open_manifest(
 ) -> Manifest:
     """The manifest of a data set, built if there is no matching one.
 
-    ``source`` is the URL of a prefix, of one shard or of a saved manifest, a brace pattern, a list of these, a local
-    path, or a Manifest, which is returned as is. Shards of a prefix come in the order of their keys, others as given.
+    ``source`` is the URL of a prefix, of one shard or of a saved manifest, a pattern, a list of these, a local path, or
+    a Manifest, which is returned as is. Shards of a prefix or glob come in the order of their keys, others as given.
+    ``split`` chooses the shards of a split, or of several in that order, by their names; "all" takes all of them, where
+    a folder that mixes splits is refused otherwise. A split is the same data set as its folder, or a list of its
+    shards, would be.
     ``rebuild`` ignores saved manifests. ``cache_dir`` is where manifests are kept on this node.
 
     In a process group of torch.distributed the first rank that calls this for a source builds, and the others get its
     manifest or its error through the group's key-value store; no collective is issued.
 
     Raises:
-        DatasetError: nothing there, shards missing, mixed formats, no samples; or the rank that builds died.
+        DatasetError: nothing there, shards missing, mixed formats or splits, no samples; or the rank that builds died.
         FormatError: a shard that is not what its format says; names shard and offset.
         ConfigError: an unknown format or pattern, or token files without a sequence length.
         StorageError: the store refused or did not answer.
     """
     if isinstance(source, Manifest):
+        refuse_split_of_manifest(source, split)
         return source
     if threads < 1:
         raise ConfigError(f"threads={threads}: needs 1 or more")
     if isinstance(source, (str, os.PathLike)):
         saved = read_saved_manifest(source, storage_options)
         if saved is not None:
+            refuse_split_of_manifest(saved, split)
             return saved
     given = make_format(format) if isinstance(format, str) else format
-    opening = _Opening(source, storage_options, given, IndexCache(cache_dir), progress, threads, rebuild)
-    identity = repr((source, given and (given.name, sorted(given.config().items())), rebuild))
+    opening = _Opening(source, split, storage_options, given, IndexCache(cache_dir), progress, threads, rebuild)
+    identity = repr(
+        (source, *([] if split is None else [split]), given and (given.name, sorted(given.config().items())), rebuild)
+    )
     exchange = join_exchange(identity)
     if exchange is None:
         return opening.alone()[0]
@@ -73,6 +82,7 @@ class _Opening:
     """One call of ``open_manifest``, with what it was given."""
 
     source: Source
+    split: Split | None
     storage_options: Mapping[str, Any] | None
     given: ShardFormat | None
     cache: IndexCache
@@ -82,7 +92,7 @@ class _Opening:
 
     def alone(self) -> tuple[Manifest, str | None]:
         """The manifest, and its key in the node's cache, or None if it is not kept there."""
-        store, selection = select(self.source, self.storage_options, progress=self.progress)
+        store, selection = select(self.source, self.storage_options, split=self.split, progress=self.progress)
         try:
             prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
             if isinstance(prepared, Manifest):
@@ -128,6 +138,12 @@ class _Opening:
 
     def _cached(self, key: str, url: str) -> Manifest | None:
         return None if self.rebuild else self.cache.load(key, url)
+
+
+def refuse_split_of_manifest(source: Source | Manifest, split: Split | None) -> None:
+    """Raise ConfigError if a split of a manifest is asked for: that is one list of shards already."""
+    if split is not None and isinstance(source, Manifest):
+        raise ConfigError(f"split={split!r} of a manifest: give the URL of the folder instead, {source.url}")
 
 
 def read_saved_manifest(

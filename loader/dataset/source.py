@@ -1,31 +1,32 @@
-"""Resolves a source (a prefix, one shard, a brace pattern or a list of these) to objects below one root."""
+"""Resolves a source (a prefix, one shard, a pattern or a list of these) to objects below one root."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from ..errors import ConfigError, DatasetError
+from ..formats.detect import format_by_name
 from ..formats.mds import MdsFormat
-from ..formats.names import has_suffix
+from ..formats.names import has_suffix, is_hidden
 from ..formats.tokens import index_keys
 from ..progress import show_progress
 from .manifest import MANIFEST_NAME
+from .patterns import expand_braces, fixed_prefix, is_glob, match_glob
+from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+SourceT = TypeVar("SourceT", bound=Source)
 
 # Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
 
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_MAX_EXPANDED = 10_000_000
 # From this many keys of one folder on, one LIST is cheaper than a HEAD each.
 _LIST_FROM = 16
 _HEAD_THREADS = 32
@@ -38,7 +39,8 @@ class Selection:
 
     ``listing`` also holds companions of the shards (an index.json, an .idx). ``chosen`` are the keys in the order the
     caller gave them, or None if the source is a whole prefix; ``named`` are those that the caller named individually,
-    which must therefore be shards. ``saved`` is the manifest beside the data, if there is one.
+    which must therefore be shards. ``saved`` is the manifest beside the data, if there is one. ``folders`` are the
+    prefixes, '' or ending in '/', that the source names as a whole and that may not mix splits.
     """
 
     url: str
@@ -46,58 +48,53 @@ class Selection:
     chosen: tuple[str, ...] | None
     saved: ObjectInfo | None
     named: frozenset[str] = frozenset()
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """``a-{00..02}`` is a-00, a-01, a-02; ``{x,y}`` is x, y; several braces multiply, the last one running fastest.
-
-    Raises:
-        ConfigError: a range that runs backwards, or braces that are neither range nor list.
-    """
-    match = _BRACES.search(pattern)
-    if match is None:
-        return [pattern]
-    body, before, after = match[1], pattern[: match.start()], pattern[match.end() :]
-    span = _RANGE.fullmatch(body)
-    if span:
-        first, last = int(span[1]), int(span[2])
-        if last < first:
-            raise ConfigError(f"{pattern}: the range {{{body}}} runs backwards; write the smaller number first")
-        if last - first >= _MAX_EXPANDED:
-            raise ConfigError(
-                f"{pattern}: the range {{{body}}} names {last - first + 1} shards; give the prefix instead"
-            )
-        width = len(span[1]) if span[1].startswith("0") else 0
-        words = [str(number).zfill(width) for number in range(first, last + 1)]
-    elif "," in body:
-        words = body.split(",")
-    else:
-        raise ConfigError(f"{pattern}: {{{body}}} is neither a range like {{000..099}} nor a list like {{a,b}}")
-    rests = expand_braces(after)
-    return [f"{before}{word}{rest}" for word in words for rest in rests]
+    folders: tuple[str, ...] = ()
 
 
 def select(
-    source: Source, storage_options: Mapping[str, Any] | None = None, *, progress: bool = False
+    source: Source,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    split: Split | None = None,
+    progress: bool = False,
 ) -> tuple[Store, Selection]:
-    """Open the store of a source and list what the source names; the caller closes the store.
+    """Open the store of a source and list what the source names, or a split of that; the caller closes the store.
 
     Raises:
-        DatasetError: nothing there, or shards that are missing (up to five are named).
+        DatasetError: nothing there, shards that are missing (up to five are named), or no such split.
         StorageError: the store refused or did not answer.
     """
     urls = absolute_urls(source)
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
-    if len(urls) == 1:
-        return _select_one(urls[0], storage_options, progress)
-    root, keys = _common_root(urls)
-    store = open_store(root, storage_options=storage_options)
-    try:
-        return store, _select_keys(store, root, keys)
-    except BaseException:
-        store.close()
-        raise
+    if len(urls) == 1 and not is_glob(urls[0]):
+        store, selection = _select_one(urls[0], storage_options, progress)
+    else:
+        root, keys = _common_root(urls)
+        store = open_store(root, storage_options=storage_options)
+        try:
+            selection = _select_keys(store, root, keys)
+        except BaseException:
+            store.close()
+            raise
+    return (store, selection) if split is None else _select_split(store, selection, split, storage_options)
+
+
+def resolve_split(
+    source: SourceT, split: Split | None, storage_options: Mapping[str, Any] | None = None
+) -> SourceT | str | list[str]:
+    """The source that names the shards of a split: its folder, a glob of all, or a list; ``source`` without a split.
+
+    Raises:
+        DatasetError, StorageError: as ``select`` does.
+    """
+    if split is None:
+        return source
+    store, selection = select(source, storage_options, split=split)
+    store.close()
+    if selection.chosen is None:
+        return selection.url + ("**" if split == ALL else "")
+    return [selection.url + key for key in selection.chosen]
 
 
 def absolute_urls(source: Source) -> list[str]:
@@ -166,7 +163,7 @@ def _select_one(url: str, storage_options: Mapping[str, Any] | None, progress: b
     except BaseException:
         store.close()
         raise
-    return store, Selection(url=url, listing=listing, chosen=None, saved=saved)
+    return store, Selection(url=url, listing=listing, chosen=None, saved=saved, folders=("",))
 
 
 def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
@@ -176,23 +173,38 @@ def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
         raise DatasetError(f"the shards lie in several stores ({first} and {second}); a data set lies in one")
     (base,) = bases
     paths = [_split(url)[1] for url in urls]
+    fixed = [fixed_prefix(path) if is_glob(url) else path for url, path in zip(urls, paths, strict=True)]
+    folder = _shared_folder(fixed)
+    return base + folder, [path[len(folder) :] for path in paths]
+
+
+def _shared_folder(paths: Sequence[str]) -> str:
+    """The innermost folder that holds all paths: '' or 'a/b/'."""
     folders = [path.rpartition("/")[0].split("/") for path in paths]
-    shared = os.path.commonprefix(folders)  # noqa: RUF071 - of lists, so part by part
-    folder = "/".join(shared)
-    start = len(folder) + 1 if folder else 0
-    return (f"{base}{folder}/" if folder else base), [path[start:] for path in paths]
+    shared = "/".join(os.path.commonprefix(folders))  # noqa: RUF071 - of lists, so part by part
+    return f"{shared}/" if shared else ""
 
 
 def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
-    found = find_keys(store, [key for key in keys if key and not key.endswith("/")])
+    globs = {key for key in keys if is_glob(root + key)}
+    # One with brackets alone may be an object's name.
+    surely = {key for key in globs if "*" in key or "?" in key}
+    found = find_keys(store, [key for key in keys if key and not key.endswith("/") and key not in surely])
     order: list[ObjectInfo] = []
+    matched: set[str] = set()
     missing: list[str] = []
+    folders: list[str] = []
     for key in keys:
         if key in found:
             order.append(found[key])
             continue
-        prefix = key if key.endswith("/") or not key else f"{key}/"
-        inside = [info for info in store.list(prefix) if not info.key.endswith(MANIFEST_NAME)]
+        if key in globs:
+            inside = match_glob(key, _list_data(store, fixed_prefix(key)))
+            matched.update(info.key for info in inside)
+        else:
+            prefix = key if key.endswith("/") or not key else f"{key}/"
+            inside = _list_data(store, prefix)
+            folders.append(prefix)
         order += inside
         if not inside:
             missing.append(key or "/")
@@ -201,23 +213,89 @@ def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
     if missing:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         raise DatasetError(f"{store.url}: missing {named}, which the source names; check the pattern or the list")
-    return _select_objects(store, root, order, named=frozenset(found))
+    selection = _select_objects(store, root, order, named=frozenset(found), matched=matched)
+    return replace(selection, folders=tuple(folders))
 
 
-def _select_objects(store: Store, root: str, order: Sequence[ObjectInfo], *, named: frozenset[str]) -> Selection:
+def _list_data(store: Store, prefix: str) -> list[ObjectInfo]:
+    return [info for info in store.list(prefix) if not info.key.endswith(MANIFEST_NAME)]
+
+
+def _select_objects(
+    store: Store, root: str, order: Sequence[ObjectInfo], *, named: frozenset[str], matched: Set[str] = frozenset()
+) -> Selection:
     listing = {info.key: info for info in order}
     if len(listing) < len(order):
         seen: set[str] = set()
         twice = next(info.key for info in order if info.key in seen or seen.add(info.key))  # type: ignore[func-returns-value]
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
-    listing.update((info.key, info) for info in _find_companions(store, named) if info.key not in listing)
+    listing.update((info.key, info) for info in _find_companions(store, named | matched) if info.key not in listing)
+    chosen = tuple(info.key for info in order)
+    return Selection(url=root, listing=tuple(listing.values()), chosen=chosen, named=named, saved=_find_saved(store))
+
+
+def _find_saved(store: Store) -> ObjectInfo | None:
     try:
-        saved = store.head(MANIFEST_NAME)
+        return store.head(MANIFEST_NAME)
     except StorageError:
-        saved = None  # missing, or not readable: the shards themselves will tell
-    return Selection(
-        url=root, listing=tuple(listing.values()), chosen=tuple(info.key for info in order), named=named, saved=saved
-    )
+        return None  # missing, or not readable: the shards themselves will tell
+
+
+def _select_split(
+    store: Store, selection: Selection, split: Split, storage_options: Mapping[str, Any] | None
+) -> tuple[Store, Selection]:
+    """What belongs to a split: a folder of its own if it has one, as if that were the source, else a list of shards."""
+    try:
+        candidates = selection.chosen or tuple(info.key for info in selection.listing)
+        shards = [key for key in candidates if format_by_name(key) is not None]
+        shards = shards or [key for key in candidates if not is_hidden(key) and "." not in key.rpartition("/")[2]]
+        names = name_splits(shards, _read_dictionaries(store, selection.listing))
+        if split == ALL and ALL not in names.values():
+            return store, replace(selection, folders=())
+        wanted = choose_splits(store.url, split, names, len(shards))
+        keys = [key for name in wanted for key in shards if names.get(key) == name]
+    except BaseException:
+        store.close()
+        raise
+    others = set(shards) - set(keys)
+    listing = [info for info in selection.listing if info.key not in others]
+    if selection.chosen is not None:
+        return store, replace(selection, listing=tuple(listing), chosen=tuple(keys), folders=())
+    folder = _shared_folder(keys)
+    store.close()
+    url = selection.url + folder
+    store = open_store(url, storage_options=storage_options)
+    inside = tuple(replace(info, key=info.key[len(folder) :]) for info in listing if info.key.startswith(folder))
+    is_whole = len(wanted) == 1 and not any(key.startswith(folder) for key in others)
+    chosen = None if is_whole else tuple(key[len(folder) :] for key in keys)
+    return store, Selection(url=url, listing=inside, chosen=chosen, saved=_find_saved(store))
+
+
+def refuse_mixed(store: Store, selection: Selection, keys: Sequence[str]) -> None:
+    """Raise DatasetError if a folder that the source names as a whole holds shards ``keys`` of several splits."""
+    if not selection.folders:
+        return
+    dictionaries = _read_dictionaries(store, selection.listing)
+    for folder in selection.folders:
+        inside = [key[len(folder) :] for key in keys if key.startswith(folder)]
+        listed = {key[len(folder) :]: splits for key, splits in dictionaries.items() if key.startswith(folder)}
+        refuse_mixed_splits(selection.url + folder, inside, listed)
+
+
+def _read_dictionaries(store: Store, listing: Sequence[ObjectInfo]) -> dict[str, list[str]]:
+    """The splits that each dataset_dict.json of ``save_to_disk`` lists, by its folder ('' or 'a/')."""
+    found = {}
+    for info in listing:
+        folder, slash, name = info.key.rpartition("/")
+        if name == DICTIONARY_NAME:
+            try:
+                splits = json.loads(bytes(store.get(info.key, etag=info.etag)))["splits"]
+                found[folder + slash] = [str(split) for split in splits]
+            except (ValueError, KeyError, TypeError) as exc:
+                raise DatasetError(
+                    f"{store.url}/{info.key}: lists no splits ({exc!r}); write or copy it again"
+                ) from exc
+    return found
 
 
 def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:

@@ -70,7 +70,7 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo]) -> ShardFormat:
     """
     found: dict[str, list[str]] = {}
     for info in listing:
-        name = _by_name(info.key)
+        name = format_by_name(info.key)
         if name is not None:
             found.setdefault(name, []).append(info.key)
     if not found:
@@ -89,7 +89,8 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo]) -> ShardFormat:
     return make_format(name)
 
 
-def _by_name(key: str) -> str | None:
+def format_by_name(key: str) -> str | None:
+    """The format of a shard with that name; None for a hidden object, or one that is no shard by its name."""
     if is_hidden(key):
         return None
     return next((name for name in FORMAT_NAMES if has_suffix(key, _format_class(name).suffixes)), None)

@@ -16,6 +16,7 @@ from ..columns import ArrayColumn, Block, BytesColumn, Column, IntArray
 from ..dataset.index import open_manifest
 from ..dataset.manifest import Manifest
 from ..dataset.source import Source
+from ..dataset.splits import Split
 from ..decoding.image_kind import image_kind
 from ..errors import ConfigError
 from ..formats.detect import make_format
@@ -79,6 +80,7 @@ class Spread:
 def inspect_dataset(
     source: Source | Manifest,
     *,
+    split: Split | None = None,
     storage_options: Mapping[str, Any] | None = None,
     format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
     cache_dir: str | os.PathLike[str] | None = None,
@@ -93,7 +95,7 @@ def inspect_dataset(
     if chunks < 1:
         raise ConfigError(f"chunks={chunks}: needs 1 or more")
     manifest = open_manifest(
-        source, storage_options=storage_options, format=format, cache_dir=cache_dir, progress=progress
+        source, split=split, storage_options=storage_options, format=format, cache_dir=cache_dir, progress=progress
     )
     shard_format = make_format(manifest.format, manifest.config)
     store = open_store(manifest.url, storage_options=storage_options)

@@ -18,9 +18,10 @@ from ..dataset.build import (
     prepare_index,
     same_object,
 )
-from ..dataset.index import read_saved_manifest
+from ..dataset.index import read_saved_manifest, refuse_split_of_manifest
 from ..dataset.manifest import Manifest
-from ..dataset.source import Selection, Source, select
+from ..dataset.source import Selection, Source, refuse_mixed, select
+from ..dataset.splits import Split
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
@@ -56,6 +57,7 @@ class VerifyResult:
 def verify(
     source: Source | Manifest,
     *,
+    split: Split | None = None,
     storage_options: Mapping[str, Any] | None = None,
     format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
     threads: int = READ_THREADS,
@@ -63,8 +65,9 @@ def verify(
 ) -> VerifyResult:
     """Read and check every chunk of a data set; flaws are collected, not raised.
 
-    A manifest beside the data is the reference: shards that differ from it, are missing, or are not listed in it are
-    flaws. Without a manifest the shards are indexed first, and a shard that cannot be indexed is a flaw.
+    ``split`` chooses a split's shards, as the loader does. A manifest beside the data is the reference: shards that
+    differ from it, are missing, or are not listed in it are flaws. Without a manifest the shards are indexed first, and
+    a shard that cannot be indexed is a flaw.
 
     Raises:
         DatasetError, ConfigError, StorageError: there is no data set to check.
@@ -76,11 +79,12 @@ def verify(
     if isinstance(source, (str, os.PathLike)):
         saved = read_saved_manifest(source, storage_options)
         source = source if saved is None else saved
+    refuse_split_of_manifest(source, split)
     if isinstance(source, Manifest):
         store: Store = open_store(source.url, storage_options=storage_options)
         manifest: Manifest | None = source
     else:
-        store, selection = select(source, storage_options, progress=progress)
+        store, selection = select(source, storage_options, split=split, progress=progress)
         given = make_format(format) if isinstance(format, str) else format
     try:
         if not isinstance(source, Manifest):
@@ -109,6 +113,7 @@ def _find_manifest(
 ) -> Manifest | None:
     saved = load_saved_manifest(store, selection, given)
     if saved is not None and selection.chosen is None:
+        refuse_mixed(store, selection, [shard.key for shard in saved.shards])
         flaws += _compare_listing(saved, selection.listing, given or make_format(saved.format, saved.config), store)
         there = {info.key: info for info in selection.listing}
         # A copy of a data set has other ETags: read it by those, and let the checksums tell whether it is the same.

@@ -98,6 +98,39 @@ def test_reports_for_people_fit_a_terminal(shards: Path, capsys: pytest.CaptureF
         assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_folder_of_splits_is_read_one_split_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, count in (("train", 30), ("val", 5)):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(count)))
+    for name in ("index", "inspect", "verify", "plan", "bench"):
+        code, out, err = call(capsys, name, tmp_path)
+        assert (code, out) == (2, "")
+        assert "train (1 shard), val (1 shard)" in err
+        assert "--split train" in err
+    for name in ("inspect", "verify"):
+        for split, count in (("train", 30), ("val", 5), ("validation", 5), ("val,train", 35), ("all", 35)):
+            code, told = call_json(capsys, name, tmp_path, "--split", split)
+            assert (code, told["samples"]) == (0, count), (name, split)
+    code, out, err = call(capsys, "index", tmp_path, "--split", "train")
+    assert (code, "--split all" in err) == (2, True)
+    code, told = call_json(capsys, "index", tmp_path, "--split", "all")
+    assert (code, told["samples"], (tmp_path / MANIFEST_NAME).exists()) == (0, 35, True)
+    assert (
+        call_json(capsys, "plan", tmp_path, "--split", "val", "--batch-size", 1, "--world-size", 1)[1][0]["samples"]
+        == 5
+    )
+
+
+def test_the_index_of_a_split_with_a_folder_of_its_own_lies_in_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.jsonl").write_text('{"n": 1}\n')
+    code, told = call_json(capsys, "index", tmp_path, "--split", "train")
+    assert (code, told["samples"]) == (0, 1)
+    assert sorted(path.parent.name for path in tmp_path.rglob(MANIFEST_NAME)) == ["train"]
+
+
 def test_verify_ends_with_one_and_names_the_bad_shard(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = shards / "shard-000001.tar"
     data = bytearray(bad.read_bytes())

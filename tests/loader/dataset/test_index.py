@@ -19,7 +19,8 @@ from penstock import open_manifest, open_store
 from penstock.loader import ConfigError, DatasetError, FormatError, StaleManifestWarning
 from penstock.loader.dataset.cache import IndexCache
 from penstock.loader.dataset.manifest import MANIFEST_NAME
-from penstock.loader.dataset.source import expand_braces, select
+from penstock.loader.dataset.patterns import expand_braces
+from penstock.loader.dataset.source import select
 from penstock.storage import MemoryStore, NotFoundError
 
 PutShards = Callable[..., list[int]]

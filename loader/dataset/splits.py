@@ -1,0 +1,134 @@
+"""Which split of a data set (train, validation, test) each shard belongs to, told by names as the layouts in use do.
+
+The layouts: a folder per split; ``train-00000-of-00012.parquet``, as the Hugging Face Hub writes them, often below
+``data/``; one file per split, ``train.jsonl``; and the ``dataset_dict.json`` of ``save_to_disk``. The Hub's own rules
+are in https://huggingface.co/docs/datasets/repository_structure. Arithmetic on names; nothing is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..errors import ConfigError, DatasetError
+
+Split = str | Sequence[str]
+
+ALL = "all"
+DICTIONARY_NAME = "dataset_dict.json"
+
+# Words for one split; each is a name of its own where a data set has several of them.
+_SYNONYMS = (
+    frozenset({"train", "training"}),
+    frozenset({"validation", "valid", "val", "dev"}),
+    frozenset({"test", "testing", "eval", "evaluation"}),
+)
+_WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(word for words in _SYNONYMS for word in words))})(?![a-z])")
+_FOLDER = re.compile(rf"(?:split=)?{_WORD.pattern}[\d_.-]*")  # train, train2017, split=train
+_SHARDED = re.compile(r"(\w+(?:\.\w+)*)-\d+-of-\d+")
+
+
+def name_splits(keys: Iterable[str], dictionaries: Mapping[str, Sequence[str]] | None = None) -> dict[str, str]:
+    """The split of each key whose name tells one.
+
+    What decides, first to last: a folder that a dataset_dict.json lists; the hub's ``NAME-00000-of-00012``, where NAME
+    has a word for a split, or a neighbour's has; the innermost folder called by such a word; a word in the file's name;
+    a word in a folder's name. ``dictionaries``: from the folder of each dataset_dict.json ('' or 'a/') to its splits.
+    """
+    names: dict[str, str] = {}
+    sharded: dict[str, str] = {}  # names as the hub writes them that have no word for a split
+    known_folders: set[str] = set()
+    for key in keys:
+        folder, _, base = key.rpartition("/")
+        listed = _listed(key, dictionaries or {})
+        shard = _SHARDED.match(base)
+        if listed is not None:
+            names[key] = listed
+        elif shard and _only_word(shard[1]):
+            names[key] = shard[1]
+            known_folders.add(folder)
+        else:
+            word = _by_words(folder, base)
+            if word is not None:
+                names[key] = word
+            elif shard:
+                sharded[key] = shard[1]
+    names |= {key: name for key, name in sharded.items() if key.rpartition("/")[0] in known_folders}
+    return names
+
+
+def _listed(key: str, dictionaries: Mapping[str, Sequence[str]]) -> str | None:
+    for folder, splits in dictionaries.items():
+        name, slash, _ = key.removeprefix(folder).partition("/")
+        if key.startswith(folder) and slash and name in splits:
+            return name
+    return None
+
+
+def _by_words(folder: str, base: str) -> str | None:
+    parts = [part.lower() for part in reversed(folder.split("/"))]
+    exact = next((found[1] for part in parts if (found := _FOLDER.fullmatch(part))), None)
+    return exact or next((word for part in (base, *parts) if (word := _only_word(part))), None)
+
+
+def _only_word(name: str) -> str | None:
+    """The word for a split in a name; None if it has none, or several."""
+    words = set(_WORD.findall(name.lower()))
+    return words.pop() if len(words) == 1 else None
+
+
+def choose_splits(url: str, wanted: Split, names: Mapping[str, str], shards: int) -> list[str]:
+    """The names of the wanted splits, as the data set writes them: 'validation' is also its 'val', if that is its only.
+
+    Raises:
+        DatasetError: there is no such split; lists those that there are.
+        ConfigError: ``wanted`` is empty or names one twice.
+    """
+    asked = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not asked or not all(isinstance(name, str) and name for name in asked):
+        raise ConfigError(f"split={wanted!r}: must be the name of a split, several names, or 'all'")
+    found = Counter(names.values())
+    chosen = [_find(name, found) for name in asked]
+    for name, match in zip(asked, chosen, strict=True):
+        if match is None and not found:
+            raise DatasetError(
+                f"{url}: no split {name!r}, as the names of its {_count(shards)} tell no splits (train/..., "
+                "train-00000-of-00012.parquet, train.jsonl); leave split= (--split) out, or name shards by a pattern"
+            )
+        if match is None:
+            raise DatasetError(f"{url}: no split {name!r}; its splits are {_list(found)}")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(f"split={wanted!r} names a split twice")
+    return [name for name in chosen if name is not None]
+
+
+def _find(name: str, found: Iterable[str]) -> str | None:
+    if name in found:
+        return name
+    alike = next((words for words in _SYNONYMS if name.lower() in words), frozenset({name.lower()}))
+    matches = [other for other in found if other.lower() in alike]
+    return matches[0] if len(matches) == 1 else None
+
+
+def refuse_mixed_splits(url: str, keys: Sequence[str], dictionaries: Mapping[str, Sequence[str]]) -> None:
+    """Raise DatasetError if shards of several splits would be read as one data set; lists them and what to do."""
+    names = name_splits(keys, dictionaries)
+    found = Counter(names.values())
+    if len(found) < 2:
+        return
+    first = max(found, key=lambda name: (name in _SYNONYMS[0], found[name]))
+    rest = len(keys) - len(names)
+    raise DatasetError(
+        f"{url}: holds several splits: {_list(found)}" + (f", and {_count(rest)} of none" if rest else "") + ". "
+        f"Choose with split={first!r} (--split {first}), or several by a list of names; read everything with "
+        f"split={ALL!r}, or name the shards by a pattern such as {url.rstrip('/')}/**"
+    )
+
+
+def _list(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({_count(found[name])})" for name in sorted(found))
+
+
+def _count(shards: int) -> str:
+    return f"{shards:,} shard" if shards == 1 else f"{shards:,} shards"
