@@ -16,6 +16,7 @@ from .loader import TokensFormat as TokensFormat
 from .loader import audit as audit
 from .loader import open_manifest as open_manifest
 from .loader import pack as pack
+from .loader import show as show
 from .loader import verify as verify
 from .storage import PenstockError as PenstockError
 from .storage import open_store as open_store

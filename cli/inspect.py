@@ -4,27 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import tyro
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
+from ..loader.tools.inspect import FieldView, Inspection, Spread, draw_bars, inspect_dataset
+from ..loader.views.one_sample import inspect_sample
 from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(SourceArguments):
-    """Show the format, fields and sizes of a data set, and its first sample.
+    """Show the format, fields and sizes of a data set, and its first sample; or one sample, by id or key.
+
+    A sample's id is its ordinal, as in batch["__id__"] and in errors; one chunk is read for it. By key, the data set is
+    read from its beginning until the key is found.
 
     example:  penstock inspect s3://bucket/train/
+
+    example:  penstock inspect s3://bucket/train/ --sample 1234567
+
+    example:  penstock inspect clicks/ --key 4711 --field user
     """
 
     chunks: int = 16
     """Chunks to read for sample sizes, spread over the data set."""
 
+    sample: Annotated[int | None, tyro.conf.arg(metavar="ID", help_behavior_hint="")] = None
+    """Show the sample with this id; -1 is the last."""
+
+    key: Annotated[str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="")] = None
+    """Show the first sample with this key."""
+
+    field: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Field in which to search for --key; for all formats but tar, whose samples have keys."""
+
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
+    if given.sample is not None or given.key is not None or given.field is not None:
+        return _inspect_sample(given)
     seen = inspect_dataset(
         given.chosen_source(),
         split=given.chosen_split(),
@@ -36,6 +57,30 @@ def run(arguments: Sequence[str]) -> int:
         print_json(seen)
     else:
         _report(seen)
+    return 0
+
+
+def _inspect_sample(given: InspectArguments) -> int:
+    seen = inspect_sample(
+        given.chosen_source(),
+        sample=given.sample,
+        key=given.key,
+        field=given.field,
+        split=given.chosen_split(),
+        storage_options=given.options(),
+        format=given.chosen_format(),
+    )
+    if given.json:
+        print_json(seen)
+        return 0
+    screen = console()
+    facts = fact_table()
+    facts.add_row("data set", seen.url)
+    facts.add_row("sample", f"{seen.id:,} of {seen.samples:,}")
+    facts.add_row("stored as", Text(f"number {seen.number:,} of {seen.shard}"))
+    screen.print(facts)
+    screen.print()
+    screen.print(_field_table(seen.fields))
     return 0
 
 
@@ -72,15 +117,19 @@ def _report(seen: Inspection) -> None:
         screen.print(_heading("sample sizes"), f" {seen.sizes_of:,} samples read; logarithmic scale")
         screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}")
 
-    fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    fields.add_column("field", style="cyan", no_wrap=True)
-    fields.add_column("type", no_wrap=True)
-    fields.add_column("value", overflow="fold", ratio=1)
-    for field in seen.fields:
-        fields.add_row(Text(field.name), Text(field.kind), Text(field.value))
     screen.print()
     screen.print(_heading("first sample"))
-    screen.print(fields)
+    screen.print(_field_table(seen.fields))
+
+
+def _field_table(fields: Sequence[FieldView]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("field", style="cyan", no_wrap=True)
+    table.add_column("type", no_wrap=True)
+    table.add_column("value", overflow="fold", ratio=1)
+    for field in fields:
+        table.add_row(Text(field.name), Text(field.kind), Text(field.value))
+    return table
 
 
 def _heading(text: str) -> Text:

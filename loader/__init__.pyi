@@ -16,6 +16,7 @@ from .errors import DecodeError as DecodeError
 from .errors import FormatError as FormatError
 from .errors import LoaderClosedError as LoaderClosedError
 from .errors import PartitionError as PartitionError
+from .errors import SampleNotFoundError as SampleNotFoundError
 from .errors import StateMismatchError as StateMismatchError
 from .errors import WorkerError as WorkerError
 from .formats.arrow.ipc import ArrowFormat as ArrowFormat
@@ -45,3 +46,8 @@ from .tools.pack import pack as pack
 from .tools.pack import pack_once as pack_once
 from .tools.verify import VerifyResult as VerifyResult
 from .tools.verify import verify as verify
+from .views.html import BatchView as BatchView
+from .views.html import show as show
+from .views.one_sample import SampleInspection as SampleInspection
+from .views.one_sample import inspect_sample as inspect_sample
+from .views.samples import DatasetView as DatasetView

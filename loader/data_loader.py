@@ -46,6 +46,8 @@ from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
+from .views.peek import Look
+from .views.samples import DatasetView
 
 
 class DistributedDataLoader(Generic[BatchT]):
@@ -183,6 +185,9 @@ class DistributedDataLoader(Generic[BatchT]):
         shard_format = make_format(self._manifest.format, self._manifest.config)
         chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         self._quarantine = Quarantine(chunks, max_bad_chunks)
+        self._look = Look(
+            chunks.apart(names), batch_options, decoders, max_bad_chunks, decode_threads, cuda, self._resources
+        )
         make_pipeline = partial(
             Pipeline,
             source=chunks,
@@ -257,6 +262,16 @@ class DistributedDataLoader(Generic[BatchT]):
     def bad_chunks(self) -> list[BadChunk]:
         """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
         return self._quarantine.records
+
+    @property
+    def dataset(self) -> DatasetView:
+        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks."""
+        return DatasetView(self._look.samples, owner=self)
+
+    def peek(self) -> BatchT:
+        """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
+        batch: BatchT = self._look.peek(self._passes)
+        return batch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""

@@ -38,6 +38,10 @@ class DecodeError(PenstockError):
     """A sample's field could not be decoded; the message names sample, shard, field and cause."""
 
 
+class SampleNotFoundError(PenstockError, LookupError):
+    """No sample has the key or value that was searched for."""
+
+
 class WorkerError(PenstockError, RuntimeError):
     """A worker process could not be started, or died; the message says how, and which samples it was working on."""
 

@@ -73,16 +73,19 @@ class Position:
         """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
         self.epoch, self.consumed, self.is_loaded = epoch, consumed, False
 
+    @property
+    def pass_start(self) -> tuple[int, int]:
+        """Where a pass would begin now, as (epoch, consumed)."""
+        return (self.epoch, self.consumed) if self.is_loaded else (self.upcoming[0], 0)
+
     def begin_pass(self) -> bool:
         """Go to where a pass begins: to the upcoming epoch's beginning, or nowhere if a state was just loaded.
 
         Returns whether that is another place than the upcoming one, so that what was read ahead is of no use.
         """
-        if self.is_loaded:
-            return False
-        epoch, consumed = self.upcoming
-        self.epoch, self.consumed = epoch, 0
-        return consumed > 0
+        moved = self.upcoming != self.pass_start
+        self.epoch, self.consumed = self.pass_start
+        return moved
 
     def set_epoch(self, epoch: int) -> bool:
         """Go to an epoch's beginning, unless a state just loaded is inside it; returns what ``begin_pass`` returns."""

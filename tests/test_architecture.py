@@ -37,7 +37,9 @@ FLOORS = {
         {"arguments", "foreign_arguments", "pipeline"},
         {"position", "resources"},
         {"passes"},
-        {"data_loader", "tools"},
+        {"tools"},
+        {"views"},
+        {"data_loader"},
     ),
     "trainer": (
         {"batches", "computing", "errors", "modes", "randomness", "stopwatch"},

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..columns import KEY_COLUMN, AnyArray
+from ..columns import AnyArray
 from ..dataset.manifest import Manifest
-from ..errors import ConfigError, DecodeError, LoaderClosedError
+from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
 from .collate import collate_samples, collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
 from .gather import Rows
+from .row_errors import explain_row_error
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .worker_pool import WorkerPool
 
@@ -136,29 +137,11 @@ class PendingBatch:
         self._results.samples[start:stop] = results.samples
         self._maker.counters.add(decode_s=busy_s)
 
-    def _explain(self, error: RowError) -> Exception:
-        """What users see: our own errors name the sample, those of a transform keep their type and get a note."""
-        where, cause = self._describe(error.row), error.cause
-        if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
-            kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
-            explained: Exception = kind(f"{where}: {cause}")
-            explained.__cause__ = cause
-            return explained
-        cause.add_note(f"in {'transform=' if error.step == 'transform' else 'decoding'} of {where}")
-        return cause
-
-    def _describe(self, row: int) -> str:
-        sample_id = int(self._rows.ids[row])
-        shard, number = self._maker.manifest.shard_of(sample_id)
-        key = self._rows.fields.get(KEY_COLUMN)
-        named = f", key {key[row]!r}" if key is not None else ""
-        return f"sample {sample_id} (number {number} of {shard}{named})"
-
     def result(self) -> Batch:
         """The batch. Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled."""
         failed = self._wait()
         if failed is not None:
-            raise self._explain(failed)
+            raise explain_row_error(failed, self._rows, self._maker.manifest)
         options, values = self._maker.options, self._results.values
         if options.transform is None and options.collate is None:
             images = {name for name, decoder in self._task.encoded.items() if is_channels_first(decoder)}

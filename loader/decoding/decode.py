@@ -265,6 +265,12 @@ class FieldDecoders:
         self.choice = choice
         self.settled: dict[str, FieldDecoder | None] = {}
 
+    def copy(self) -> FieldDecoders:
+        """Decoders that begin with what is settled here; what they settle later does not come back."""
+        copied = FieldDecoders(self.choice)
+        copied.settled.update(self.settled)
+        return copied
+
     def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
         if name not in self.settled:
             self.settled[name] = self._settle(name, column)

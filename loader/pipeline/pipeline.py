@@ -242,12 +242,7 @@ class Pipeline:
 
     def _emit(self, span: Span, step: int, rows: Rows) -> bool:
         started = time.perf_counter()
-        low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
-        num_valid = int(span.num_valid[step])
-        batch_rows = rows.cut(low, high)
-        num_rows = max(num_valid, self._share.batch_size) if self._share.pad else num_valid
-        if num_rows > high - low:
-            batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
+        batch_rows, num_rows, num_valid = cut_step(rows, span, step, self._share)
         pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
         item = Delivery(
             epoch=span.epoch,
@@ -287,6 +282,17 @@ class Pipeline:
                     return
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._out.fail(exc)
+
+
+def cut_step(rows: Rows, span: Span, step: int, share: Share) -> tuple[Rows, int, int]:
+    """The rows of one step of a span, repeated where the batch is padded; how many make the batch, how many count."""
+    low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
+    num_valid = int(span.num_valid[step])
+    batch_rows = rows.cut(low, high)
+    num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
+    if num_rows > high - low:
+        batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
+    return batch_rows, num_rows, num_valid
 
 
 class _LookAhead:

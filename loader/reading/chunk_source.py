@@ -41,6 +41,10 @@ class ChunkSource:
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._may_open = threading.Semaphore(usable_cores())
 
+    def apart(self, columns: Sequence[str] | None) -> ChunkSource:
+        """One that reads ``columns`` of the same chunks, with headers and counters of its own."""
+        return ChunkSource(self.manifest, self._format, self._store, columns, Counters())
+
     def load(self, index: int) -> Block:
         """Fetch and open a chunk. Wrong bytes are fetched once more, past any cache, before they are an error.
 

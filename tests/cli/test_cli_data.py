@@ -131,6 +131,33 @@ def test_the_index_of_a_split_with_a_folder_of_its_own_lies_in_that(
     assert sorted(path.parent.name for path in tmp_path.rglob(MANIFEST_NAME)) == ["train"]
 
 
+def test_inspect_shows_one_sample_by_id_or_key(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = call_json(capsys, "inspect", shards, "--sample", "-1")
+    fields = {field["name"]: field["value"] for field in told["fields"]}
+    assert (code, told["id"], fields["word"]) == (0, 199, "w199")
+    key = fields["__key__"]
+    assert call_json(capsys, "inspect", shards, "--key", key) == (0, told)
+    code, out, err = call(capsys, "inspect", shards, "--key", key)
+    assert (code, err) == (0, "")
+    assert f"number {told['number']} of {told['shard']}" in out
+    assert "w199" in out
+    for wrong in (("--sample", 200), ("--key", "none"), ("--sample", 1, "--key", key), ("--field", "n")):
+        code, out, err = call(capsys, "inspect", shards, *wrong)
+        assert (code, out) == (2, ""), wrong
+        assert err.startswith("penstock inspect: ")
+
+
+def test_a_sample_of_a_table_is_found_by_a_field_without_torch(words: Path) -> None:
+    code = f"""
+import sys
+from penstock.cli import run
+print(run(["inspect", {str(words)!r}, "--key", "w77", "--field", "word"]), "torch" in sys.modules)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "number 77 of words.jsonl" in out
+    assert out.splitlines()[-1] == "0 False"
+
+
 def test_verify_ends_with_one_and_names_the_bad_shard(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = shards / "shard-000001.tar"
     data = bytearray(bad.read_bytes())

@@ -1,0 +1,29 @@
+"""What users see of work on a row that failed: the error, with the sample's place in the data set."""
+
+from __future__ import annotations
+
+from ..columns import KEY_COLUMN
+from ..dataset.manifest import Manifest
+from ..errors import ConfigError, DecodeError
+from .gather import Rows
+from .row_work import RowError
+
+
+def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Exception:
+    """Our own errors name the sample; those of a transform keep their type and get a note."""
+    where, cause = _describe(error.row, rows, manifest), error.cause
+    if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
+        kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
+        explained: Exception = kind(f"{where}: {cause}")
+        explained.__cause__ = cause
+        return explained
+    cause.add_note(f"in {'transform=' if error.step == 'transform' else 'decoding'} of {where}")
+    return cause
+
+
+def _describe(row: int, rows: Rows, manifest: Manifest) -> str:
+    sample_id = int(rows.ids[row])
+    shard, number = manifest.shard_of(sample_id)
+    key = rows.fields.get(KEY_COLUMN)
+    named = f", key {key[row]!r}" if key is not None else ""
+    return f"sample {sample_id} (number {number} of {shard}{named})"

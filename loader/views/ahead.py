@@ -1,0 +1,44 @@
+"""Chunks loaded by a few threads, ahead of the one that is looked at, and in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+
+from ...storage.daemon_pool import DaemonPool
+from ..columns import Block
+
+_THREADS = 8
+_INTERRUPTED_S = 1.0
+
+
+def load_ahead(load: Callable[[int], Block], chunks: Iterable[int]) -> Iterator[tuple[int, Block | Exception]]:
+    """Each chunk with what ``load`` returned or raised, in the order of ``chunks``; a few are loaded at once.
+
+    No thread outlives the iterator, unless it is interrupted: then requests in flight are waited for one second.
+    """
+    pool = DaemonPool("penstock-look", _THREADS)
+    waiting: deque[tuple[int, Future[Block]]] = deque()
+    patience_s: float | None = None
+    try:
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(load, chunk)))
+            if len(waiting) > _THREADS:
+                yield _finished(*waiting.popleft())
+        while waiting:
+            yield _finished(*waiting.popleft())
+    except KeyboardInterrupt:
+        patience_s = _INTERRUPTED_S
+        raise
+    finally:
+        for _, future in waiting:
+            future.cancel()
+        pool.close(patience_s)
+
+
+def _finished(chunk: int, future: Future[Block]) -> tuple[int, Block | Exception]:
+    try:
+        return chunk, future.result()
+    except Exception as exc:  # noqa: BLE001 - who asked decides what a bad chunk means
+        return chunk, exc

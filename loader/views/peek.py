@@ -1,0 +1,119 @@
+"""The first batch of a pass, made without a pipeline: what it needs is read, decoded and collated, and that is all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...storage.daemon_pool import DaemonPool
+from ..columns import Block
+from ..decoding.batch import BatchMaker, BatchOptions
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import gather
+from ..decoding.row_work import RowWork
+from ..metrics import Counters
+from ..order.plan import EpochPlan, Order, Share
+from ..order.spans import ChunkRows, EpochSpans
+from ..passes import Passes
+from ..pipeline.device import DeviceFeeder
+from ..pipeline.pipeline import cut_step
+from ..reading.chunk_source import ChunkSource
+from ..reading.quarantine import Quarantine
+from ..resources import Resources
+from .ahead import load_ahead
+from .samples import SampleReader
+
+
+class Look:
+    """What a loader's users look into beside its passes, with readers and counters apart from those of its pipeline."""
+
+    def __init__(
+        self,
+        chunks: ChunkSource,
+        batch_options: BatchOptions,
+        decoders: FieldDecoders,
+        max_bad_chunks: int,
+        threads: int,
+        device: torch.device | None,
+        resources: Resources,
+    ) -> None:
+        work = RowWork(transform=batch_options.transform, seed=batch_options.seed)
+        self.samples = SampleReader(chunks, decoders.copy, work, resources.check_open)
+        self._decoders = decoders
+        self._make = partial(
+            first_batch,
+            chunks=chunks,
+            batch_options=batch_options,
+            max_bad_chunks=max_bad_chunks,
+            threads=threads,
+            device=device,
+        )
+
+    def peek(self, passes: Passes) -> Any:
+        """The first batch of a pass that would begin now. Used by the training loop's thread."""
+        passes.resources.check_open()
+        passes.check_rank()
+        epoch, position = passes.position.pass_start
+        order, decoders = passes.position.order, self._decoders.copy()
+        return self._make(order=order, share=passes.share, epoch=epoch, position=position, decoders=decoders)
+
+
+def first_batch(
+    *,
+    chunks: ChunkSource,
+    order: Order,
+    share: Share,
+    epoch: int,
+    position: int,
+    batch_options: BatchOptions,
+    decoders: FieldDecoders,
+    max_bad_chunks: int,
+    threads: int,
+    device: torch.device | None,
+) -> Any:
+    """The batch of one rank at ``position`` of ``epoch``, as its pipeline would make it, for the caller's stream.
+
+    Shares nothing that changes with a running pipeline, and ends every thread that it starts. Decoding and transform
+    run on threads here, where the loader has worker processes too.
+    """
+    manifest = chunks.manifest
+    spans = EpochSpans(EpochPlan(manifest.samples, order, epoch), share)
+    span, _ = spans.plan_span(position, 1)
+    groups = {group.chunk: group for group in spans.expand(span)}
+    quarantine = Quarantine(chunks, max_bad_chunks)
+
+    def blocks() -> Iterator[tuple[ChunkRows, Block]]:
+        for chunk, loaded in load_ahead(chunks.load, groups):
+            group = groups[chunk]
+            yield (group, loaded) if isinstance(loaded, Block) else quarantine.replace(group, loaded)
+
+    rows = gather(blocks(), span.num_rows, manifest.first_ids, decoders)
+    rows, num_rows, num_valid = cut_step(rows, span, 0, share)
+    pool = DaemonPool("penstock-look", threads)
+    try:
+        maker = BatchMaker(
+            options=batch_options,
+            decoders=decoders,
+            manifest=manifest,
+            pool=pool,
+            workers=None,
+            parts=threads,
+            counters=Counters(),
+            stopping=threading.Event(),
+        )
+        batch = maker.start(rows, epoch, num_rows, num_valid).result()
+    finally:
+        pool.close()
+    return batch if device is None else _copy_to(device, batch)
+
+
+def _copy_to(device: torch.device, batch: Any) -> Any:
+    feeder = DeviceFeeder(device, slots=1)
+    try:
+        return feeder.stage(batch).take()
+    finally:
+        feeder.close()

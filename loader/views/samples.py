@@ -1,0 +1,185 @@
+"""The samples of a data set by id, one at a time, as training gets them or as they are stored."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Self, overload
+
+import numpy as np
+
+from ..columns import Block
+from ..dataset.manifest import Manifest
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import Rows, gather
+from ..decoding.row_errors import explain_row_error
+from ..decoding.row_work import RowError, RowTask, RowWork, Sample
+from ..errors import ConfigError, SampleNotFoundError
+from ..order.spans import ChunkRows
+from ..progress import show_progress
+from ..reading.chunk_source import ChunkSource
+from .ahead import load_ahead
+from .search import find_rows, searched_field
+
+
+class SampleReader:
+    """Reads one sample at a time: one chunk, of which one row is decoded and transformed. Any thread may call it.
+
+    ``decoders`` are asked at each call for those that the running loader has settled on; what is settled here stays
+    here. The only state is the chunk that was read last, so that neighbours are not fetched again.
+    """
+
+    def __init__(
+        self, chunks: ChunkSource, decoders: Callable[[], FieldDecoders], work: RowWork, check_open: Callable[[], None]
+    ) -> None:
+        self.manifest: Manifest = chunks.manifest
+        self._chunks = chunks
+        self._decoders = decoders
+        self._work = work
+        self._check_open = check_open
+        self._last: tuple[int, Block] | None = None
+
+    def sample(self, sample_id: int, epoch: int) -> Sample:
+        """Decoded and transformed, with the random numbers of ``epoch``.
+
+        Raises:
+            StorageError, FormatError: the sample's chunk cannot be read.
+            DecodeError: a field cannot be decoded. What ``transform`` raises is raised, with a note.
+        """
+        return self._work_on(sample_id, self._decoders(), self._work, epoch)
+
+    def raw(self, sample_id: int) -> Sample:
+        """As it is stored: fields of files as bytes, columns as their values."""
+        return self._work_on(sample_id, FieldDecoders(None), RowWork(transform=None, seed=0), 0)
+
+    def _work_on(self, sample_id: int, decoders: FieldDecoders, work: RowWork, epoch: int) -> Sample:
+        rows = self._read(sample_id, decoders)
+        encoded = {name: found for name in rows.fields if (found := decoders.settled.get(name)) is not None}
+        task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        results = work.allocate(task)
+        failed: RowError | None = None
+        try:
+            work.run(task, results, 0, 1, lambda: False)
+        except RowError as error:
+            failed = error
+        if failed is not None:
+            raise explain_row_error(failed, rows, self.manifest)
+        return results.samples[0] if results.samples else task.sample(results.values, 0)
+
+    def _read(self, sample_id: int, decoders: FieldDecoders) -> Rows:
+        self._check_open()
+        first_ids = self.manifest.first_ids
+        chunk = self._chunk_of(sample_id)
+        last = self._last
+        block = last[1] if last is not None and last[0] == chunk else self._chunks.load(chunk)
+        self._last = chunk, block
+        group = ChunkRows(chunk, np.array([sample_id - first_ids[chunk]]), np.zeros(1, np.int64))
+        return gather([(group, block)], 1, first_ids, decoders)
+
+    def _chunk_of(self, sample_id: int) -> int:
+        return int(np.searchsorted(self.manifest.first_ids, sample_id, side="right")) - 1
+
+    def find(self, value: Any, field: str | None, ids: range, *, progress: bool = True) -> int:
+        """The first of ``ids`` whose ``field`` is ``value``; reads chunk after chunk, of columns the one's bytes alone.
+
+        Raises:
+            SampleNotFoundError: there is none.
+            ConfigError: there is no such field, or it cannot be compared with ``value``.
+        """
+        self._check_open()
+        name = searched_field(self.manifest, field)
+        first_ids = self.manifest.first_ids
+        chunks = range(self._chunk_of(min(ids)), self._chunk_of(max(ids)) + 1) if len(ids) else range(0)
+        source = self._chunks.apart([name])
+        total = int(self.manifest.samples[chunks.start : chunks.stop].sum())
+        with show_progress("searching", total, unit="samples", enabled=progress) as advance:
+            for chunk, block in load_ahead(source.load, chunks):
+                if not isinstance(block, Block):
+                    raise block
+                column = block.columns.get(name)
+                rows = find_rows(column, value, name) if column is not None else ()
+                found = sorted(sample_id for row in rows if (sample_id := int(first_ids[chunk]) + row) in ids)
+                if found:
+                    return found[0]
+                advance(block.samples)
+        raise SampleNotFoundError(f"{self.manifest.url}: none of {len(ids):,} samples has {name} {value!r}")
+
+
+class DatasetView:
+    """The samples of a loader's data set, by id, beside its passes: nothing is consumed, and no state changes.
+
+    ``dataset[i]`` is sample i as ``transform`` and ``collate`` get it in epoch 0: its fields decoded, then transformed,
+    with the random numbers that depend on (seed, epoch, sample id) alone. ``dataset.sample(i, epoch=2)`` is the sample
+    of epoch 2, ``dataset.raw(i)`` what is stored. Negative indices count from the end; a slice is a view of the samples
+    in it, and reads nothing. Reading a sample fetches its chunk, which is kept until one of another chunk is read:
+    neighbours are quick, a shuffled pass is not; that is what the loader is for. In a notebook a view shows as a table.
+    """
+
+    def __init__(self, reader: SampleReader, ids: range | None = None, *, owner: object = None) -> None:
+        self._reader = reader
+        self._ids = range(reader.manifest.num_samples) if ids is None else ids
+        self._owner = owner  # a view keeps its loader, whose end would close the store
+
+    @property
+    def ids(self) -> range:
+        """The sample ids of the view: all of them, or those of its slice."""
+        return self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Sample | Self:
+        if isinstance(index, slice):
+            return type(self)(self._reader, self._ids[index], owner=self._owner)
+        return self.sample(index)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """The samples in the order of their ids, in epoch 0."""
+        return map(self.sample, range(len(self)))
+
+    def sample(self, index: int, *, epoch: int = 0) -> Sample:
+        """Sample ``index`` as training gets it in ``epoch``.
+
+        Raises:
+            IndexError: there is no such sample.
+            StorageError, FormatError, DecodeError: it cannot be read or decoded.
+        """
+        if epoch < 0:
+            raise ConfigError(f"epoch={epoch}: must be 0 or more")
+        return self._reader.sample(self._id(index), epoch)
+
+    def raw(self, index: int) -> Sample:
+        """Sample ``index`` as it is stored, not decoded. Raises IndexError, StorageError, FormatError."""
+        return self._reader.raw(self._id(index))
+
+    def find(self, value: Any, *, field: str | None = None) -> int:
+        """The index of the first sample whose key, or whose ``field``, is ``value``.
+
+        Reads chunk after chunk until it is found: all keys of a tar data set lie in its shards. A progress bar appears
+        on terminals.
+
+        Raises:
+            SampleNotFoundError: there is none.
+            ConfigError: the samples have no keys and no field is given, or it cannot be compared with ``value``.
+        """
+        return self._ids.index(self._reader.find(value, field, self._ids))
+
+    def _id(self, index: int) -> int:
+        try:
+            return self._ids[operator.index(index)]
+        except IndexError:
+            count = len(self._ids)
+            raise IndexError(f"sample {index} of {count:,}: there are 0 to {count - 1}, or -1 to -{count}") from None
+
+    def __repr__(self) -> str:
+        part = "" if len(self) == self._reader.manifest.num_samples else f" of {self._reader.manifest.num_samples:,}"
+        return f"DatasetView({self._reader.manifest.url!r}, {len(self):,}{part} samples)"
+
+    def _repr_html_(self) -> str:
+        from .html import dataset_html  # for notebooks alone
+
+        return dataset_html(self)

@@ -1,0 +1,66 @@
+"""Which row of a column holds a value: a sample's key, or any field that is a scalar or text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..columns import KEY_COLUMN, ArrayColumn, BytesColumn, Column
+from ..dataset.manifest import Manifest
+from ..errors import ConfigError
+
+
+def searched_field(manifest: Manifest, field: str | None) -> str:
+    """The field to search: the one named, else that of the samples' keys.
+
+    Raises:
+        ConfigError: the data set has no such field, or no keys; names its fields.
+    """
+    has_keys = manifest.format == "tar"
+    if field is None and has_keys:
+        return KEY_COLUMN
+    if field is None:
+        raise ConfigError(
+            f"samples of {manifest.format} shards have no key; say which field to search (field=, --field): "
+            f"{', '.join(sorted(manifest.fields))}"
+        )
+    if field not in manifest.fields and not (has_keys and field == KEY_COLUMN):
+        raise ConfigError(f"there is no field {field!r} to search; the fields are {', '.join(sorted(manifest.fields))}")
+    return field
+
+
+def find_rows(column: Column, value: Any, field: str) -> list[int]:
+    """The rows of ``column`` that hold ``value``; text stands for the number, time or bytes that it writes.
+
+    Raises:
+        ConfigError: values of the field cannot be compared with it.
+    """
+    if isinstance(column, ArrayColumn):
+        return _find_scalar(column, value, field)
+    if isinstance(column, BytesColumn):
+        return _find_bytes(column, value if isinstance(value, bytes) else str(value).encode())
+    values = column.values.to_pylist()
+    return [row for row, found in enumerate(values) if found is not None and (found == value or str(found) == value)]
+
+
+def _find_scalar(column: ArrayColumn, value: Any, field: str) -> list[int]:
+    values = column.values
+    if values.ndim > 1:
+        raise ConfigError(f"field {field!r} holds arrays {list(values.shape[1:])}, which cannot be searched")
+    try:
+        if values.dtype.kind == "b" and isinstance(value, str):
+            value = {"true": True, "false": False}[value.lower()]
+        wanted = np.array(value).astype(values.dtype, casting="unsafe")
+        if not isinstance(value, str) and wanted != value:
+            return []  # 1.5 is no integer, and 300 no uint8
+        rows: list[int] = np.flatnonzero(values == wanted).tolist()
+    except (ValueError, TypeError, KeyError, OverflowError) as exc:
+        raise ConfigError(f"field {field!r} holds {values.dtype}, and {value!r} is none") from exc
+    return rows
+
+
+def _find_bytes(column: BytesColumn, wanted: bytes) -> list[int]:
+    lengths = column.stops - column.starts
+    alike = np.flatnonzero((column.starts >= 0) & (lengths == len(wanted))).tolist()
+    return [row for row in alike if column.buffer[column.starts[row] : column.stops[row]] == wanted]
