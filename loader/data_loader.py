@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Generic, Literal, Self
+from typing import Any, Generic, Literal, Self, cast
 
 import torch
 
@@ -62,8 +62,7 @@ class DistributedDataLoader(Generic[BatchT]):
     Args:
         source: URL or path of a prefix, of one shard, a pattern (``s3://b/x-{000..099}.tar``, ``s3://b/x-*.tar``), a
             list of these, or a ``Manifest``. A data set without an index is indexed on first use.
-        split: the split to read, such as "train", or a list of some, by the names of folders or shards. A folder of
-            several splits is refused without it; "all" reads all of them.
+        split: "train", a list of splits, or "all", told by names of folders and shards; a folder of several needs it.
         batch_size: samples per rank and batch. Or:
         global_batch_size: samples of all ranks together per batch; must be a multiple of the world size.
         shuffle, seed: whether each epoch has its own random order, and the seed of these orders.
@@ -169,10 +168,9 @@ class DistributedDataLoader(Generic[BatchT]):
         names = None if columns is None else list(columns)
         check_names(self._manifest, names, decode)
         self._counters = Counters()
-        store = open_store(
+        store = self._resources.store = open_store(
             self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
         )
-        self._resources.store = store
         fit_options = partial(
             tune,
             self._manifest,
@@ -270,8 +268,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
-        batch: BatchT = self._look.peek(self._passes)
-        return batch
+        return cast(BatchT, self._look.peek(self._passes))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""

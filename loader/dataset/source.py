@@ -19,7 +19,7 @@ from ..formats.tokens import index_keys
 from ..progress import show_progress
 from .manifest import MANIFEST_NAME
 from .patterns import expand_braces, fixed_prefix, is_glob, match_glob
-from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits
+from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
@@ -248,7 +248,7 @@ def _select_split(
     try:
         candidates = selection.chosen or tuple(info.key for info in selection.listing)
         shards = [key for key in candidates if format_by_name(key) is not None]
-        shards = shards or [key for key in candidates if not is_hidden(key) and "." not in key.rpartition("/")[2]]
+        shards = shards or [key for key in candidates if not is_hidden(key)]  # loose files, or without an ending
         names = name_splits(shards, _read_dictionaries(store, selection.listing))
         if split == ALL and ALL not in names.values():
             return store, replace(selection, folders=())
@@ -261,7 +261,8 @@ def _select_split(
     listing = [info for info in selection.listing if info.key not in others]
     if selection.chosen is not None:
         return store, replace(selection, listing=tuple(listing), chosen=tuple(keys), folders=())
-    folder = _shared_folder(keys)
+    told = {split_folder(key, names[key]) for key in keys}
+    folder = told.pop() if len(told) == 1 and told != {""} else _shared_folder(keys)
     store.close()
     url = selection.url + folder
     store = open_store(url, storage_options=storage_options)

@@ -72,6 +72,16 @@ def _by_words(folder: str, base: str) -> str | None:
     return exact or next((word for part in (base, *parts) if (word := _only_word(part))), None)
 
 
+def split_folder(key: str, name: str) -> str:
+    """The innermost folder of ``key`` that is called by its split ('' or 'a/b/'): where the split's data set begins."""
+    parts = key.split("/")[:-1]
+    for count in range(len(parts), 0, -1):
+        part = parts[count - 1]
+        if part == name or _only_word(part) == name:
+            return "/".join(parts[:count]) + "/"
+    return ""
+
+
 def _only_word(name: str) -> str | None:
     """The word for a split in a name; None if it has none, or several."""
     words = set(_WORD.findall(name.lower()))

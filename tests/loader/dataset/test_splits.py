@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from penstock import DistributedDataLoader, open_manifest, verify
 from penstock.loader import ConfigError, DatasetError, StateMismatchError
 from penstock.loader.dataset.patterns import match_glob
+from penstock.loader.dataset.source import select
 from penstock.loader.dataset.splits import name_splits
 from penstock.storage import MemoryStore, ObjectInfo
 
@@ -127,10 +128,11 @@ def test_a_split_is_the_same_data_set_as_its_folder_its_glob_and_its_list(bucket
         found = open_manifest(source, split=split)
         assert (found.fingerprint, found.url) == (old.fingerprint, old.url), (source, split)
 
-    bucket.fill("other/train/0.parquet", "other/train/1.parquet", "other/val/0.parquet")
-    folder = open_manifest(f"{bucket.url}/other/train")
-    split = open_manifest(f"{bucket.url}/other", split="train")
-    assert (split.fingerprint, split.url) == (folder.fingerprint, folder.url)
+    bucket.fill("other/train/0.parquet", "other/train/1.parquet", "other/val/en/0.parquet")
+    for name in ("train", "val"):
+        folder = open_manifest(f"{bucket.url}/other/{name}")
+        split = open_manifest(f"{bucket.url}/other", split=name)
+        assert (split.fingerprint, split.url) == (folder.fingerprint, folder.url)
 
 
 def test_a_split_goes_by_another_word_for_it_and_several_come_in_the_order_asked_for(bucket: Bucket) -> None:
@@ -164,6 +166,12 @@ def test_what_save_to_disk_writes_is_read_by_the_names_it_lists(tmp_path: Path) 
         open_manifest(tmp_path)
     with DistributedDataLoader(tmp_path, split="en", batch_size=3) as loader:
         assert next(iter(loader))["n"].tolist() == [1, 1, 1]
+
+
+def test_loose_files_are_chosen_by_split_too(bucket: Bucket) -> None:
+    bucket.fill("train/ants/0.jpg", "train/bees/0.jpg", "val/ants/0.jpg")
+    store, selection = select(bucket.url, split="val")
+    assert (store.url, [info.key for info in selection.listing]) == (f"{bucket.url}/val", ["ants/0.jpg"])
 
 
 def test_a_state_of_one_split_is_refused_by_another(bucket: Bucket) -> None:

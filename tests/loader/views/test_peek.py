@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,6 @@ def test_a_peek_collates_and_its_errors_leave_no_thread(tars: str, tmp_path: Pat
         status = (tmp_path / "shard-00000.tar").stat()
         with (tmp_path / "shard-00000.tar").open("r+b") as shard:
             shard.write(damaged)
-        import os
-
         os.utime(tmp_path / "shard-00000.tar", ns=(status.st_atime_ns, status.st_mtime_ns))
         with pytest.warns(BadChunkWarning):
             looked = loader.peek()
@@ -146,3 +145,14 @@ def test_a_peek_heeds_what_a_pass_heeds(tars: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         with pytest.raises(ConfigError, match="rank"):
             loader.peek()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
+def test_a_peek_is_on_the_device_as_batches_are(tars: str) -> None:
+    with load(tars, device="cuda", transform=None) as loader:
+        looked = loader.peek()
+        batch = next(iter(loader))
+        assert looked["__id__"].device.type == "cuda"
+        assert torch.equal(looked["__id__"], batch["__id__"])
+        assert looked["txt"] == batch["txt"]
