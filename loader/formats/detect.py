@@ -90,7 +90,7 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo]) -> ShardFormat:
 
 
 def format_by_name(key: str) -> str | None:
-    """The format of a shard with that name; None for a hidden object, or one that is no shard by its name."""
+    """The format that a key's suffix tells of, None for hidden objects and other suffixes."""
     if is_hidden(key):
         return None
     return next((name for name in FORMAT_NAMES if has_suffix(key, _format_class(name).suffixes)), None)
