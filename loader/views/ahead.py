@@ -10,22 +10,29 @@ from ...storage.daemon_pool import DaemonPool
 from ..columns import Block
 
 _THREADS = 8
+_MOST_BYTES = 256 << 20
 _INTERRUPTED_S = 1.0
 
 
-def load_ahead(load: Callable[[int], Block], chunks: Iterable[int]) -> Iterator[tuple[int, Block | Exception]]:
-    """Each chunk with what ``load`` returned or raised, in the order of ``chunks``; a few are loaded at once.
+def load_ahead(
+    load: Callable[[int], Block], reserve: Callable[[int], int], chunks: Iterable[int]
+) -> Iterator[tuple[int, Block | Exception]]:
+    """Each chunk with what ``load`` returned or raised, in the order of ``chunks``.
 
+    A few are loaded at once, beyond the first no more than 256 MiB of them, by what ``reserve`` says of each.
     No thread outlives the iterator, unless it is interrupted: then requests in flight are waited for one second.
     """
     pool = DaemonPool("penstock-look", _THREADS)
     waiting: deque[tuple[int, Future[Block]]] = deque()
+    held = 0
     patience_s: float | None = None
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(load, chunk)))
-            if len(waiting) > _THREADS:
+            while waiting and (len(waiting) > _THREADS or held + reserve(chunk) > _MOST_BYTES):
+                held -= reserve(waiting[0][0])
                 yield _finished(*waiting.popleft())
+            held += reserve(chunk)
+            waiting.append((chunk, pool.submit(load, chunk)))
         while waiting:
             yield _finished(*waiting.popleft())
     except KeyboardInterrupt:

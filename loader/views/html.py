@@ -120,6 +120,9 @@ def _fields_of(batch: Any) -> dict[str, Any]:
     names = getattr(batch, "_fields", None)  # of a named tuple
     if names is not None and isinstance(batch, tuple):
         return dict(zip(map(str, names), batch, strict=True))
+    if isinstance(batch, list) and batch and all(isinstance(sample, Mapping) for sample in batch[:_ROWS]):
+        names = dict.fromkeys(name for sample in batch[:_ROWS] for name in sample)
+        return {str(name): [sample.get(name) for sample in batch] for name in names}
     if isinstance(batch, (tuple, list)):
         return {str(place): value for place, value in enumerate(batch[:1000])}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

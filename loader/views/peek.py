@@ -87,7 +87,7 @@ def first_batch(
     quarantine = Quarantine(chunks, max_bad_chunks)
 
     def blocks() -> Iterator[tuple[ChunkRows, Block]]:
-        for chunk, loaded in load_ahead(chunks.load, groups):
+        for chunk, loaded in load_ahead(chunks.load, chunks.reserve, groups):
             group = groups[chunk]
             yield (group, loaded) if isinstance(loaded, Block) else quarantine.replace(group, loaded)
 

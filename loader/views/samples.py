@@ -93,7 +93,7 @@ class SampleReader:
         source = self._chunks.apart([name])
         total = int(self.manifest.samples[chunks.start : chunks.stop].sum())
         with show_progress("searching", total, unit="samples", enabled=progress) as advance:
-            for chunk, block in load_ahead(source.load, chunks):
+            for chunk, block in load_ahead(source.load, source.reserve, chunks):
                 if not isinstance(block, Block):
                     raise block
                 column = block.columns.get(name)

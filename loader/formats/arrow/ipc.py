@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,6 +51,12 @@ class ArrowFormat(BaseFormat):
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
 
     chunk_bytes: int = CHUNK_BYTES
+
+    def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
+        """All Arrow files, but the results of ``map`` that datasets keeps beside what ``save_to_disk`` wrote."""
+        saved = {info.key.removesuffix("state.json") for info in listing if info.key.rpartition("/")[2] == "state.json"}
+        found = BaseFormat.shards(self, store, listing, named)
+        return [task for task in found if task.info.key in named or not _is_result(task.info.key, saved)]
 
     def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
         shard = task.info
@@ -168,3 +174,8 @@ def _count_nodes(kind: pa.DataType) -> int:
     if pt.is_dictionary(kind):
         return 1
     return 1 + sum(_count_nodes(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _is_result(key: str, saved_folders: Collection[str]) -> bool:
+    folder, slash, name = key.rpartition("/")
+    return name.startswith("cache-") and folder + slash in saved_folders

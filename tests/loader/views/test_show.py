@@ -85,6 +85,13 @@ def test_a_thumbnail_has_the_pixels_of_its_image(layout: str, kind: str) -> None
     assert np.array_equal(picture(uri), pixels[::4, ::4])
 
 
+def test_a_list_of_samples_shows_as_one_row_a_sample() -> None:
+    batch = [{"text": f"t{n}", **({"odd": n} if n % 2 else {})} for n in range(3)]
+    tags = Tags(penstock.show(batch)._repr_html_())
+    assert tags.counts["tr"] == 4
+    assert {"text", "odd", "t2"} <= set(tags.text.split())
+
+
 def test_images_of_other_types_are_scaled_and_what_is_none_has_no_thumbnail() -> None:
     ramp = np.linspace(0, 1, 64 * 64).reshape(64, 64)
     for value in (ramp[None], ramp[None] * 5 - 2, torch.tensor(ramp[None], dtype=torch.bfloat16)):
