@@ -95,7 +95,7 @@ def choose_splits(url: str, wanted: Split, names: Mapping[str, str], shards: int
         DatasetError: there is no such split; lists those that there are.
         ConfigError: ``wanted`` is empty or names one twice.
     """
-    asked = [wanted] if isinstance(wanted, str) else list(wanted)
+    asked = [wanted] if isinstance(wanted, str) else list(wanted) if isinstance(wanted, Sequence) else []
     if not asked or not all(isinstance(name, str) and name for name in asked):
         raise ConfigError(f"split={wanted!r}: must be the name of a split, several names, or 'all'")
     found = Counter(names.values())

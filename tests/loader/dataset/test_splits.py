@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,9 @@ def test_a_split_goes_by_another_word_for_it_and_several_come_in_the_order_asked
         open_manifest(f"{bucket.url}/train", split="train")
     with pytest.raises(ConfigError, match="twice"):
         open_manifest(bucket.url, split=["val", "validation"])
+    for wrong in ("", [], [""], 3):
+        with pytest.raises(ConfigError, match=re.escape(f"split={wrong!r}: must be")):
+            open_manifest(bucket.url, split=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="of a manifest"):
         open_manifest(open_manifest(f"{bucket.url}/train"), split="train")
     bucket.fill("train/0.parquet", "val/0.parquet", "dev/0.parquet")

@@ -111,7 +111,7 @@ def test_images_of_other_types_are_scaled_and_what_is_none_has_no_thumbnail() ->
 def test_what_is_shown_is_escaped_and_bounded() -> None:
     hostile = "<script>alert(1)</script>"
     batch: dict[Any, Any] = {hostile * 20: [hostile * 10_000] * 32, "esc": ["\x1b[31mred\x07"] * 32}
-    batch |= {f"image{n}": torch.zeros(32, 3, 2000, 100, dtype=torch.uint8) for n in range(3)}
+    batch |= {f"image{n}": torch.zeros(1, 3, 2000, 100, dtype=torch.uint8).expand(32, -1, -1, -1) for n in range(3)}
     batch["noise"] = torch.randint(0, 255, (32, 3, 64, 64), dtype=torch.uint8)
     batch |= {f"field{n}": torch.arange(32) for n in range(500)}
     page = penstock.show(batch)._repr_html_()
