@@ -10,9 +10,9 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.tools.inspect import FieldView, Inspection, Spread, draw_bars, inspect_dataset
-from ..loader.views.one_sample import inspect_sample
+from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
 from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
+from .sample import show_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class InspectArguments(SourceArguments):
 def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
     if given.sample is not None or given.key is not None or given.field is not None:
-        return _inspect_sample(given)
+        return show_sample(given, sample=given.sample, key=given.key, field=given.field)
     seen = inspect_dataset(
         given.chosen_source(),
         split=given.chosen_split(),
@@ -57,30 +57,6 @@ def run(arguments: Sequence[str]) -> int:
         print_json(seen)
     else:
         _report(seen)
-    return 0
-
-
-def _inspect_sample(given: InspectArguments) -> int:
-    seen = inspect_sample(
-        given.chosen_source(),
-        sample=given.sample,
-        key=given.key,
-        field=given.field,
-        split=given.chosen_split(),
-        storage_options=given.options(),
-        format=given.chosen_format(),
-    )
-    if given.json:
-        print_json(seen)
-        return 0
-    screen = console()
-    facts = fact_table()
-    facts.add_row("data set", seen.url)
-    facts.add_row("sample", f"{seen.id:,} of {seen.samples:,}")
-    facts.add_row("stored as", Text(f"number {seen.number:,} of {seen.shard}"))
-    screen.print(facts)
-    screen.print()
-    screen.print(_field_table(seen.fields))
     return 0
 
 
@@ -117,19 +93,15 @@ def _report(seen: Inspection) -> None:
         screen.print(_heading("sample sizes"), f" {seen.sizes_of:,} samples read; logarithmic scale")
         screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}")
 
+    fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    fields.add_column("field", style="cyan", no_wrap=True)
+    fields.add_column("type", no_wrap=True)
+    fields.add_column("value", overflow="fold", ratio=1)
+    for field in seen.fields:
+        fields.add_row(Text(field.name), Text(field.kind), Text(field.value))
     screen.print()
     screen.print(_heading("first sample"))
-    screen.print(_field_table(seen.fields))
-
-
-def _field_table(fields: Sequence[FieldView]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("field", style="cyan", no_wrap=True)
-    table.add_column("type", no_wrap=True)
-    table.add_column("value", overflow="fold", ratio=1)
-    for field in fields:
-        table.add_row(Text(field.name), Text(field.kind), Text(field.value))
-    return table
+    screen.print(fields)
 
 
 def _heading(text: str) -> Text:
