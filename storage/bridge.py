@@ -9,7 +9,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from .checks import check_etag, check_inside, check_key, check_length, where
+from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError, UnsupportedURLError
 from .options import find_secrets
 from .ranges import read_ranges
@@ -121,6 +121,30 @@ class BridgeStore:
         except Exception as exc:
             raise self._translate(exc, key) from exc
         return self.head(key)
+
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        """Check, then write: file systems have no common way to do both at once."""
+        try:
+            found: str | None = self.head(key).etag
+        except NotFoundError:
+            found = None
+            is_there = False
+        else:
+            is_there = True
+        if is_there != (etag is not None) or found != etag:
+            raise changed_before_write(self._url, key, etag)
+        return self.put(key, data)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(self._url, key)
+        for key in keys:
+            try:
+                self._fs.rm_file(f"{self._root}/{key}")
+            except FileNotFoundError:
+                continue
+            except Exception as exc:
+                raise self._translate(exc, key) from exc
 
     def close(self) -> None:
         """Do nothing: fsspec shares the file system with everyone else in the process."""

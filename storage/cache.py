@@ -134,6 +134,12 @@ class CacheStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         return self._inner.put(key, data)
 
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        return self._inner.put_if(key, data, etag=etag)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._inner.delete(keys)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -39,6 +39,15 @@ def check_etag(url: str, key: str, wanted: str | None, found: str | None) -> Non
         )
 
 
+def changed_before_write(url: str, key: str, wanted: str | None) -> ObjectChangedError:
+    """Build the error for a conditional write that was not done."""
+    if wanted is None:
+        return ObjectChangedError(f"{where(url, key)} is there already, and nothing was written; read it")
+    return ObjectChangedError(
+        f"{where(url, key)} is gone or has changed since its ETag was {wanted}, and nothing was written; read it again"
+    )
+
+
 def check_inside(url: str, key: str, byte_range: ByteRange, size: int) -> None:
     """Raise a permanent ShortReadError if the range goes past the end of an object of ``size`` bytes."""
     if byte_range.stop > size:

@@ -79,6 +79,21 @@ def sync_folder(folder: AnyPath) -> None:
 
 
 @contextmanager
+def locked_folder(folder: AnyPath) -> Iterator[None]:
+    """Hold an exclusive lock on a folder itself, which leaves no file behind; waits as long as it takes.
+
+    Raises:
+        OSError: there is no such folder, or its file system has no locks.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)  # which releases the lock
+
+
+@contextmanager
 def lock_file(path: AnyPath, *, wait_s: float) -> Iterator[bool]:
     """Hold an exclusive lock on a file, which is created if missing and never deleted.
 

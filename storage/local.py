@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .checks import check_etag, check_inside, check_key, check_length, where
+from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
-from .files import TEMPORARY_PREFIX, replacing, write_all
+from .files import TEMPORARY_PREFIX, locked_folder, replacing, write_all
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
@@ -121,6 +121,33 @@ class LocalStore:
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
         return ObjectInfo(key, identity[1], _etag(identity))
+
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        check_key(self.url, key)
+        folder = Path(self._base + key).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked_folder(folder):
+                try:
+                    found: str | None = self.head(key).etag
+                except NotFoundError:
+                    found = None
+                if found != etag:
+                    raise changed_before_write(self.url, key, etag)
+                return self.put(key, data)
+        except OSError as exc:
+            raise _translate(exc, self.url, key) from exc
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(self.url, key)
+        for key in keys:
+            try:
+                os.unlink(self._base + key)  # noqa: PTH108
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as exc:
+                raise _translate(exc, self.url, key) from exc
 
     def close(self) -> None:
         with self._lock:

@@ -12,18 +12,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .checks import check_etag, check_inside, check_key, check_length, where
+from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import NotFoundError, StorageError, UnsupportedURLError
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
 _BUCKETS: dict[str, _Bucket] = {}
 _BUCKETS_LOCK = threading.Lock()
+_VERBS = ("get", "head", "list", "put", "put_if", "delete")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request as the store saw it: the verb ('get', 'head', 'list' or 'put'), the key, the range of a get."""
+    """One request as the store saw it: the verb (that of the store's method), the key, the range of a get."""
 
     verb: str
     key: str
@@ -116,8 +117,8 @@ class MemoryStore:
 
     def inject(self, fault: Fault, *, times: int = 1, verb: str = "get") -> None:
         """Apply ``fault`` to the next ``times`` requests of a verb, after those already injected."""
-        if verb not in {"get", "head", "list", "put"}:
-            raise ValueError(f"inject(verb={verb!r}): has to be get, head, list or put")
+        if verb not in _VERBS:
+            raise ValueError(f"inject(verb={verb!r}): has to be one of {', '.join(_VERBS)}")
         with self._bucket.lock:
             self._bucket.faults.setdefault(verb, deque()).extend([fault] * times)
 
@@ -187,21 +188,48 @@ class MemoryStore:
             self._end()
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-        check_key(self.url, key)
-        copy = bytes(data)
-        info = ObjectInfo(key, len(copy), _etag(copy))
-        fault = self._begin("put", key)
+        return self._put("put", key, data, lambda found: None)
+
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        def check(found: str | None) -> None:
+            if found != etag:
+                raise changed_before_write(self.url, key, etag)
+
+        return self._put("put_if", key, data, check)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(self.url, key)
+        if not keys:
+            return
+        fault = self._begin("delete", keys[0])
         try:
-            self._wait(fault, len(copy))
+            self._wait(fault, 0)
             with self._bucket.lock:
-                self._bucket.objects[self._prefix + key] = (copy, info.etag or "")
-                self._bucket.exists = True
-            return info
+                for key in keys:
+                    self._bucket.objects.pop(self._prefix + key, None)
         finally:
             self._end()
 
     def close(self) -> None:
         """Do nothing: the objects stay until drop()."""
+
+    def _put(
+        self, verb: str, key: str, data: bytes | bytearray | memoryview, check: Callable[[str | None], None]
+    ) -> ObjectInfo:
+        check_key(self.url, key)
+        copy = bytes(data)
+        info = ObjectInfo(key, len(copy), _etag(copy))
+        fault = self._begin(verb, key)
+        try:
+            self._wait(fault, len(copy))
+            with self._bucket.lock:
+                check(self._bucket.objects.get(self._prefix + key, (b"", None))[1])
+                self._bucket.objects[self._prefix + key] = (copy, info.etag or "")
+                self._bucket.exists = True
+            return info
+        finally:
+            self._end()
 
     def _begin(self, verb: str, key: str, byte_range: ByteRange | None = None) -> Fault | None:
         bucket = self._bucket

@@ -20,8 +20,8 @@ import obstore.exceptions
 from obstore.store import HTTPStore, from_url
 
 from .autoindex import list_index
-from .checks import check_etag, check_inside, check_key, check_length, past_the_end
-from .errors import StorageError, UnsupportedURLError
+from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, past_the_end, where
+from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
 from .options import configure, find_secrets
 from .ranges import read_ranges
 from .remote_errors import Translator
@@ -31,6 +31,9 @@ CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs
 HTTP_SCHEMES = frozenset({"http", "https"})
 
 PAGE_TIMEOUT_S = 30.0
+# Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
+# listing shows, and costs money.
+MULTIPART_BYTES = 64 << 20
 _PORT = re.compile(r"[^:\[\]]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
@@ -156,15 +159,73 @@ class RemoteStore:
         self._check_process()
         view = byte_view(data)
         try:
-            result: Any = obstore.put(self._client, self._prefix + key, view)
+            in_parts = len(view) > MULTIPART_BYTES
+            result: Any = obstore.put(self._client, self._prefix + key, view, use_multipart=in_parts)
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key) from self._errors.cause(exc)
-        etag = _bare(result["e_tag"])
-        return ObjectInfo(key, len(view), etag) if etag is not None else self.head(key)
+        return self._describe_put(key, view, result)
+
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        check_key(self._url, key)
+        self._check_process()
+        if self._is_http:
+            raise StorageError(f"{where(self._url, key)}: web servers have no conditional writes; use an object store")
+        try:
+            result = self._put_if(self._prefix + key, byte_view(data), etag)
+        except obstore.exceptions.AlreadyExistsError:
+            result = None
+        except _FOREIGN as exc:
+            error = self._errors.translate(exc, key)
+            is_changed = isinstance(error, ObjectChangedError) or (
+                etag is not None and isinstance(error, NotFoundError)
+            )
+            if not is_changed:
+                raise error from self._errors.cause(exc)
+            result = None
+        if result is None:
+            raise changed_before_write(self._url, key, etag)
+        return self._describe_put(key, byte_view(data), result)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(self._url, key)
+        self._check_process()
+        paths = [self._prefix + key for key in keys]
+        try:
+            if paths:
+                obstore.delete(self._client, paths)
+        except _FOREIGN as exc:
+            error = self._errors.translate(exc, keys[0])
+            if not isinstance(error, NotFoundError):
+                raise error from self._errors.cause(exc)
+            if len(keys) > 1:  # the services that miss one stop there
+                for key in keys:
+                    self.delete([key])
 
     def close(self) -> None:
         """Release the client; its connections close when the last read that uses them ends."""
         self._client = None
+
+    def _put_if(self, path: str, view: memoryview, etag: str | None) -> Any:
+        """What obstore returns for a conditional write, or None if the object has another ETag; raises its errors."""
+        if etag is None:
+            return obstore.put(self._client, path, view, mode="create", use_multipart=False)
+        meta: Any = obstore.head(self._client, path)
+        if _etag_of(meta) != etag:
+            return None
+        # Some services compare ETags, others versions; and of servers, Ceph 16 compares an ETag's text without quotes.
+        for form in dict.fromkeys((meta["e_tag"], _bare(meta["e_tag"]))):
+            mode: Any = {"e_tag": form, "version": meta.get("version")}
+            mode = {name: value for name, value in mode.items() if value is not None}
+            try:
+                return obstore.put(self._client, path, view, mode=mode, use_multipart=False)
+            except obstore.exceptions.PreconditionError:
+                continue
+        return None
+
+    def _describe_put(self, key: str, view: memoryview, result: Mapping[str, Any]) -> ObjectInfo:
+        etag = _bare(result["e_tag"])
+        return ObjectInfo(key, len(view), etag) if etag is not None else self.head(key)
 
     def _check_process(self) -> None:
         """Raise instead of hanging: in a forked child no thread would serve the request."""

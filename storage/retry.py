@@ -152,6 +152,12 @@ class RetryStore:
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         return self._try(lambda: self._inner.put(key, data))
 
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        return self._try(lambda: self._inner.put_if(key, data, etag=etag))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._try(lambda: self._inner.delete(keys))
+
     def close(self) -> None:
         """End the waits between tries and the threads, then close the wrapped store."""
         self._closing.set()

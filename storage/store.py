@@ -1,4 +1,4 @@
-"""What every store does: five verbs on keys below one root. The only state is the client behind it."""
+"""What every store does: seven verbs on keys below one root. The only state is the client behind it."""
 
 from __future__ import annotations
 
@@ -78,6 +78,23 @@ class Store(Protocol):
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         """Write a whole object. Readers see all of it or, after an error, what was there before."""
+        ...
+
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        """Write a whole object if it still has that ETag, or with None if there is none.
+
+        Of several writers one succeeds; where fsspec reads the URL it is a check and then a write, so that writers at
+        the same moment may both succeed. After a connection that broke, a retry may find what its own first try wrote:
+        read the object to know.
+
+        Raises:
+            ObjectChangedError: the object is there, is gone, or has another ETag.
+            StorageError: the server has no conditional writes.
+        """
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, many in one request where the service can; those that are not there are no error."""
         ...
 
     def close(self) -> None:

@@ -65,6 +65,13 @@ class RangeHandler(http.server.SimpleHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def do_DELETE(self) -> None:
+        path = Path(self.translate_path(self.path))
+        self.send_response(204 if path.is_file() else 404)
+        path.unlink(missing_ok=True)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def _answer(self, *, with_body: bool) -> None:
         path = Path(self.translate_path(self.path))
         if self._refuse():

@@ -58,6 +58,6 @@ def test_orders_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         Fault(delay_s=-1)
     with pytest.raises(ValueError, match="verb"):
-        MemoryStore().inject(Fault(), verb="delete")
+        MemoryStore().inject(Fault(), verb="copy")
     with pytest.raises(ValueError, match="slow_down"):
         MemoryStore().slow_down(bytes_per_s=0)

@@ -228,10 +228,64 @@ def test_a_key_can_not_leave_the_root(store: Store, key: str) -> None:
         store.get,
         store.head,
         lambda key: store.put(key, b"x"),
+        lambda key: store.delete([key]),
         lambda key: store.get_ranges(key, [ByteRange(0, 1)]),
     ):
         with pytest.raises(StorageError, match="is no key below"):
             ask(key)
+
+
+def test_a_conditional_write_succeeds_only_on_what_its_writer_saw(store: Store) -> None:
+    if store.url.startswith("http"):
+        with pytest.raises(StorageError, match="no conditional writes"):
+            store.put_if("lock", b"mine", etag=None)
+        return
+    first = store.put_if("lock", b"mine", etag=None)
+    assert first == store.head("lock")
+    for etag in (None, "another", "0" * 32):
+        with pytest.raises(ObjectChangedError, match="lock"):
+            store.put_if("lock", b"theirs", etag=etag)
+    assert store.get("lock") == b"mine"
+    second = store.put_if("lock", b"mine still", etag=first.etag)
+    with pytest.raises(ObjectChangedError, match="lock"):
+        store.put_if("lock", b"theirs", etag=first.etag)
+    assert store.get("lock", etag=second.etag) == b"mine still"
+    store.delete(["lock"])
+    with pytest.raises(ObjectChangedError, match="lock"):
+        store.put_if("lock", b"theirs", etag=second.etag)
+    assert list(store.list()) == []
+
+
+def test_of_many_conditional_writers_one_succeeds(store: Store) -> None:
+    if store.url.startswith(("http", "memory://")):
+        pytest.skip("no conditional writes, or a check and then a write")
+    start, won = threading.Barrier(6), []
+
+    def write(number: int) -> None:
+        start.wait()
+        try:
+            store.put_if("lock", str(number).encode(), etag=None)
+        except ObjectChangedError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [str(number).encode() for number in won] == [bytes(store.get("lock"))]
+
+
+def test_deleted_objects_are_gone_and_deleting_what_is_not_there_is_no_error(store: Store) -> None:
+    for key in ("a/x", "a/ü y", "b"):
+        store.put(key, DATA)
+    store.delete(["a/x", "none", "a/ü y"])
+    store.delete(["a/x"])
+    store.delete([])
+    assert [info.key for info in store.list()] == ["b"]
+    with pytest.raises(NotFoundError):
+        store.head("a/x")
 
 
 def test_many_threads_read_one_store_at_once(store: Store) -> None:

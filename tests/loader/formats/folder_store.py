@@ -51,6 +51,13 @@ class FolderStore:
         (self.root / key).write_bytes(data)
         return self.head(key)
 
+    def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
+        raise NotImplementedError("formats write no locks")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
+
     def close(self) -> None:
         pass
 
