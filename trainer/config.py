@@ -83,8 +83,8 @@ class TrainerConfig:
             raise TrainerConfigError("neither steps nor epochs says when to stop; give one, as epochs=1")
         if _URL.match(str(self.output_dir)):
             raise TrainerConfigError(
-                f"output_dir={str(self.output_dir)!r} is not a path; metrics and checkpoints are written to a file "
-                "system: give a path, or mount the store"
+                f"output_dir={str(self.output_dir)!r} is not a path; metrics are written to a file system: give a path "
+                "there, and the URL as checkpoint.folder, where checkpoints alone are kept in the store"
             )
         if self.init_from is None and self.warm_start != WarmStartConfig():
             raise TrainerConfigError("warm_start says how to load weights, and init_from not from where; set it too")

@@ -25,6 +25,10 @@ class CheckpointRoomError(CheckpointError):
     """The disk under the checkpoints, or a quota on it, is full or too small."""
 
 
+class CheckpointUploadError(CheckpointError):
+    """The object store does not take a checkpoint, or cannot be reached, however often it was tried."""
+
+
 class CheckpointMismatchError(CheckpointError):
     """The checkpoint is of another model or optimizer; the message names the first keys and shapes that differ."""
 

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from .checkpoint.checkpointer import Checkpointer, export_safetensors
-from .checkpoint.folder import step_folder
 from .compression.compression import Compression
 from .config import TrainerConfig
 from .finite import refuse_weights
@@ -53,8 +52,9 @@ class Saver:
                 parallel.inner, optimizer, config.averaging, world, count_sum=compression.wire.add_ring
             )
         if config.keeps_checkpoints:
-            folder = Path(config.output_dir) / config.checkpoint.folder
-            resolved = replace(config.checkpoint, folder=str(folder), best=config.best_end)
+            given = config.checkpoint
+            folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
+            resolved = replace(given, folder=folder, best=config.best_end)
             try:
                 self.checkpointer = Checkpointer(resolved, world)
                 self.checkpointer.entered = stopwatch.enter
@@ -152,7 +152,7 @@ class Saver:
         if self.checkpointer is None:
             return
         if self._config.export is not None and self._parallel.world.is_first:
-            newest = step_folder(self.checkpointer.folder, step)
+            newest = self.checkpointer.name_of(step)
             export_safetensors(newest, Path(self._config.output_dir) / self._config.export)
         if stopped:
             self._recorder.note(f"asked to stop: saved after step {step}")

@@ -10,54 +10,53 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, CheckpointRoomError, TrainerConfigError
+from ...storage.store import ByteRange
+from ..errors import CheckpointError, CheckpointRoomError, CheckpointUploadError, TrainerConfigError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .config import CheckpointConfig
-from .folder import (
-    EXTRA_NAME,
-    find_damage,
-    list_steps,
-    probe_folder,
-    read_manifest,
-    remove_leftovers,
-    step_folder,
+from .folder import EXTRA_NAME, read_manifest
+from .place import Place, Snapshot
+from .remote.bucket import Bucket
+from .shared_folder import SharedFolder
+from .state import (
+    estimate_bytes,
+    export_safetensors,
+    find_needs,
+    gather_state,
+    restore_rank_state,
+    restore_state,
 )
-from .lock import FolderLock
-from .room import check_room
-from .state import estimate_bytes, export_safetensors, gather_state, restore_rank_state, restore_state
-from .writer import CheckpointWriter, Snapshot
 
 __all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
     """Saves and restores training; making, saving, loading and closing are collectives of all ranks.
 
-    All mutable state: the lock on the folder (rank 0's), the staging buffers, the one save that may be under way with
-    its thread and error, the steps known to be damaged, and the notes. A save first copies the state, after which
-    training may continue; then a thread writes it: each rank its shards, rank 0 the manifest with the checksum of every
-    file, then the rename that makes it valid.
+    All mutable state: the place, the staging buffers, the one save that may be under way with its thread and error, the
+    steps known to be damaged, what was loaded last, and the notes. A save first copies the state, after which training
+    may continue; then a thread writes it: each rank its shards, rank 0 the manifest with the checksum of every file.
+    The place, a shared folder or an object store, makes it valid all at once.
 
     Raises:
-        CheckpointError: the folder is read-only, full, of another run, or not the same one on every rank.
+        CheckpointError: the place cannot be written to, is of another run, or not the same one on every rank.
     """
 
     def __init__(self, config: CheckpointConfig, world: World) -> None:
         self.config = config
-        self.folder = Path(config.folder).absolute()
         self.passed_over: dict[int, str] = {}
         self.changed_settings: list[str] = []
         if config.keep_best and config.best is None:
@@ -67,7 +66,6 @@ class Checkpointer:
             )
         self._world = world
         self._control = ControlGroup(world)
-        self._writer = CheckpointWriter(config, world, self._control)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
         self._thread: threading.Thread | None = None
@@ -75,19 +73,24 @@ class Checkpointer:
         self._current_step: int | None = None
         self._closed = False
         self.entered: Callable[[str], None] = lambda phase: None
-        self._lock: FolderLock | None = None
+        self._loaded_folder: Path | None = None
         self._notes: list[str] = []
         try:
-            self._open_folder()
-        except CheckpointError:
+            self._place: Place = (Bucket if config.is_remote else SharedFolder)(config, world, self._control)
+        except BaseException:
             self._closed = True
-            self._release()
+            self._stager.close()
+            self._control.close()
             raise
 
     def check_room(self, model: nn.Module) -> None:
         """Raise a CheckpointRoomError, on every rank, if the disk cannot hold the checkpoints that are to be kept."""
         one_bytes, kept = estimate_bytes(model), self.config.keep_last + self.config.keep_best
-        self._control.decide("no room", lambda: check_room(self.folder, one_bytes, kept=kept))
+        self._place.check_room(one_bytes, kept=kept)
+
+    def name_of(self, step: int) -> str:
+        """The path or URL of a step's checkpoint."""
+        return self._place.name_of(step)
 
     def save(
         self,
@@ -107,8 +110,8 @@ class Checkpointer:
         that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
         is a metric to add; returns whether there was something to save, and nothing has failed so far.
 
-        On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, a save that is not
-        ``blocking`` leaves a note, so that training can go on.
+        On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, or if an object
+        store does not take it, a save that is not ``blocking`` leaves a note, so that training can go on.
 
         Raises:
             CheckpointError: the state cannot be written, or the save before this one failed.
@@ -116,6 +119,8 @@ class Checkpointer:
         self._settle()
         if step == self._current_step and metric is None:
             return False
+        self._loaded_folder = None
+        self._place.release()
         if step < 0:
             raise CheckpointError(f"step={step} cannot be saved; count steps from 0")
         try:
@@ -146,22 +151,22 @@ class Checkpointer:
             CheckpointError: there are checkpoints and none verifies.
         """
         self.wait()
-        steps = self._control.decide("no checkpoints can be listed", lambda: list_steps(self.folder))
+        steps = self._place.list_steps()
         for step in steps:
-            damage = self._verify(step)
+            folder, damage = self._place.verify(
+                step, lambda folder: self._find_needs(folder, model, optimizer), self._alone
+            )
             if damage:
                 self.passed_over[step] = damage
                 if self._world.rank == 0:
-                    logger.warning(
-                        "checkpoint %s is damaged and passed over: %s", step_folder(self.folder, step), damage
-                    )
+                    logger.warning("checkpoint %s is damaged and passed over: %s", self._place.name_of(step), damage)
                 continue
-            extra = self._restore(step, model, optimizer)
-            self._current_step = step
+            extra = self._restore(folder, model, optimizer)
+            self._current_step, self._loaded_folder = step, folder
             return step, extra
         if steps:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder} verifies; newest: step {steps[0]}, "
+                f"none of the {len(steps)} checkpoints in {self._place.name} verifies; newest: step {steps[0]}, "
                 f"{self.passed_over[steps[0]]}. Give another folder to start from scratch"
             )
         return None
@@ -169,13 +174,10 @@ class Checkpointer:
     def load_rank_state(self) -> dict[str, Tensor]:
         """Return this rank's ``rank_state`` of the checkpoint loaded last; empty if another world size saved it.
 
-        This is not a collective.
+        This is not a collective. It belongs before the next save, which gives up what was loaded.
         """
-        if self._current_step is None:
-            return {}
-        folder = step_folder(self.folder, self._current_step)
-        same_world = read_manifest(folder).world_size == self._world.world_size
-        return restore_rank_state(folder, self._world.rank) if same_world else {}
+        folder = self._loaded_folder
+        return restore_rank_state(folder, self._world.rank) if folder and self._is_of_this_world(folder) else {}
 
     def wait(self) -> None:
         """Wait for the save that is under way.
@@ -191,10 +193,10 @@ class Checkpointer:
             raise failure
 
     def _settle(self) -> bool:
-        """Wait like ``wait``, but only note it if the disk was full; returns whether all is well."""
+        """Wait like ``wait``, but only note a full disk or a failing store; returns whether all is well."""
         try:
             self.wait()
-        except CheckpointRoomError as exc:
+        except (CheckpointRoomError, CheckpointUploadError) as exc:
             self._notes.append(f"{exc}; training goes on, and the next save tries again")
             return False
         return True
@@ -211,13 +213,12 @@ class Checkpointer:
 
     def take_notes(self) -> list[str]:
         """Return, once, what people should know and what stops nothing."""
-        return [self._notes.pop(0) for _ in range(len(self._notes))]
+        return [*self._place.take_notes(), *(self._notes.pop(0) for _ in range(len(self._notes)))]
 
     def _release(self) -> None:
         self._stager.close()
         self._control.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._place.close()
 
     def __enter__(self) -> Self:
         return self
@@ -227,73 +228,41 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _open_folder(self) -> None:
-        """Probe, lock and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
-        token = self.folder / ".probe-ranks.tmp"
-
-        def prepare() -> list[str]:
-            probe_folder(self.folder)
-            self._lock = FolderLock(self.folder)
-            if self._lock.note:
-                self._notes.append(self._lock.note)
-            leftovers = remove_leftovers(self.folder)
-            token.touch()
-            return leftovers
-
-        leftovers = self._control.decide("checkpoints cannot be kept", prepare)
-        seen = self._control.gather("the folder cannot be looked at", token.exists)
-        self._control.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
-        if not all(seen):
-            raise CheckpointError(
-                f"rank {seen.index(False)} does not see what rank 0 writes to {self.folder}; "
-                "give a folder on a file system that all nodes share"
-            )
-        if leftovers and self._world.rank == 0:
-            logger.info("removed what unfinished saves left in %s: %s", self.folder, ", ".join(leftovers))
-
     def _write(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
         try:
             saved = Snapshot(step=step, state=staged, extra_text=extra_text, metric=metric)
-            self._writer.write(saved, damaged=set(self.passed_over) - {step}, note=self._notes.append)
+            self._place.write(saved, damaged=set(self.passed_over) - {step}, note=self._notes.append)
             self._current_step = step
             self.passed_over.pop(step, None)
         except CheckpointError as exc:
             self._failure = exc
         except Exception as exc:  # noqa: BLE001 - the thread's owner raises it, from wait()
-            failure = CheckpointError(f"step {step} could not be saved to {self.folder}: {exc}")
+            failure = CheckpointError(f"step {step} could not be saved to {self._place.name}: {exc}")
             failure.__cause__ = exc
             self._failure = failure
 
-    def _verify(self, step: int) -> str:
-        """Check the files of a checkpoint, a share on each rank, and return what is wrong, the same on every rank."""
-        folder = step_folder(self.folder, step)
+    def _is_of_this_world(self, folder: Path) -> bool:
+        return read_manifest(folder).world_size == self._world.world_size
 
-        @self._reading
-        def check() -> list[str]:
-            try:
-                manifest = read_manifest(folder)
-            except CheckpointError as exc:
-                return [str(exc)]
-            return find_damage(folder, manifest, share=self._world.rank, shares=self._world.world_size)
+    def _find_needs(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, list[ByteRange]]:
+        rank = self._world.rank if self._is_of_this_world(folder) else None
+        return find_needs(folder, model, optimizer, rank=rank)
 
-        shares = self._control.gather(f"{folder} cannot be verified", check)
-        return "; ".join(dict.fromkeys(damage for share in shares for damage in share))
-
-    def _restore(self, step: int, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        folder = step_folder(self.folder, step)
+    def _restore(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         what = f"{folder} cannot be loaded"
-        restore = self._reading(lambda: restore_state(folder, model, optimizer))
+
+        @self._alone()
+        def restore() -> list[str]:
+            return restore_state(folder, model, optimizer)
+
         self.changed_settings = self._control.gather(what, restore)[0]
         return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
 
-    def _reading(self, work: Callable[[], T]) -> Callable[[], T]:
-        """The work, announced as one that this rank does alone."""
-
-        def announced() -> T:
-            self.entered("read checkpoint")
-            try:
-                return work()
-            finally:
-                self.entered("resume")
-
-        return announced
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Announce work that this rank does alone."""
+        self.entered("read checkpoint")
+        try:
+            yield
+        finally:
+            self.entered("resume")

@@ -14,7 +14,7 @@ class CheckpointConfig:
     """Where checkpoints go, how often they are written, and which are kept."""
 
     folder: str = "checkpoints"
-    """Folder that all ranks share, inside output_dir unless it is absolute."""
+    """Folder that all ranks share, inside output_dir unless it is absolute; or a URL as s3://bucket/prefix."""
 
     every_steps: int = 0
     """Steps between checkpoints; 0: only when asked to."""
@@ -32,12 +32,7 @@ class CheckpointConfig:
     """Write while training goes on."""
 
     def __post_init__(self) -> None:
-        scheme = urlsplit(str(self.folder)).scheme
-        if not str(self.folder) or scheme:
-            raise TrainerConfigError(
-                f"checkpoint.folder={str(self.folder)!r} is not a path; checkpoints are written to a file system that "
-                "all ranks share: give a path, or mount the store"
-            )
+        self._check_folder()
         if self.every_steps < 0:
             raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
         if self.keep_last < 1:
@@ -46,3 +41,29 @@ class CheckpointConfig:
             raise TrainerConfigError(f"checkpoint.keep_best={self.keep_best} must be 0 or more")
         if self.best not in ("max", "min", None):
             raise TrainerConfigError(f"checkpoint.best={self.best!r} must be 'max' or 'min'")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the folder is the URL of an object store."""
+        return "://" in str(self.folder)
+
+    def _check_folder(self) -> None:
+        folder = str(self.folder)
+        parts = urlsplit(folder)
+        if ":" in parts.netloc.rpartition("@")[0]:
+            raise TrainerConfigError(
+                f"checkpoint.folder is a {parts.scheme} URL that carries a password; set credentials in the "
+                "environment, or where the store's own tools look for them"
+            )
+        if parts.scheme in ("http", "https"):
+            raise TrainerConfigError(
+                f"checkpoint.folder={folder!r} is a web server's, which takes no checkpoints; give a path, or the URL "
+                "of an object store as s3://bucket/prefix"
+            )
+        if not folder or parts.scheme == "file" or (parts.scheme and not self.is_remote):
+            raise TrainerConfigError(
+                f"checkpoint.folder={folder!r} is neither a path nor the URL of an object store; give a path that all "
+                "ranks share, or a URL as s3://bucket/prefix"
+            )
+        if self.is_remote and not parts.netloc:
+            raise TrainerConfigError(f"checkpoint.folder={folder!r} names no bucket; write s3://bucket/prefix")

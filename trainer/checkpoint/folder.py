@@ -23,6 +23,7 @@ from .traffic import TRAFFIC
 
 MANIFEST_NAME = "manifest.json"
 EXTRA_NAME = "extra.json"
+METADATA_NAME = ".metadata"
 MANIFEST_VERSION = 1
 _FOLDER_NAME = re.compile(r"step-(\d+)")
 _LEFTOVER_NAME = re.compile(r"step-\d+(\.replaced|\.removed)?\.tmp|\.probe-\w+\.tmp")
@@ -131,8 +132,13 @@ def write_text_durably(path: Path, text: str) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest with a checksum over itself."""
+    write_text_durably(folder / MANIFEST_NAME, encode_manifest(manifest))
+
+
+def encode_manifest(manifest: Manifest, more: Mapping[str, Any] | None = None) -> str:
+    """The manifest as JSON, with what else it shall hold, and a checksum over itself."""
     body: dict[str, Any] = {
+        **(more or {}),
         "version": MANIFEST_VERSION,
         "step": manifest.step,
         "world_size": manifest.world_size,
@@ -141,7 +147,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "files": {name: {"size": seal.size, "xxh3": seal.xxh3} for name, seal in sorted(manifest.files.items())},
     }
     body["checksum"] = _checksum(body)
-    write_text_durably(folder / MANIFEST_NAME, json.dumps(body, indent=1) + "\n")
+    return json.dumps(body, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -152,26 +158,39 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        body = json.loads(path.read_bytes())
+        return decode_manifest(path.read_bytes(), str(path))[0]
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
+
+
+def decode_manifest(data: bytes, name: str) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest and all that its JSON holds, checked against its own checksum; ``name`` is for messages.
+
+    Raises:
+        CheckpointError: it is not JSON, of a version that is not known here, or was changed.
+    """
+    try:
+        body = json.loads(data)
         stated = body.pop("checksum")
         if _checksum(body) != stated:
             raise CheckpointError(
-                f"{path} was changed after it was written: its checksum is not the one that it states"
+                f"{name} was changed after it was written: its checksum is not the one that it states"
             )
         if body["version"] != MANIFEST_VERSION:
             raise CheckpointError(
-                f"{path} has version {body['version']}, this release reads version {MANIFEST_VERSION}; "
+                f"{name} has version {body['version']}, this release reads version {MANIFEST_VERSION}; "
                 "load it with the release that wrote it"
             )
-        return Manifest(
+        manifest = Manifest(
             step=body["step"],
             world_size=body["world_size"],
             metric=body["metric"],
             torch_version=body["torch_version"],
             files={name: FileSeal(**seal) for name, seal in body["files"].items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{name} cannot be read: {type(exc).__name__}: {exc}") from exc
+    return manifest, body
 
 
 def find_damage(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:

@@ -71,7 +71,7 @@ class FolderLock:
 
 def _describe_self() -> dict[str, Any]:
     began = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "ticks": _start_ticks(os.getpid()), "began": began}
+    return {"host": socket.gethostname(), "pid": os.getpid(), "ticks": start_ticks(os.getpid()), "began": began}
 
 
 def _read_owner(fd: int) -> dict[str, Any] | None:
@@ -86,10 +86,10 @@ def _is_alive(owner: dict[str, Any] | None) -> bool:
     """Whether the owner certainly lives: a process of this host with that pid and start."""
     if owner is None or owner["host"] != socket.gethostname():
         return False
-    return owner["ticks"] is not None and owner["ticks"] == _start_ticks(owner["pid"])
+    return owner["ticks"] is not None and owner["ticks"] == start_ticks(owner["pid"])
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None for one that is dead, or where there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -24,9 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..parallel.precision import local_part
-from .folder import find_damage, read_manifest
+from .folder import read_manifest
 from .readable import (
     expect_extra_state,
     pack_extra_state,
@@ -34,6 +37,7 @@ from .readable import (
     refuse_unreadable_values,
     unpack_extra_state,
 )
+from .remote.download import opened_checkpoint
 from .traffic import open_reader
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
@@ -71,6 +75,53 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
     metadata = open_reader(folder).read_metadata()
+    model_state, optimizer_state, never_stepped = _describe_wanted(folder, model, optimizer, metadata)
+    read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
+    unpack_extra_state(model_state)
+    optimizer_state["state"].update(never_stepped)
+    given = [_settings_of(group, optimizer) for group in optimizer.param_groups]
+    set_model_state_dict(model, model_state)
+    with _weights_kept(optimizer):
+        set_optimizer_state_dict(model, optimizer, optimizer_state)
+    return _keep_settings(optimizer, given)
+
+
+def find_needs(
+    folder: Path, model: nn.Module, optimizer: Optimizer, *, rank: int | None = None
+) -> dict[str, list[ByteRange]]:
+    """Return which bytes of which files ``restore_state`` reads, and with ``rank`` those of its own tensors.
+
+    Only the metadata of the checkpoint is read.
+
+    Raises:
+        CheckpointMismatchError: the checkpoint is of another model or optimizer.
+    """
+    metadata = open_reader(folder).read_metadata()
+    model_state, optimizer_state, _ = _describe_wanted(folder, model, optimizer, metadata)
+    plan = _plan_reading(open_reader(folder), {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)[0]
+    needs = _ranges_of(metadata, [item.storage_index for item in plan.items])
+    own = {} if rank is None else find_needs_of(folder, f"{RANKS}.{rank}.")
+    return {name: [*needs.get(name, ()), *own.get(name, ())] for name in {**needs, **own}}
+
+
+def find_needs_of(folder: Path, prefix: str) -> dict[str, list[ByteRange]]:
+    """Return in which bytes of which files everything is whose key starts with ``prefix``."""
+    metadata = open_reader(folder).read_metadata()
+    return _ranges_of(metadata, [index for index in metadata.storage_data or () if index.fqn.startswith(prefix)])
+
+
+def _ranges_of(metadata: Metadata, indices: Sequence[MetadataIndex]) -> dict[str, list[ByteRange]]:
+    ranges: dict[str, list[ByteRange]] = {}
+    for index in indices:
+        info = metadata.storage_data[index]
+        ranges.setdefault(info.relative_path, []).append(ByteRange(info.offset, info.offset + info.length))
+    return ranges
+
+
+def _describe_wanted(
+    folder: Path, model: nn.Module, optimizer: Optimizer, metadata: Metadata
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The states of model and optimizer that a checkpoint can be read into, and that of parameters it lacks."""
     saved = metadata.state_dict_metadata
     model_state = dict(get_model_state_dict(model))
     expect_extra_state(model_state, {key: saved.get(f"{MODEL}.{key}") for key in model_state})
@@ -82,15 +133,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
         wanted.update({f"{OPTIMIZER}.state.{parameter}.{name}": value for name, value in tensors.items()})
     _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
     _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
-
-    read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
-    unpack_extra_state(model_state)
-    optimizer_state["state"].update(never_stepped)
-    given = [_settings_of(group, optimizer) for group in optimizer.param_groups]
-    set_model_state_dict(model, model_state)
-    with _weights_kept(optimizer):
-        set_optimizer_state_dict(model, optimizer, optimizer_state)
-    return _keep_settings(optimizer, given)
+    return model_state, optimizer_state, never_stepped
 
 
 def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
@@ -105,17 +148,25 @@ def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
 
 def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
     """Fill the tensors of ``state`` in place, and replace its other values, from a checkpoint in the folder."""
-    reader, planner = open_reader(folder), DefaultLoadPlanner()
+    reader = open_reader(folder)
+    plan, planner = _plan_reading(reader, state, metadata)
+    reader.read_data(plan, planner).wait()
+
+
+def _plan_reading(
+    reader: FileSystemReader, state: dict[str, Any], metadata: Metadata
+) -> tuple[LoadPlan, DefaultLoadPlanner]:
+    planner = DefaultLoadPlanner()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    return planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan())), planner
 
 
 def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
     """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
 
-    Needs memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
+    The checkpoint is a folder, or a URL as ``s3://bucket/run/step-100``, of which the model alone is fetched. Needs
+    memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or safetensors is not installed.
@@ -126,15 +177,13 @@ def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
         raise CheckpointError(
             "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
         ) from exc
-    folder, path = Path(checkpoint), Path(path)
-    manifest = read_manifest(folder)
-    if damage := find_damage(folder, manifest):
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}; export another checkpoint")
-    metadata = open_reader(folder).read_metadata()
-    prefix = f"{MODEL}."
-    keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
-    tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
-    read_state(folder, {MODEL: tensors}, metadata)
+    path, prefix = Path(path), f"{MODEL}."
+    with opened_checkpoint(checkpoint, lambda folder: find_needs_of(folder, prefix)) as folder:
+        manifest = read_manifest(folder)
+        metadata = open_reader(folder).read_metadata()
+        keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
+        tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
+        read_state(folder, {MODEL: tensors}, metadata)
     partial = path.with_name(f"{path.name}.tmp")
     save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step)})
     partial.replace(path)

@@ -1,23 +1,25 @@
-"""How a checkpoint gets onto the disk: each rank writes its shards, rank 0 seals and publishes them."""
+"""How a checkpoint gets onto a shared disk: each rank writes its shards, rank 0 seals and publishes them."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..errors import CheckpointError, CheckpointRoomError
+from ...storage.errors import StorageError
+from ..errors import CheckpointError, CheckpointRoomError, CheckpointUploadError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .config import CheckpointConfig
 from .folder import (
     EXTRA_NAME,
+    METADATA_NAME,
     FileSeal,
     Manifest,
     prune_folder,
@@ -27,26 +29,17 @@ from .folder import (
     write_manifest,
     write_text_durably,
 )
+from .place import Snapshot
 from .room import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
 from .traffic import open_writer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Training as it was after ``step``: the copied state, ``extra`` as JSON, and the metric if it was measured."""
-
-    step: int
-    state: dict[str, Any]
-    extra_text: str
-    metric: float | None
 
 
 class CheckpointWriter:
     """Writes snapshots into a folder and deletes what need not stay; writing is a collective of all ranks."""
 
-    def __init__(self, config: CheckpointConfig, world: World, control: ControlGroup) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, world: World, control: ControlGroup) -> None:
         self._config = config
-        self._folder = Path(config.folder).absolute()
+        self._folder = folder
         self._world = world
         self._control = control
 
@@ -92,7 +85,7 @@ class CheckpointWriter:
 
         @naming_a_full_disk()
         def publish() -> None:
-            rank0_files = {name: seal_file(partial / name) for name in (EXTRA_NAME, ".metadata")}
+            rank0_files = {name: seal_file(partial / name) for name in (EXTRA_NAME, METADATA_NAME)}
             files = {name: seal for share in seals for name, seal in share.items()} | rank0_files
             write_manifest(
                 partial,
@@ -119,7 +112,7 @@ class CheckpointWriter:
         what = f"step {saved.step} could not be saved to {self._folder}"
         try:
             self._control.decide(what, prepare)
-            self._save_shards(what, saved.state, partial)
+            save_shards(what, saved.state, open_writer(partial), self._control)
             seals = self._control.gather(what, seal_shards)
             self._control.decide(what, publish)
         except Exception:
@@ -127,12 +120,21 @@ class CheckpointWriter:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _save_shards(self, what: str, state: dict[str, Any], partial: Path) -> None:
-        try:
-            save_shards(state, storage_writer=open_writer(partial), process_group=self._control.group)
-        except CheckpointException as exc:  # a BaseException, which holds the errors by rank
-            for rank, (error, _) in exc.failures.items():
-                if is_full_disk(error):
-                    raise CheckpointRoomError(f"{what}: rank {rank}: {describe_full_disk(error)}") from exc
-            causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
-            raise CheckpointError(f"{what}: {causes}") from exc
+
+def save_shards(what: str, state: dict[str, Any], writer: FileSystemWriter, control: ControlGroup) -> None:
+    """Write each rank's shards and rank 0's metadata; a collective.
+
+    Raises:
+        CheckpointError: on every rank, beginning with ``what`` and naming the ranks that failed; of a kind of its own
+            for a full disk and for a store that does not take it.
+    """
+    try:
+        save(state, storage_writer=writer, process_group=control.group)
+    except CheckpointException as exc:  # a BaseException, which holds the errors by rank
+        for rank, (error, _) in exc.failures.items():
+            if is_full_disk(error):
+                raise CheckpointRoomError(f"{what}: rank {rank}: {describe_full_disk(error)}") from exc
+            if isinstance(error, StorageError):
+                raise CheckpointUploadError(f"{what}: rank {rank}: {error}") from exc
+        causes = "; ".join(f"rank {rank}: {type(one[0]).__name__}: {one[0]}" for rank, one in exc.failures.items())
+        raise CheckpointError(f"{what}: {causes}") from exc

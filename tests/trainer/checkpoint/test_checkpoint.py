@@ -414,8 +414,17 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_next_may_succeed(tmp
 
 
 def test_what_cannot_be_configured_says_what_would_do(tmp_path: Path) -> None:
-    with pytest.raises(TrainerConfigError, match="'s3://bucket/run' is not a path"):
-        CheckpointConfig(folder="s3://bucket/run")
+    for folder, cause in (
+        ("", "neither a path nor the URL"),
+        ("file:///runs/a", "neither a path nor the URL"),
+        ("s3:/bucket/run", "neither a path nor the URL"),
+        ("s3:///run", "names no bucket"),
+        ("https://host/run", "a web server's"),
+        ("s3://me:hunter2hunter2@bucket/run", "carries a password"),
+    ):
+        with pytest.raises(TrainerConfigError, match=cause) as caught:
+            CheckpointConfig(folder=folder)
+        assert "hunter2" not in str(caught.value)
     for name, value in (("keep_last", 0), ("keep_best", -1), ("every_steps", -1), ("best", "most")):
         with pytest.raises(TrainerConfigError, match=f"{name}={value!r}"):
             CheckpointConfig(folder=tmp_path, **{name: value})
