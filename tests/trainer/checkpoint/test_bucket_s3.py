@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from launch_ranks import Ranks, run_ranks
 from test_checkpoint import assert_same, build, fill, step_once, whole_state
 
 from penstock import open_store
-from penstock.storage import Store
+from penstock.storage import AccessDeniedError, Store
+from penstock.storage.remote import RemoteStore
 from penstock.trainer import CheckpointConfig, World, export_safetensors
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.remote.layout import list_stored, read_stored
@@ -214,6 +216,39 @@ def _save_first(world: World, url: str, options: dict[str, Any]) -> None:
         fill(net, 1.0)
         with Checkpointer(CheckpointConfig(folder=url), world) as checkpoints:
             checkpoints.save(1, net, optimizer, {"state": 1})
+
+
+def _save_with_a_rank_that_cannot(world: World, url: str, options: dict[str, Any]) -> Any:
+    put = RemoteStore.put
+
+    def put_or_fail(store: RemoteStore, key: str, data: Any) -> Any:
+        if world.rank == 1 and "step-2." in key:
+            raise AccessDeniedError(f"{key}: access denied")
+        return put(store, key, data)
+
+    with kept_in(options["endpoint"], options):
+        net, optimizer = build(2)
+        with Checkpointer(CheckpointConfig(folder=url), world) as checkpoints:
+            RemoteStore.put = put_or_fail  # type: ignore[method-assign]
+            for step in (1, 2, 3):
+                checkpoints.save(step, net, optimizer, {})
+            notes = checkpoints.take_notes()
+        with closing(open_store(url)) as store:
+            left = {info.key for info in store.list()} - {
+                LOCK_KEY,
+                *named_keys(store),
+            }  # rank 0 may not have closed yet
+            return notes, list_stored(store), left
+
+
+def test_a_save_that_fails_on_one_rank_is_noted_on_all_and_the_next_succeeds(
+    s3_url: tuple[str, dict[str, Any]],
+) -> None:
+    for notes, steps, left in run_ranks(_save_with_a_rank_that_cannot, 2, s3_url[0], s3_url[1]):
+        assert len(notes) == 1
+        assert re.match(r"step 2 could not be saved to s3://.*: rank 1: .*access denied; training goes on", notes[0])
+        assert steps == [3, 1]
+        assert not left
 
 
 def _continue_on_nodes(world: World, url: str, options: dict[str, Any], folder: str, zero: int) -> Any:
