@@ -16,13 +16,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks
 from test_checkpoint import assert_same, build, fill, step_once, whole_state
 
 from penstock import open_store
 from penstock.storage import AccessDeniedError, Store
 from penstock.storage.remote import RemoteStore
-from penstock.trainer import CheckpointConfig, World, export_safetensors
+from penstock.trainer import CheckpointConfig, CheckpointError, World, export_safetensors
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.remote.layout import list_stored, read_stored
 from penstock.trainer.checkpoint.remote.lock import LOCK_KEY
@@ -238,17 +239,27 @@ def _save_with_a_rank_that_cannot(world: World, url: str, options: dict[str, Any
                 LOCK_KEY,
                 *named_keys(store),
             }  # rank 0 may not have closed yet
-            return notes, list_stored(store), left
+            steps = list_stored(store)
+        dist.barrier()
+        if world.rank == 1:
+            tempfile.tempdir = "/no/such/folder"
+        with Checkpointer(CheckpointConfig(folder=url), world) as checkpoints:
+            try:
+                checkpoints.load_newest(net, optimizer)
+            except CheckpointError as exc:
+                return notes, steps, left, str(exc)
+        raise AssertionError("a rank has nowhere to fetch to")
 
 
-def test_a_save_that_fails_on_one_rank_is_noted_on_all_and_the_next_succeeds(
+def test_what_fails_on_one_rank_is_known_to_all_and_the_next_save_succeeds(
     s3_url: tuple[str, dict[str, Any]],
 ) -> None:
-    for notes, steps, left in run_ranks(_save_with_a_rank_that_cannot, 2, s3_url[0], s3_url[1]):
+    for notes, steps, left, resumed in run_ranks(_save_with_a_rank_that_cannot, 2, s3_url[0], s3_url[1]):
         assert len(notes) == 1
         assert re.match(r"step 2 could not be saved to s3://.*: rank 1: .*access denied; training goes on", notes[0])
         assert steps == [3, 1]
         assert not left
+        assert re.match(r"s3://.*/step-3 cannot be loaded: rank 1: .*/no/such/folder", resumed)
 
 
 def _continue_on_nodes(world: World, url: str, options: dict[str, Any], folder: str, zero: int) -> Any:

@@ -58,8 +58,12 @@ class Bucket:
         self._staging: Staging | None = None
         self._is_untidy = False
         self._notes: list[str] = []
-        with _in_words(CheckpointError):
+
+        @_in_words(CheckpointError)
+        def open_it() -> None:
             self._store = open_store(config.folder)
+
+        control.gather("checkpoints cannot be kept", open_it)
         try:
             self._open()
         except BaseException:
@@ -89,7 +93,6 @@ class Bucket:
     def verify(self, step: int, needs: Needs, alone: Alone) -> tuple[Path, str]:
         """Fetch what this rank will read into a folder of its own, part by part against the manifest's checksums."""
         self.release()
-        staging = self._staging = Staging()
         name = self.name_of(step)
 
         @_in_words(CheckpointError)
@@ -103,17 +106,20 @@ class Bucket:
         @_in_words(CheckpointError)
         def bring() -> list[str]:
             assert isinstance(found, Stored)
+            self._staging = Staging()
+            folder = self._staging.folder
             try:
                 with alone():
-                    return fetch(self._store, found, needs, staging.folder)
+                    return fetch(self._store, found, needs, folder)
             except CheckpointError as exc:  # people know it by the name of the store
-                raise type(exc)(str(exc).replace(f"{staging.folder}", name)) from exc
+                raise type(exc)(str(exc).replace(str(folder), name)) from exc
 
         found = self._control.decide(f"{name} cannot be verified", look)
         if isinstance(found, str):
-            return staging.folder, found
+            return Path(), found
         shares = self._control.gather(f"{name} cannot be loaded", bring)
-        return staging.folder, "; ".join(dict.fromkeys(damage for share in shares for damage in share[:3]))
+        assert self._staging is not None, "all ranks have one, or an error"
+        return self._staging.folder, "; ".join(dict.fromkeys(damage for share in shares for damage in share[:3]))
 
     def release(self) -> None:
         staging, self._staging = self._staging, None
