@@ -16,7 +16,10 @@ Step = Literal["best", "latest"] | int
 def refuse_url(path: str | Path) -> None:
     """Raise a CheckpointError for what is not on a file system."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # pathlib leaves one slash of two
-        raise CheckpointError(f"{path} is a URL; weights are read from a file system: copy them, or mount the store")
+        raise CheckpointError(
+            f"{path} is a URL; weights are read from a file system: copy them, or mount the store. Those of a "
+            "checkpoint there: penstock.trainer.export_safetensors('URL/step-N', 'weights.safetensors')"
+        )
 
 
 def holds_checkpoints(run: Path) -> bool:
