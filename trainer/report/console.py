@@ -76,9 +76,9 @@ def format_times(seconds: Mapping[str, float], total_s: float) -> str:
     """A table of phases, longest first; what no phase covers is "other"."""
     rows = sorted(seconds.items(), key=lambda item: -item[1])
     rows.append(("other", max(0.0, total_s - sum(seconds.values()))))
-    lines = ["where the time went (rank 0)", f"{'phase':<12}{'seconds':>10}{'share':>8}"]
-    lines += [f"{name:<12}{spent:>10.2f}{spent / max(total_s, 1e-9):>8.1%}" for name, spent in rows]
-    lines.append(f"{'all':<12}{total_s:>10.2f}{1:>8.1%}")
+    lines = ["where the time went (rank 0)", f"{'phase':<18}{'seconds':>10}{'share':>8}"]
+    lines += [f"{name:<18}{spent:>10.2f}{spent / max(total_s, 1e-9):>8.1%}" for name, spent in rows]
+    lines.append(f"{'all':<18}{total_s:>10.2f}{1:>8.1%}")
     return "\n".join(lines)
 
 
