@@ -63,7 +63,9 @@ def resume_marks(run: RunLog) -> list[tuple[int, str]]:
     """Where each later attempt went on, with what changed: (step, words)."""
     found = []
     for before, after in zip(run.attempts, run.attempts[1:], strict=False):
-        if before.world_size == after.world_size or None in (before.world_size, after.world_size):
+        if not after.start:
+            label = "went back"
+        elif before.world_size == after.world_size or before.world_size is None:
             label = "resumed"
         else:
             label = f"{before.world_size}→{after.world_size} ranks"

@@ -25,7 +25,7 @@ from .flops import Compute, FlopCount, device_name
 from .memory import measure_memory
 from .observers import open_observers
 from .progress import Progress, Summary, Window
-from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver, make_record
+from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver
 
 logger = logging.getLogger(__name__)
 # The phases whose seconds go into a record of this kind.
@@ -136,8 +136,8 @@ class Recorder:
     def record(self, kind: str, values: Values) -> None:
         if kind in _TIMED:
             values = {**values, "seconds": values.get("seconds", self._take_seconds(kind))}
-        record = make_record(kind, self._progress.step, values)
-        self._tell(self._observers, lambda observer: deliver(observer, record))
+        step = self._progress.step
+        self._tell(self._observers, lambda observer: deliver(observer, kind, step, values))
 
     def _take_seconds(self, kind: str) -> float:
         """Seconds of this kind's phases since its last record."""

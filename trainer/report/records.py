@@ -202,9 +202,11 @@ RECORDS: Mapping[str, type[Record]] = {
 }
 
 
-def make_record(kind: str, step: int, values: Values) -> Record:
+def make_record(kind: str, step: int, values: Values) -> Record | None:
     """The typed record of these values: its fields are those of the same names, None where a value lacks."""
-    form = RECORDS[kind]
+    form = RECORDS.get(kind)
+    if form is None:
+        return None
     own: dict[str, Any] = {
         one.name: values.get(one.name, None if one.default is MISSING else one.default)
         for one in fields(form)
@@ -213,9 +215,9 @@ def make_record(kind: str, step: int, values: Values) -> Record:
     return form(step=step, values=values, **own)
 
 
-def deliver(observer: Observer | Callbacks, record: Record) -> None:
-    """Hand a record to an observer of either form."""
-    if isinstance(observer, Callbacks):
-        getattr(observer, f"on_{record.kind}")(record)
-    else:
-        observer.record(record.kind, record.step, record.values)
+def deliver(observer: Observer | Callbacks, kind: str, step: int, values: Values) -> None:
+    """Hand a record to an observer of either form; callbacks hear of kinds that have a type."""
+    if not isinstance(observer, Callbacks):
+        observer.record(kind, step, values)
+    elif (record := make_record(kind, step, values)) is not None:
+        getattr(observer, f"on_{kind}")(record)
