@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,10 @@ def read_run(path: Path) -> RunLog:
                 if record is None:
                     damaged += 1
                     continue
-                if not attempts or _begins_anew(attempts[-1], record):
+                if not attempts:
                     attempts.append(Attempt())
+                elif _begins_anew(attempts[-1], record):
+                    attempts.append(Attempt(records=_take_first_notes(attempts[-1], record)))
                 attempts[-1].records.append(record)
     except OSError as exc:
         raise TrainerError(f"{path} cannot be read ({exc.strerror or exc})") from exc
@@ -168,6 +171,17 @@ def _begins_anew(attempt: Attempt, record: Mapping[str, Any]) -> bool:
     # Files of older releases have neither.
     steps = attempt.of("train")
     return record["kind"] == "train" and bool(steps) and record["step"] <= steps[-1]["step"]
+
+
+def _take_first_notes(before: Attempt, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The notes that a start of the ranks wrote before ``record``: those after the longest pause are its own."""
+    count = len(list(takewhile(lambda one: one["kind"] == "note", reversed(before.records[1:]))))
+    times = [one["time"] for one in (*before.records[-count - 1 :], record)]
+    pauses = [after - earlier for earlier, after in pairwise(times)]
+    first = len(before.records) - count + pauses.index(max(pauses))
+    taken = before.records[first:]
+    del before.records[first:]
+    return taken
 
 
 def _read_stalls(folder: Path) -> Iterator[str]:

@@ -152,6 +152,36 @@ def test_flops_are_counted_without_a_trace_on_training(world: World, tmp_path: P
         assert record["mfu"] == pytest.approx(record["flops_per_s"] / 1e9)
 
 
+class Stack(nn.Module):
+    """Blocks that can be sharded, compiled and recomputed one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": {"every": 1}},
+        {"compile": {"enabled": True, "backend": "eager"}},
+        {"parallel": {"zero": 3}, "step": {"accumulate": 2}},
+    ],
+)
+def test_a_model_costs_the_same_however_it_is_run(world: World, tmp_path: Path, options: Any) -> None:
+    report = {"every": 1, "quiet": True, "count_flops": True}
+    with make_trainer(world, str(tmp_path), model=Stack(), report=report, steps=2, **options) as trainer:
+        trainer.train()
+    # Three forwards, three gradients of weights, and two of inputs: none for the first block's.
+    for record in read(tmp_path):
+        assert record["flops_per_s"] == pytest.approx(8 * 8 * record["samples_per_s"])
+
+
 class Routed(Line):
     """What it computes depends on the values of its inputs."""
 

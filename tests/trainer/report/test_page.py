@@ -90,6 +90,19 @@ def test_restarts_stand_with_their_ranks_and_the_steps_that_were_made_again(tmp_
     assert "Training ended after step 20 of 20" in page
 
 
+def test_what_a_start_notes_first_is_its_own_and_lengthens_no_start_before(tmp_path: Path) -> None:
+    run = write(
+        tmp_path,
+        [
+            *(start(0, 1), *steps(1, 2), {"kind": "note", "step": 2, "note": "old", "time": 1003.5}),
+            *({"kind": "note", "step": 0, "note": text, "time": 5000.0} for text in ("new", "newer")),
+            *({"kind": "resume", "step": 2, "world_size": 1, "time": 5001.0}, {**start(2, 1), "time": 5002.0}),
+        ],
+    )
+    assert [[note["note"] for note in one.of("note")] for one in run.attempts] == [["old"], ["new", "newer"]]
+    assert [one.ended_s for one in run.attempts] == [1003.5, 5002.0]
+
+
 def test_times_add_up_and_what_no_phase_covers_is_told(tmp_path: Path) -> None:
     spent = write(tmp_path, [start(0, 1), *steps(1, 4, seconds_forward=0.5)]).phase_seconds()
     assert spent == {"forward": 2.0, "fetch": 1.0, "other": 1.0}
