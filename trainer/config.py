@@ -15,7 +15,7 @@ from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
 from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
-from .report.observers import ReportConfig
+from .report.config import ReportConfig
 from .schedule import ScheduleConfig
 from .shares import check_speed_shares
 from .step import StepConfig

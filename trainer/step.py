@@ -60,7 +60,7 @@ class StepResult:
     loss: float
     count: float
     rows: int
-    gradient_norm: float | None
+    gradient_norm: float | torch.Tensor | None
     outcome: Outcome
     stop_requested: bool
 
@@ -85,6 +85,7 @@ class StepRunner:
         precision: PrecisionConfig,
         phase: Phase,
         clock: ComputeClock | None = None,
+        takes_norm: bool = False,
     ) -> None:
         self._parallel = parallel
         self._world = parallel.world
@@ -92,6 +93,7 @@ class StepRunner:
         self._loss = loss
         self._config = config
         self._precision = precision
+        self._takes_norm = takes_norm
         self._phase = phase
         self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._scaler = LossScaler(precision, self._world)
@@ -162,7 +164,7 @@ class StepRunner:
         loss_total, count_total, rows, bad, stop, order, squares, bad_gradients, *used = values
         self._parallel.check_order(order, squares)
         self._parallel.drop_unused(used)
-        norm: float | None = None
+        norm: float | torch.Tensor | None = None
         outcome: Outcome
         if bad:
             self._refuse_or_skip(step, microbatches, suspects)
@@ -226,8 +228,8 @@ class StepRunner:
             dist.all_reduce(known)
         return max(1.0, float(known))
 
-    def _update(self, step: int, correction: float) -> tuple[Outcome, float | None]:
-        norm: float | None = None
+    def _update(self, step: int, correction: float) -> tuple[Outcome, float | torch.Tensor | None]:
+        norm: float | torch.Tensor | None = None
         factor = correction
         gradients = self._gather_gradients()
         if self._scaler.is_enabled():
@@ -238,6 +240,8 @@ class StepRunner:
                 self._count_skip(f"step {step}: the global norm of the gradients is {norm}")
                 return "non-finite", norm
             factor *= min(1.0, self._config.clip_norm / (norm + 1e-6))
+        elif self._takes_norm:
+            norm = norm_on_device(gradients) * correction
         if factor != 1.0:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
         with named_if_it_fails(self._optimizer, self._parallel.config.zero):
@@ -320,5 +324,10 @@ def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> float:
     """The Euclidean norm of all gradients as one vector, over all shards; a collective where they are sharded."""
+    return float(norm_on_device(gradients))
+
+
+def norm_on_device(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As ``global_norm``, () on the gradients' device, for which nothing waits."""
     norm = torch.nn.utils.get_total_norm([one._values() if one.is_sparse else one for one in gradients])
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,18 +1,27 @@
-"""Where the time goes: seconds in each phase of the loop, by this rank's host clock."""
+"""Where the time goes: seconds in each phase of the loop, by this rank's host clock and by its device's."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
+
+import torch
+
+# What the host only starts on a CUDA device, so that its clock does not see how long it takes.
+_ON_DEVICE = ("forward", "backward", "optimizer")
+_KEPT_SPANS = 256
 
 
 class Stopwatch:
     """Adds up seconds by phase; ``entered`` is called with the name of each phase as it begins. One thread uses it."""
 
-    def __init__(self, entered: Callable[[str], None] | None = None) -> None:
+    def __init__(self, entered: Callable[[str], None] | None = None, clock: DeviceClock | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self.entered = entered
+        self.clock = clock
         self._phases: dict[str, _Phase] = {}
         self._started = time.perf_counter()
 
@@ -20,32 +29,73 @@ class Stopwatch:
         """A context for one phase; phases do not nest."""
         found = self._phases.get(name)
         if found is None:
-            found = self._phases[name] = _Phase(self, name)
+            timed = self.clock is not None and name in _ON_DEVICE
+            found = self._phases[name] = _Phase(self, name, self.clock if timed else None)
         return found
 
     def enter(self, name: str) -> None:
         if self.entered is not None:
             self.entered(name)
 
+    def read(self) -> dict[str, float]:
+        """Seconds by phase so far: the device's own for what runs on it, as far as it has come, else the host's."""
+        return self.seconds if self.clock is None else {**self.seconds, **self.clock.read()}
+
     @property
     def total_s(self) -> float:
         return time.perf_counter() - self._started
 
 
-class _Phase:
-    __slots__ = ("_name", "_since", "_stopwatch")
+class DeviceClock:
+    """Adds up how long a CUDA device works on each phase, by events that are read when they have come; never waits."""
 
-    def __init__(self, stopwatch: Stopwatch, name: str) -> None:
+    def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
+        self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._seconds: dict[str, float] = {}
+        self._spans: deque[tuple[str, Any, Any]] = deque()
+        self._free: list[Any] = []
+
+    def mark(self) -> Any:
+        """An event at this point of the device's work."""
+        event = self._free.pop() if self._free else self._make_event()
+        event.record()
+        return event
+
+    def add(self, name: str, begin: Any) -> None:
+        """Count what the device does from ``begin`` to this point for a phase."""
+        self._spans.append((name, begin, self.mark()))
+        if len(self._spans) > _KEPT_SPANS:
+            self.read()
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase, of spans that the device is through with."""
+        while self._spans and self._spans[0][2].query():
+            name, begin, end = self._spans.popleft()
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+            self._free += (begin, end)
+        return dict(self._seconds)
+
+
+class _Phase:
+    __slots__ = ("_begin", "_clock", "_name", "_since", "_stopwatch")
+
+    def __init__(self, stopwatch: Stopwatch, name: str, clock: DeviceClock | None) -> None:
         self._stopwatch = stopwatch
         self._name = name
+        self._clock = clock
         self._since = 0.0
+        self._begin: Any = None
 
     def __enter__(self) -> None:
         self._stopwatch.enter(self._name)
         self._since = time.perf_counter()
+        if self._clock is not None:
+            self._begin = self._clock.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._clock is not None:
+            self._clock.add(self._name, self._begin)
         seconds = self._stopwatch.seconds
         seconds[self._name] = seconds.get(self._name, 0.0) + time.perf_counter() - self._since

@@ -26,15 +26,17 @@ from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel
 from .randomness import seed_step
 from .ranks.world import World, open_world
-from .report.observers import Observer, format_times
+from .report.console import format_times
+from .report.flops import FlopCount
 from .report.progress import Progress, Summary
 from .report.recorder import Recorder
+from .report.records import Callbacks, Observer
 from .run_length import agree_on_length, count_steps, effective_batch_size
 from .saver import Saver
 from .schedule import Schedule
 from .shares import SpeedShares
 from .step import LossFunction, StepRunner
-from .stopwatch import Stopwatch
+from .stopwatch import DeviceClock, Stopwatch
 
 
 class DistributedTrainer:
@@ -65,14 +67,14 @@ class DistributedTrainer:
         *,
         loss: LossFunction,
         evaluation: Evaluation | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[Observer | Callbacks] = (),
         world: World | None = None,
         initialise: Initialiser | None = None,
     ) -> None:
         self.config = config
         self.world = world if world is not None else open_world(device=config.device)
         self.progress = Progress()
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(clock=DeviceClock() if self.world.device.type == "cuda" else None)
         self._feed = Feed(loader, accumulate=config.step.accumulate, world=self.world)
         self._evaluation = evaluation
         self._metrics: dict[str, float] = {}
@@ -98,7 +100,7 @@ class DistributedTrainer:
         loader: Iterable[Any],
         *,
         loss: LossFunction,
-        observers: Sequence[Observer],
+        observers: Sequence[Observer | Callbacks],
         initialise: Initialiser | None,
     ) -> None:
         """Make the parts and resume, while the ranks watch each other."""
@@ -108,6 +110,7 @@ class DistributedTrainer:
         self._feed.ends_apart = length is None
         total_steps = count_steps(config, length, loader)
         self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
+        self._recorder.flops = FlopCount(config.report, model, loss, self.world, config.precision.dtype)
         compile_model(model, config.compile, config.parallel, self.world, config.activation)
         recompute_activations(model, config.activation)
         self.parallel = ParallelModel(
@@ -141,6 +144,7 @@ class DistributedTrainer:
             precision=config.precision,
             phase=self.stopwatch.phase,
             clock=clock,
+            takes_norm=config.report.gradient_norm,
         )
         try:
             self._saver = Saver(
@@ -166,7 +170,8 @@ class DistributedTrainer:
         """
         started, stopped = time.perf_counter(), False
         begin_training(self.parallel.inner)
-        self._recorder.begin()
+        parallel, dtype = self.config.parallel, self.config.precision.dtype
+        self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
         with self._guard:
             while not self._is_done():
                 microbatches = self._fetch()
@@ -174,6 +179,7 @@ class DistributedTrainer:
                     if stopped := self._end_epoch():
                         break
                     continue
+                self._recorder.settle_flops(microbatches[0])
                 seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device)
                 self.schedule.set_rates(self.progress.updates)
                 result = self.steps.run(
@@ -280,6 +286,7 @@ class DistributedTrainer:
         step, state = found
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
+        self._recorder.record("resume", {"world_size": self.world.world_size})
         self._recorder.note(
             f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
         )

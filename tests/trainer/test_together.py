@@ -103,3 +103,21 @@ def test_compressed_gradients_send_as_few_bytes_as_their_scheme_says(ranks_folde
         assert found["powersgd-0"] < 0.95
         assert found["topk-0"] < 0.05
         assert found["bf16-2"] == 0.5
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_norm_without_clipping_is_that_with_it_and_the_same_for_every_zero_stage(
+    ranks_folder: Path, zero: int
+) -> None:
+    found = read(ranks_folder, "take-norms")[0]
+    norms = [record["gradient_norm"] for record in found[f"free{zero}"]]
+    assert len(norms) == 4
+    assert min(norms) > 0
+    assert norms == pytest.approx([record["gradient_norm"] for record in found[f"clipped{zero}"]], rel=1e-6)
+    assert norms == pytest.approx([record["gradient_norm"] for record in found["free0"]], rel=1e-6)
+
+
+def test_mfu_is_that_of_the_mean_device(ranks_folder: Path) -> None:
+    for record in read(ranks_folder, "take-norms")[0]["free0"]:
+        assert record["flops_per_s"] == pytest.approx(6.0 * record["samples_per_s"] / 3, rel=1e-9)
+        assert record["mfu"] == pytest.approx(record["flops_per_s"] / 1e3, rel=1e-9)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ def make_trainer(world: World, folder: str, loader: Any = None, model: nn.Module
     evaluation = options.pop("evaluation", None)
     initialise = options.pop("initialise", None)
     optimizer = options.pop("optimizer", lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    observers = options.pop("observers", ())
     report = {"quiet": True, "every": 1}
     values = {"steps": 4, "output_dir": folder, "precision": {"dtype": "fp32"}, "report": report, **options}
     return DistributedTrainer(
@@ -72,6 +75,7 @@ def make_trainer(world: World, folder: str, loader: Any = None, model: nn.Module
         build_config(TrainerConfig, values),
         loss=loss,
         evaluation=evaluation,
+        observers=observers,
         world=world,
         initialise=initialise,
     )
@@ -193,6 +197,23 @@ def scale_losses(world: World) -> dict[str, Any]:
     return found
 
 
+def take_norms(world: World) -> dict[str, Any]:
+    """The norm of each step's gradients with a clip that never clips, and without one; the last batch is partial."""
+    found: dict[str, Any] = {}
+    for zero in (0, 1, 3):
+        for name, step in (("clipped", {"clip_norm": 1e9}), ("free", {})):
+            report = {"quiet": True, "every": 1, "gradient_norm": True, "flops_per_sample": 6.0, "peak_flops": 1e3}
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                make_trainer(world, folder, step=step, report=report, parallel={"zero": zero}) as trainer,
+            ):
+                trainer.train()
+                if world.is_first:
+                    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+                    found[f"{name}{zero}"] = [line for line in lines if line["kind"] == "train"]
+    return found
+
+
 def slow_on_the_last_rank(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     slow = torch.distributed.get_rank() == 2
     time.sleep(len(batch["x"]) * (4e-3 if slow else 1e-3))
@@ -311,6 +332,7 @@ TOGETHER: dict[str, Callable[[World], Any]] = {
     "refuse-unequal": refuse_unequal,
     "refuse-output": refuse_output,
     "meet-nan": meet_nan,
+    "take-norms": take_norms,
     "scale-losses": scale_losses,
     "share-by-speed": share_by_speed,
     "stop-by-signal": stop_by_signal,

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from ..step import StepResult
 from ..stopwatch import Stopwatch
+from .flops import Compute
 
 
 @dataclass(kw_only=True)
@@ -82,17 +85,18 @@ class Summary(Counts):
 
 
 class Window:
-    """The steps since the last record: sums, and this rank's times."""
+    """The steps since the last record: sums, and this rank's times. What a step left on the device is read late."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.steps = 0
-        self._loss_sum = 0.0
+        self._loss_sum: float | torch.Tensor = 0.0
         self._count = 0.0
         self._rows = 0
-        self._gradient_norm: float | None = None
+        self._norm: float | torch.Tensor | None = None
+        self._largest_norm: float | torch.Tensor | None = None
         self._stopwatch = stopwatch
         self._started_s = stopwatch.total_s
-        self._waited_before_s = stopwatch.seconds.get("fetch", 0.0)
+        self._seconds_before = dict(stopwatch.read())
 
     def add(self, result: StepResult) -> None:
         self.steps += 1
@@ -100,26 +104,50 @@ class Window:
             self._loss_sum += result.loss * result.count
             self._count += result.count
         self._rows += result.rows
-        self._gradient_norm = result.gradient_norm
+        self._norm = norm = result.gradient_norm
+        if norm is not None and result.outcome == "updated":
+            largest = self._largest_norm
+            self._largest_norm = norm if largest is None else _larger(largest, norm)
 
     @property
     def loss(self) -> float:
         """The mean over all samples or tokens of the steps with a finite loss."""
-        return self._loss_sum / self._count if self._count else math.nan
+        return float(self._loss_sum) / self._count if self._count else math.nan
 
     @property
     def seconds_per_step(self) -> float:
         return self._seconds / max(1, self.steps)
 
-    def describe(self) -> dict[str, float | int | str | None]:
-        waited_s = self._stopwatch.seconds.get("fetch", 0.0) - self._waited_before_s
-        return {
+    def describe(self, compute: Compute | None = None) -> dict[str, float | int | str | None]:
+        """The record's values; ``compute`` adds what the devices computed. Waits for the device where it must."""
+        phases = self._phase_seconds()
+        wall_s = self._seconds
+        found: dict[str, float | int | str | None] = {
+            "steps": self.steps,
+            "seconds": wall_s,
             "loss": self.loss,
-            "samples_per_s": self._rows / self._seconds,
-            "data_wait_share": waited_s / self._seconds,
-            "gradient_norm": self._gradient_norm,
+            "samples_per_s": self._rows / wall_s,
+            "data_wait_share": phases.get("fetch", 0.0) / wall_s,
+            "gradient_norm": None if self._norm is None else float(self._norm),
         }
+        if self._largest_norm is not None:
+            found["gradient_norm_max"] = float(self._largest_norm)
+        if self._count > self._rows:  # the loss counts something smaller than samples
+            found["tokens_per_s"] = self._count / wall_s
+        if compute is not None:
+            found |= compute.describe(rows=self._rows, count=self._count, seconds=wall_s)
+        return found | {f"seconds_{name.replace(' ', '_')}": spent for name, spent in phases.items()}
+
+    def _phase_seconds(self) -> dict[str, float]:
+        now = self._stopwatch.read()
+        return {name: spent - self._seconds_before.get(name, 0.0) for name, spent in now.items()}
 
     @property
     def _seconds(self) -> float:
         return max(self._stopwatch.total_s - self._started_s, 1e-9)
+
+
+def _larger(one: float | torch.Tensor, other: float | torch.Tensor) -> float | torch.Tensor:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.maximum(one, other)
+    return max(float(one), float(other))

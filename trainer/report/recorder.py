@@ -4,44 +4,61 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..compression.compression import CompressionStats
 from ..errors import TrainerError
 from ..ranks.world import World
 from ..step import StepResult
 from ..stopwatch import Stopwatch
-from .observers import Observer, ReportConfig, Values, open_observers
+from .config import ReportConfig
+from .flops import Compute, FlopCount, device_name
+from .memory import measure_memory
+from .observers import open_observers
 from .progress import Progress, Summary, Window
+from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver
 
 logger = logging.getLogger(__name__)
+# The phases whose seconds go into a record of this kind.
+_TIMED = {"evaluate": ("evaluate", "evaluation fetch"), "checkpoint": ("checkpoint",)}
 
 
 class Recorder:
     """Collects steps on every rank and passes them to the observers, which only rank 0 has; ``open`` is a collective.
 
-    All mutable state: the window of steps since the last record and the mean loss of the window before.
+    All mutable state: the window of steps since the last record, the mean loss of the window before, what a sample
+    costs to compute, and the seconds of evaluations and saves that were recorded.
     """
 
     def __init__(self, progress: Progress, stopwatch: Stopwatch, total_steps: int | None) -> None:
-        self._observers: Sequence[Observer] = ()
+        self._observers: Sequence[Observer | Callbacks] = ()
         self._progress = progress
         self._stopwatch = stopwatch
         self._total_steps = total_steps
         self._window = Window(stopwatch)
+        self._told_seconds: dict[str, float] = {}
+        self._device = torch.device("cpu")
         self.loss = math.nan
+        self.flops: FlopCount | None = None
+        self._compute: Compute | None = None
 
-    def open(self, given: Sequence[Observer], config: ReportConfig, output_dir: Path, world: World) -> None:
+    def open(self, given: Sequence[Observer | Callbacks], config: ReportConfig, output_dir: Path, world: World) -> None:
         """Pass records to the given observers and those of the config from now on, and close them; a collective.
 
         Raises:
             TrainerError: on every rank, if one of the config's observers could not be opened.
         """
         problem: list[TrainerError | None] = [None]
+        self._device = world.device
         if world.is_first:
             try:
                 self._observers = [*given, *open_observers(config, output_dir, self._total_steps)]
@@ -52,12 +69,42 @@ class Recorder:
         if problem[0] is not None:
             raise problem[0]
 
-    def begin(self) -> None:
-        """Start timing the steps."""
+    def start(self, world: World, model: nn.Module, settings: Values) -> None:
+        """Record that training begins, or begins again, on these ranks; and start timing the steps."""
+        self.record(
+            "start",
+            {
+                "world_size": world.world_size,
+                "num_nodes": world.num_nodes,
+                "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                "device": device_name(world.device),
+                "host": socket.gethostname(),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "total_steps": self._total_steps,
+                "peak_flops": None if self.flops is None else self.flops.peak,
+                "torch": torch.__version__,
+                **settings,
+            },
+        )
         self._window = Window(self._stopwatch)
 
+    def settle_flops(self, batch: Any) -> None:
+        """Before the first step: settle what a sample costs to compute. A collective where the loss is one."""
+        flops, self.flops = self.flops, None
+        if flops is None or not flops.is_wanted:
+            return
+        with self._stopwatch.phase("count flops"):
+            self._compute, notes = flops.settle(batch)
+        for text in notes:
+            self.note(text)
+
     def add(self, result: StepResult) -> None:
+        """Count a step that has just been counted as progress, and tell those who want to hear of each."""
         self._window.add(result)
+        listening = [one for one in self._observers if isinstance(one, Callbacks)]
+        if listening:
+            record = StepRecord(self._progress.step, self._progress.epoch, result)
+            self._tell(listening, lambda observer: observer.on_step(record))  # type: ignore[union-attr]
 
     def record_steps(self, values: Values) -> None:
         """Record the steps since the last record, if there are any, with ``values`` besides their averages."""
@@ -71,7 +118,8 @@ class Recorder:
             "train",
             {
                 "epoch": progress.epoch,
-                **window.describe(),
+                **window.describe(self._compute),
+                **(measure_memory(self._device) if self._observers else {}),
                 "eta_s": eta_s,
                 "updates": progress.updates,
                 "samples": progress.samples,
@@ -85,13 +133,30 @@ class Recorder:
         """Record a sentence for people to read."""
         self.record("note", {"note": text})
 
-    def record(self, kind: str, values: Mapping[str, float | int | str | None]) -> None:
-        failures = []
-        for observer in self._observers:
+    def record(self, kind: str, values: Values) -> None:
+        if kind in _TIMED:
+            values = {**values, "seconds": values.get("seconds", self._take_seconds(kind))}
+        step = self._progress.step
+        self._tell(self._observers, lambda observer: deliver(observer, kind, step, values))
+
+    def _take_seconds(self, kind: str) -> float:
+        """Seconds of this kind's phases since its last record."""
+        spent = sum(self._stopwatch.seconds.get(name, 0.0) for name in _TIMED[kind])
+        before, self._told_seconds[kind] = self._told_seconds.get(kind, 0.0), spent
+        return spent - before
+
+    def _tell(self, observers: Sequence[Observer | Callbacks], call: Callable[[Observer | Callbacks], None]) -> None:
+        failures, passing = [], []
+        for observer in observers:
             try:
-                observer.record(kind, self._progress.step, values)
+                call(observer)
+            except TemporaryObserverError as exc:
+                passing.append(str(exc))
             except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
                 failures.append((observer, exc))
+        for text in passing:
+            logger.warning("%s", text)
+            self.note(text)
         if failures:
             self._drop(failures)
 
@@ -135,7 +200,7 @@ class Recorder:
             except Exception as exc:  # noqa: BLE001 - as above
                 logger.warning("%s", _describe(observer, exc, "when it was closed"))
 
-    def _drop(self, failures: Sequence[tuple[Observer, Exception]]) -> None:
+    def _drop(self, failures: Sequence[tuple[Observer | Callbacks, Exception]]) -> None:
         """Go on without the observers that raised, and tell the others; each note makes the list shorter."""
         dropped = [observer for observer, _ in failures]
         self._observers = [one for one in self._observers if not any(one is gone for gone in dropped)]
@@ -147,5 +212,5 @@ class Recorder:
             self.note(text)
 
 
-def _describe(observer: Observer, error: Exception, when: str) -> str:
+def _describe(observer: Observer | Callbacks, error: Exception, when: str) -> str:
     return f"observer {type(observer).__name__} raised {type(error).__name__}: {error} {when}"

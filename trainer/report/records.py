@@ -1,0 +1,223 @@
+"""What observers receive: typed records of a run, and the two forms an observer may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from ..errors import TrainerError
+from ..step import Outcome, StepResult
+
+Value = float | int | str | None
+Values = Mapping[str, Value]
+AnyRecord = TypeVar("AnyRecord", bound="Record")
+
+
+class TemporaryObserverError(TrainerError):
+    """Raised by an observer that missed a record and can go on: it stays, and its message is noted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What happened after ``step`` steps; ``values`` is all that was recorded, flat, in plain numbers and text."""
+
+    kind: ClassVar[str] = ""
+
+    step: int
+    values: Values = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord(Record):
+    """``train`` begins, or begins again after a restart."""
+
+    kind: ClassVar[str] = "start"
+
+    world_size: int
+    num_nodes: int
+    restarts: int
+    """How often torchrun has started the ranks again."""
+    device: str
+    parameters: int
+    total_steps: int | None = None
+    peak_flops: float | None = None
+    """FLOP/s of one device, where they are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRecord(Record):
+    """Weights, optimizer and position were restored from the checkpoint of ``step``."""
+
+    kind: ClassVar[str] = "resume"
+
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecord(Record):
+    """Averages over the last ``steps`` steps; times and memory are rank 0's. ``values`` has more, as docs list."""
+
+    kind: ClassVar[str] = "train"
+
+    steps: int
+    seconds: float
+    epoch: int
+    loss: float
+    samples: int
+    samples_per_s: float
+    rate: float | None = None
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    data_wait_share: float | None = None
+    gradient_norm: float | None = None
+    gradient_norm_max: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(Record):
+    """One evaluation: ``values`` are its metrics and ``seconds``."""
+
+    kind: ClassVar[str] = "evaluate"
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord(Record):
+    """A save: ``state`` is "written", or "being written" where that goes on in the background."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    state: str
+    seconds: float
+    """For which training waited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoteRecord(Record):
+    """A sentence for people to read."""
+
+    kind: ClassVar[str] = "note"
+
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecord(Record):
+    """``train`` returns; ``values`` has the last evaluation's metrics too. A run that fails has no such record."""
+
+    kind: ClassVar[str] = "end"
+
+    loss: float
+    seconds: float
+    samples: int
+
+
+class StepRecord:
+    """One step, as it ends. What it holds may still be on the device: reading ``loss`` or the norm may wait for it."""
+
+    kind: ClassVar[str] = "step"
+
+    def __init__(self, step: int, epoch: int, result: StepResult) -> None:
+        self.step = step
+        self.epoch = epoch
+        self._result = result
+
+    @property
+    def loss(self) -> float:
+        return float(self._result.loss)
+
+    @property
+    def samples(self) -> int:
+        """Rows of the global batch, without padding."""
+        return int(self._result.rows)
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The gradients' global norm before clipping, where it is taken."""
+        norm = self._result.gradient_norm
+        return None if norm is None else float(norm)
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._result.outcome
+
+
+class Observer(Protocol):
+    """Receives every record as flat values: for what writes or sends them. See ``Callbacks`` for typed ones.
+
+    The training loop calls it on rank 0, in the main thread; it must not wait for other ranks. One that raises is
+    closed and left out for the rest of the run, which the others are told in a note, unless it raises a
+    TemporaryObserverError.
+    """
+
+    def record(self, kind: str, step: int, values: Values) -> None:
+        """Record ``values`` at ``step``.
+
+        ``kind`` is "start", "resume", "train", "evaluate", "checkpoint", "note" or "end".
+        """
+        ...
+
+    def close(self) -> None:
+        """Flush and release what is held; called once."""
+        ...
+
+
+class Callbacks:
+    """An observer in typed calls: override what you want to hear of. Called and dropped as every ``Observer`` is."""
+
+    def on_start(self, record: StartRecord) -> None:
+        """``train`` begins."""
+
+    def on_resume(self, record: ResumeRecord) -> None:
+        """The run continues from a checkpoint; comes before ``on_start``."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step has ended. Comes every step: reading its loss each time may cost a wait for the device."""
+
+    def on_train(self, record: TrainRecord) -> None:
+        """``report.every`` steps have ended; here are their averages."""
+
+    def on_evaluate(self, record: EvaluationRecord) -> None:
+        """An evaluation has ended."""
+
+    def on_checkpoint(self, record: CheckpointRecord) -> None:
+        """A checkpoint was saved."""
+
+    def on_note(self, record: NoteRecord) -> None:
+        """There is something that people should read."""
+
+    def on_end(self, record: EndRecord) -> None:
+        """``train`` returns."""
+
+    def close(self) -> None:
+        """Flush and release what is held; called once."""
+
+
+RECORDS: Mapping[str, type[Record]] = {
+    one.kind: one
+    for one in (StartRecord, ResumeRecord, TrainRecord, EvaluationRecord, CheckpointRecord, NoteRecord, EndRecord)
+}
+
+
+def make_record(kind: str, step: int, values: Values) -> Record | None:
+    """The typed record of these values: its fields are those of the same names, None where a value lacks."""
+    form = RECORDS.get(kind)
+    if form is None:
+        return None
+    own: dict[str, Any] = {
+        one.name: values.get(one.name, None if one.default is MISSING else one.default)
+        for one in fields(form)
+        if one.name not in ("step", "values")
+    }
+    return form(step=step, values=values, **own)
+
+
+def deliver(observer: Observer | Callbacks, kind: str, step: int, values: Values) -> None:
+    """Hand a record to an observer of either form; callbacks hear of kinds that have a type."""
+    if not isinstance(observer, Callbacks):
+        observer.record(kind, step, values)
+    elif (record := make_record(kind, step, values)) is not None:
+        getattr(observer, f"on_{kind}")(record)
