@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node=2 -m penstock.benchmarks.trainer_overhead --results benchmarks/results
 
-Rounds of both loops alternate in one run, so that a busy machine slows both. Of each round the first steps are left out,
-and the rest are timed by when the loop asks for batches: what happens once a run does not count, all that happens once a
-step does. A round's ratio is that of its two mean steps; told are the median of the rounds' ratios and their quartiles.
+Rounds of both loops alternate in one run, so that a busy machine slows both. The first steps of each round are left
+out, and the others are timed by when the loop asks for batches: what happens once a run does not count, all that
+happens once a step does. A round's ratio is that of its two mean steps; told are the median of these and the quartiles.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
     model: nn.Module = work.make_model()
     if work.zero:
         mesh = init_device_mesh("cpu", (world.world_size,))
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh, reshard_after_forward=work.zero == 3)  # type: ignore[arg-type]
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, mesh=mesh, reshard_after_forward=work.zero == 3)
         fully_shard(model, mesh=mesh, reshard_after_forward=work.zero == 3)
     elif world.world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)

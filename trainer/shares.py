@@ -59,10 +59,10 @@ class SpeedShares:
         self._loader = loader
         self._world = world
         self._weights = [1.0] * world.world_size
-        self._rows = 0
+        self._rows: int | torch.Tensor = 0
         self.clock = ComputeClock(world.device)
 
-    def add(self, rows: int) -> None:
+    def add(self, rows: int | torch.Tensor) -> None:
         """Count the rows that this rank has computed in a step."""
         self._rows += rows
 
@@ -70,7 +70,7 @@ class SpeedShares:
         """Set new shares from the rows and seconds that this rank has computed since the last call; a collective."""
         spent = self.clock.take()
         speeds = torch.zeros(self._world.world_size, dtype=torch.float64, device=self._world.device)
-        speeds[self._world.rank] = self._rows / spent if spent > 0 else 0.0
+        speeds[self._world.rank] = float(self._rows) / spent if spent > 0 else 0.0
         if self._world.world_size > 1:
             dist.all_reduce(speeds)
         self._weights = blend_weights(self._weights, speeds.tolist())

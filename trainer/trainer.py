@@ -150,6 +150,7 @@ class DistributedTrainer:
                 self.compression,
                 recorder=self._recorder,
                 stopwatch=self.stopwatch,
+                settle=self.steps.settle,
             )
             self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
             self._resume()

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch import Tensor
+
 from ..step import StepResult
 from ..stopwatch import Stopwatch
 
@@ -89,7 +91,7 @@ class Window:
         self._loss_sum = 0.0
         self._count = 0.0
         self._rows = 0
-        self._gradient_norm: float | None = None
+        self._gradient_norm: float | Tensor | None = None
         self._stopwatch = stopwatch
         self._started_s = stopwatch.total_s
         self._waited_before_s = stopwatch.seconds.get("fetch", 0.0)
@@ -117,7 +119,7 @@ class Window:
             "loss": self.loss,
             "samples_per_s": self._rows / self._seconds,
             "data_wait_share": waited_s / self._seconds,
-            "gradient_norm": self._gradient_norm,
+            "gradient_norm": None if self._gradient_norm is None else float(self._gradient_norm),
         }
 
     @property
