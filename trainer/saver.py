@@ -157,6 +157,7 @@ class Saver:
             self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
         if self.averager is not None and not self.averager.are_alike:
             self.averager.average_all()
+        self._parallel.agree_on_buffers()
         self.save(step, state, blocking=True)
         if self.checkpointer is None:
             return
