@@ -24,6 +24,8 @@ _CPU = torch.device("cpu")
 
 
 class _Block(nn.Module):
+    mask: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -109,7 +111,7 @@ class Bounded(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -43,7 +43,7 @@ FLOORS = {
     ),
     "trainer": (
         {"batches", "computing", "errors", "modes", "randomness", "stopwatch"},
-        {"options", "ranks"},
+        {"determinism", "options", "ranks"},
         {"arrays", "compression", "feed", "finite", "imports", "parallel", "totals", "watch"},
         {"checkpoint", "gradients"},
         {"evaluate", "schedule", "shares", "step", "weights"},

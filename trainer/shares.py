@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from .batches import count_rows
 from .computing import ComputeClock
 from .errors import TrainerConfigError
 from .parallel.model import ParallelConfig
@@ -62,9 +63,10 @@ class SpeedShares:
         self._rows: int | torch.Tensor = 0
         self.clock = ComputeClock(world.device)
 
-    def add(self, rows: int | torch.Tensor) -> None:
+    def add(self, microbatches: Iterable[Any]) -> None:
         """Count the rows that this rank has computed in a step."""
-        self._rows += rows
+        for batch in microbatches:
+            self._rows += count_rows(batch)
 
     def rebalance(self) -> None:
         """Set new shares from the rows and seconds that this rank has computed since the last call; a collective."""

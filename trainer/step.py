@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import count_rows, sample_ids
+from .batches import count_rows
 from .computing import ComputeClock
 from .errors import NonFiniteLossError, TrainerConfigError
-from .finite import name_on_all_ranks
+from .finite import NonFinitePolicy
 from .gradients import Gradients
 from .options import check_choice, check_range
 from .parallel.limits import named_if_it_fails
@@ -68,10 +68,12 @@ class StepResult:
     gradient_norm: float | torch.Tensor | None
     outcome: Outcome
     stop_requested: bool
+    trace_requested: bool = False
 
 
 class StepRunner:
-    """Runs steps of one model; its state is the last global count, the skipped steps so far, and the loss scale.
+    """Runs steps of one model; its state is the last global count, the skipped steps so far, the loss scale, and the
+    flag of the step before where that is not read yet.
 
     The loss is a sum; the update uses the gradient of its mean over all ranks and microbatches. The global count is
     known only after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is
@@ -112,7 +114,7 @@ class StepRunner:
         self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
         self._unread: tuple[int, torch.Tensor] | None = None  # the step before, and whether its gradients are bad
         self._expected_count: float | None = None
-        self._skipped = 0
+        self._policy = NonFinitePolicy(self._world, may_skip=config.on_nan == "skip", max_skipped=config.max_skipped)
 
     @property
     def loss_scale(self) -> float | None:
@@ -123,17 +125,24 @@ class StepRunner:
         """JSON, and the same for any number of ranks."""
         return {
             "expected_count": self._expected_count,
-            "skipped": self._skipped,
+            "skipped": self._policy.skipped,
             "scaler": self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._expected_count = state["expected_count"]
-        self._skipped = state["skipped"]
+        self._policy.skipped = state["skipped"]
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
-    def run(self, step: int, microbatches: Sequence[Any], *, stop_requested: bool = False) -> StepResult:
+    def run(
+        self,
+        step: int,
+        microbatches: Sequence[Any],
+        *,
+        stop_requested: bool = False,
+        trace_requested: bool = False,
+    ) -> StepResult:
         """Forward and backward of this rank's microbatches, then the update; a collective over all ranks.
 
         A step that is skipped leaves no trace: weights, optimizer, buffers and the expected count are as before it.
@@ -156,8 +165,12 @@ class StepRunner:
                     self._expected_count = self._expect(sums.own_count()) * len(microbatches)
                 if last:
                     own = Reading(sums.own_count()) if self._trains_alone else None
-                    unread = None if self._unread is None else self._unread[1]
-                    reading = sums.exchange(stop=stop_requested, order=self._parallel.order_marks(), late=unread)
+                    reading = sums.exchange(
+                        stop=stop_requested,
+                        trace=trace_requested,
+                        order=self._parallel.order_marks(),
+                        late=None if self._unread is None else self._unread[1],
+                    )
                 with self._phase("backward"), self._computing():
                     scale = self._world.world_size / self._expected_count
                     self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
@@ -166,14 +179,14 @@ class StepRunner:
         assert self._expected_count is not None, "there was a microbatch"
         with self._phase("reduce"):
             totals = Totals(*reading.wait())
-        if totals.late:
-            self._refuse_late()
-        self._unread = None
+        unread, self._unread = self._unread, None
+        if totals.late and unread is not None:
+            self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
         self._parallel.check_order(totals.order, totals.order_squares)
         norm: float | torch.Tensor | None = None
         outcome: Outcome
         if not math.isfinite(totals.loss):
-            self._refuse_or_skip(step, microbatches, losses)
+            self._policy.meet_losses(step, microbatches, losses)
             outcome = "non-finite"
         elif not totals.count:
             outcome = "empty"
@@ -194,6 +207,7 @@ class StepRunner:
             gradient_norm=norm,
             outcome=outcome,
             stop_requested=totals.stop > 0,
+            trace_requested=totals.trace > 0,
         )
 
     def settle(self) -> None:
@@ -204,14 +218,14 @@ class StepRunner:
         Raises:
             NonFiniteLossError: on every rank, if they were not.
         """
-        if self._unread is None:
+        unread, self._unread = self._unread, None
+        if unread is None:
             return
-        bad = self._unread[1].clone()
+        step, bad = unread
         if self._world.world_size > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bad.item():
-            self._refuse_late()
-        self._unread = None
+            self._policy.refuse_late(step, self._parallel.inner.named_parameters())
 
     def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers with copies, where a step may be skipped: a batch norm has then seen what is not finite."""
@@ -242,7 +256,7 @@ class StepRunner:
         else:
             norm = float(norm)
             if not self._scaler.is_enabled() and self._is_bad(norm):
-                self._refuse_gradients(step)
+                self._policy.meet_gradients(step, self._gradients.named())
                 return "non-finite", norm
         measured.scale(self._factor(norm, correction))
         with named_if_it_fails(self._optimizer, self._parallel.config.zero):
@@ -281,53 +295,6 @@ class StepRunner:
         clipped = correction * (limit / (norm + 1e-6)).clamp(max=1.0)
         # Zero leaves only those weights not finite whose gradients were not: these are named.
         return torch.where(norm.isfinite(), clipped, 0.0)
-
-    def _refuse_gradients(self, step: int) -> None:
-        names = name_on_all_ranks(self._gradients.named(), self._world)
-        what = f"the gradient of {names} is not" if names else "the norm of the gradients overflows"
-        self._count_skip(f"step {step}: the loss is finite and {what}")
-
-    def _refuse_late(self) -> NoReturn:
-        assert self._unread is not None, "a step was not read"
-        step, names = self._unread[0], name_on_all_ranks(self._parallel.inner.named_parameters(), self._world)
-        self._unread = None
-        what = f"the gradient of {names} was not" if names else "the norm of the gradients overflowed"
-        raise NonFiniteLossError(
-            f"step {step}: the loss was finite and {what}; the weights have taken it, which on CUDA is known one step "
-            "later, and are not saved. Lower the rate, set step.clip_norm, or set step.on_nan='skip', which waits for "
-            "the device in every step"
-        )
-
-    def _refuse_or_skip(self, step: int, microbatches: Sequence[Any], losses: Sequence[torch.Tensor]) -> None:
-        found = [
-            (self._world.rank, index, sample_ids(batch))
-            for index, (batch, loss) in enumerate(zip(microbatches, losses, strict=True))
-            if not bool(torch.isfinite(loss))
-        ]
-        everywhere: list[list[tuple[int, int, list[int] | None]]] = [found]
-        if self._world.world_size > 1:
-            everywhere = [[] for _ in range(self._world.world_size)]
-            dist.all_gather_object(everywhere, found)
-        places = "; ".join(
-            f"rank {rank}, microbatch {index}, "
-            + ("sample ids unknown (with_ids=True adds them)" if ids is None else f"sample ids {ids}")
-            for there in everywhere
-            for rank, index, ids in there
-        )
-        self._count_skip(f"step {step}: the loss is not finite ({places})")
-
-    def _count_skip(self, problem: str) -> None:
-        if self._config.on_nan == "stop":
-            raise NonFiniteLossError(
-                f"{problem}; look at these samples, lower the rate, set step.clip_norm, or set step.on_nan='skip' "
-                "to skip such steps"
-            )
-        self._skipped += 1
-        if self._skipped > self._config.max_skipped:
-            raise NonFiniteLossError(
-                f"{problem}; with it {self._skipped} steps were skipped, and step.max_skipped="
-                f"{self._config.max_skipped}"
-            )
 
 
 def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -19,6 +19,7 @@ class Totals:
     count: float
     rows: float
     stop: float
+    trace: float
     order: float
     order_squares: float
     late: float
@@ -54,10 +55,11 @@ class StepTotals:
         self._flush()
         return self._by_name["count"].clone()
 
-    def exchange(self, *, stop: bool, order: tuple[float, float], late: Tensor | None) -> Reading:
+    def exchange(self, *, stop: bool, trace: bool, order: tuple[float, float], late: Tensor | None) -> Reading:
         """Add what a step has once, then add up over all ranks, while the caller goes on."""
         self._flush()
-        for name, amount in (("stop", stop), ("order", order[0]), ("order_squares", order[1])):
+        once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
+        for name, amount in once.items():
             if amount:
                 self._add(name, float(amount))
         if late is not None:
