@@ -2,9 +2,10 @@
 
 torchrun --nproc-per-node=2 -m penstock.benchmarks.trainer_overhead --results benchmarks/results
 
-Rounds of both loops alternate in one run, so that a busy machine slows both. The first steps of each round are left
-out, and the others are timed by when the loop asks for batches: what happens once a run does not count, all that
-happens once a step does. A round's ratio is that of its two mean steps; told are the median of these and the quartiles.
+Rounds of both loops alternate in one run, so that a busy machine slows both. Steps are timed by when the loop asks for
+batches: what happens once a run does not count, all that happens once a step or once a record does. A round's time is
+that of its median block of ten steps, as many as a record covers; a round's ratio is that of its two times; and told
+are the median of the rounds' ratios and their quartiles.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from ..trainer.trainer import DistributedTrainer
 from .machine import describe_machine, list_versions
 
 _CLASSES = 32
-_LEFT_OUT = 5  # steps at the beginning of a round: caches, the first layout of buckets
+_BLOCK = 10  # steps: as many as a record of the trainer covers
 
 
 class Stack(nn.Module):
@@ -115,9 +117,9 @@ class TimedBatches:
         self.asked_s.append(time.perf_counter())
 
     def step_ms(self, accumulate: int) -> float:
-        """Mean milliseconds of a step, without the first ones."""
-        starts = self.asked_s[::accumulate]
-        return (starts[-1] - starts[_LEFT_OUT]) / (len(starts) - 1 - _LEFT_OUT) * 1e3
+        """Milliseconds of a step in the median block of steps, without the first block: caches, layouts of buckets."""
+        ends = self.asked_s[:: accumulate * _BLOCK][1:]
+        return statistics.median(stop - start for start, stop in pairwise(ends)) / _BLOCK * 1e3
 
 
 def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
@@ -170,13 +172,13 @@ def run_trainer(work: Workload, world: World, loader: TimedBatches) -> None:
 
 
 def measure(work: Workload, world: World, *, rounds: int, steps: int) -> dict[str, Any]:
-    """The mean step of each round of both loops in ms, and the quartiles of the rounds' ratios."""
+    """The steps of each round of both loops in ms, and the quartiles of the rounds' ratios."""
     batches = list(make_loader(world, 16 * work.batch_size * world.world_size, work.batch_size, work.width))
     loops: dict[str, Callable[[Workload, World, TimedBatches], None]] = {"bare": run_bare, "trainer": run_trainer}
     found: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(rounds):
         for name in sorted(loops, reverse=bool(turn % 2)):
-            loader = TimedBatches(batches, (steps + _LEFT_OUT) * work.accumulate)
+            loader = TimedBatches(batches, (steps + _BLOCK) * work.accumulate)
             dist.barrier()
             loops[name](work, world, loader)
             found[name].append(loader.step_ms(work.accumulate))
@@ -216,7 +218,7 @@ def main() -> int:
     names = [work.name for work in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, help="which to measure")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of rounds, which alternate")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps in a round")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps in a round, a multiple of ten")
     parser.add_argument("--results", type=Path, help="append to trainer-overhead.json in this folder")
     parser.add_argument("--design", default="", help="what is measured, in words, for the results")
     given = parser.parse_args()

@@ -52,17 +52,16 @@ class Gradients:
         """The gradients that there are, by the names of their parameters."""
         return ((name, one.grad) for name, one in self._named if one.grad is not None)
 
+    @torch.no_grad()
     def measure(self) -> Measured:
         """Look at each gradient once; a collective where the model is sharded. Does not wait for the device."""
         local = self._gather()
-        squares = self._sum_of_squares(local)
+        norm = self._norm(local)
         if self._not_updated:  # NaN and infinity come through
-            squares += 0.0 * self._sum_of_squares(
-                local_part(one.grad) for one in self._not_updated if one.grad is not None
-            )
+            norm = norm + 0.0 * self._norm(local_part(one.grad) for one in self._not_updated if one.grad is not None)
         if not self._parallel.is_sharded:
-            return Measured(squares.sqrt(), local, None)
-        found = torch.cat((squares.reshape(1), self._parallel.used_flags()))
+            return Measured(norm, local, None)
+        found = torch.cat((norm.square().reshape(1), self._parallel.used_flags()))
         if self._world.world_size > 1:
             dist.all_reduce(found)
         norm = (found[0] / self._parallel.replicas).sqrt()
@@ -72,18 +71,25 @@ class Gradients:
         found = []
         for group in self._optimizer.param_groups:
             for one in group["params"]:
-                if one.grad is not None:
-                    if one.grad.is_sparse:
-                        one.grad = one.grad.coalesce()  # each element once: the norm is that of the sums
-                    found.append(local_part(one.grad))
+                gradient = one.grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    one.grad = gradient = gradient.coalesce()  # each element once: the norm is that of the sums
+                found.append(local_part(gradient))
         return found
 
-    def _sum_of_squares(self, gradients: Iterable[Tensor]) -> Tensor:
+    def _norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """() float64 on the world's device."""
+        norms: list[Tensor] = [
+            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(alike, 2.0)), dtype=torch.float64)
+            for alike in _by_kind(gradients).values()
+        ]
+        if len(norms) == 1:
+            return norms[0].to(self._world.device)
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        for alike in _by_kind(gradients).values():
-            norms = torch.stack(torch._foreach_norm(alike, 2.0)).double()
-            total += norms.square_().sum().to(total.device)
+        for one in norms:
+            total = torch.hypot(total, one.to(total.device))
         return total
 
 

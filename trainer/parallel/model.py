@@ -84,7 +84,8 @@ class ParallelConfig:
 class ParallelModel:
     """A model spread over the ranks, and when its gradients are exchanged.
 
-    ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is all PyTorch's.
+    ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is PyTorch's, and whether the
+    last microbatch exchanged gradients.
     Without ``exchange`` each rank trains its own copy, with the same initial weights. ``scheme`` is the compression
     of the gradients. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
     """
@@ -125,6 +126,7 @@ class ParallelModel:
             copy_from_first_rank(model, world)
             self.module = model
         self._entry = EngineEntry(self.module, model, may_be_unused=config.unused_parameters)
+        self._exchanges_last: bool | None = None
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         if config.zero:
@@ -175,7 +177,8 @@ class ParallelModel:
         """
         if isinstance(self.module, DistributedDataParallel):
             return nullcontext() if last else self.module.no_sync()
-        if isinstance(self.module, FSDPModule) and self.config.zero == 1:
+        if isinstance(self.module, FSDPModule) and self.config.zero == 1 and last != self._exchanges_last:
+            self._exchanges_last = last  # each call walks all modules
             self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last)
             self.module.set_is_last_backward(last)
