@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.world import World
 from ..stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 _LONGEST = 100  # steps: a trace keeps every operation in memory until it is written
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -168,4 +171,7 @@ class Tracer:
             what()
         except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
             self._due, self._profile, self._steps = [], None, None
-            self._note(f"no more steps are traced: {type(exc).__name__}: {exc}")
+            text = f"no more steps are traced: {type(exc).__name__}: {exc}"
+            self._note(text)
+            if not self._world.is_first:  # only rank 0 has observers
+                logger.warning("rank %d: %s", self._world.rank, text)
