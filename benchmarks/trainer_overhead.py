@@ -1,21 +1,36 @@
-"""What the trainer costs over a bare PyTorch loop, and what each zero stage saves.
+"""What the trainer's loop costs over a bare PyTorch loop with the same model, engine and optimizer.
 
-torchrun --nproc-per-node=2 -m penstock.benchmarks.trainer_overhead          # time, in alternating runs
-torchrun --nproc-per-node=4 -m penstock.benchmarks.trainer_overhead memory   # memory per rank, against the formula
+torchrun --nproc-per-node=2 -m penstock.benchmarks.trainer_overhead --results benchmarks/results
+
+Rounds of both loops alternate in one run, so that a busy machine slows both. Steps are timed by when the loop asks for
+batches: what happens once a run does not count, all that happens once a step or once a record does. A round's time is
+that of its median block of ten steps, as many as a record covers; a round's ratio is that of its two times; and told
+are the median of the rounds' ratios and their quartiles. The same is told of the processor time of the loop's thread,
+which computes forward, backward and update: other jobs on the machine change it less.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
+import argparse
+import json
+import shlex
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,12 +39,10 @@ from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world
 from ..trainer.trainer import DistributedTrainer
+from .machine import describe_machine, list_versions
 
-_WIDTH = 512
 _CLASSES = 32
-_STEPS = 60
-_ROUNDS = 12
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_BLOCK = 10  # steps: as many as a record of the trainer covers
 
 
 class Stack(nn.Module):
@@ -60,137 +73,181 @@ def make_loader(world: World, rows: int, batch_size: int, width: int) -> ArrayLo
     return ArrayLoader(arrays, batch_size=batch_size, rank=world.rank, world_size=world.world_size)
 
 
-def time_bare(world: World, loader: ArrayLoader) -> float:
-    """Seconds of one epoch of a plain PyTorch loop."""
-    model = Stack(_WIDTH, 8)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True) if world.world_size > 1 else model
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    loader.set_epoch(0)
-    started = time.perf_counter()
-    for batch in loader:
-        loss = F.cross_entropy(parallel(batch["x"]), batch["y"])
-        loss.backward()  # type: ignore[no-untyped-call]
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and how it is trained; ``accumulate`` microbatches of ``batch_size`` rows a step on each rank."""
+
+    name: str
+    width: int
+    layers: int
+    batch_size: int
+    zero: int = 0
+    accumulate: int = 1
+    clip_norm: float | None = None
+
+    def make_model(self) -> Stack:
+        torch.manual_seed(0)
+        return Stack(self.width, self.layers)
+
+
+WORKLOADS = (
+    Workload(name="short", width=256, layers=8, batch_size=64),
+    Workload(name="middle", width=384, layers=8, batch_size=192),
+    Workload(name="short-clip", width=256, layers=8, batch_size=64, clip_norm=1.0),
+    Workload(name="short-accumulate-4", width=256, layers=8, batch_size=16, accumulate=4),
+    Workload(name="short-zero1", width=256, layers=8, batch_size=64, zero=1),
+    Workload(name="short-zero3", width=256, layers=8, batch_size=64, zero=3),
+)
+
+
+class TimedBatches:
+    """The same batches over and over; notes when each is asked for, and when there are no more."""
+
+    def __init__(self, batches: list[Any], count: int) -> None:
+        self._batches = batches
+        self._count = count
+        self.asked_s: list[tuple[float, float]] = []  # by the clock, and of this thread's processor time
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self._count):
+            self.asked_s.append((time.perf_counter(), time.thread_time()))
+            yield self._batches[number % len(self._batches)]
+        self.asked_s.append((time.perf_counter(), time.thread_time()))
+
+    def step_ms(self, accumulate: int) -> tuple[float, float]:
+        """Milliseconds of a step in the median block of steps, by the clock and of the processor.
+
+        The first block is left out: caches, layouts of buckets.
+        """
+        blocks = list(pairwise(self.asked_s[:: accumulate * _BLOCK][1:]))
+        clock, processor = (statistics.median(stop[k] - start[k] for start, stop in blocks) for k in (0, 1))
+        return clock / _BLOCK * 1e3, processor / _BLOCK * 1e3
+
+
+def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
+    """The loop that a PyTorch user writes: exchange with the last microbatch, clip where asked to, step."""
+    model: nn.Module = work.make_model()
+    if work.zero:
+        mesh = init_device_mesh("cpu", (world.world_size,))
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, mesh=mesh, reshard_after_forward=work.zero == 3)
+        fully_shard(model, mesh=mesh, reshard_after_forward=work.zero == 3)
+    elif world.world_size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = iter(loader)
+    while True:
+        taken = [batch for _, batch in zip(range(work.accumulate), batches, strict=False)]
+        if not taken:
+            return
+        for index, batch in enumerate(taken):
+            waits = index < len(taken) - 1 and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                loss = F.cross_entropy(model(batch["x"]), batch["y"]) / len(taken)
+                loss.backward()  # type: ignore[no-untyped-call]
+        if work.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return time.perf_counter() - started
 
 
-def time_trainer(world: World, loader: ArrayLoader) -> float:
-    """Seconds of the same epoch with the trainer, including everything that it does in a step."""
-    loader.set_epoch(0)
+def run_trainer(work: Workload, world: World, loader: TimedBatches) -> None:
+    """The same steps with the trainer and all that it does in a step: watchdog, checks, records."""
+    options = {
+        "epochs": 1,
+        "precision": {"dtype": "fp32"},
+        "parallel": {"zero": work.zero},
+        "step": {"accumulate": work.accumulate, "clip_norm": work.clip_norm},
+        "report": {"quiet": True},
+    }
     with tempfile.TemporaryDirectory() as folder:
-        options = {"epochs": 1, "output_dir": folder, "precision": {"dtype": "fp32"}, "report": {"quiet": True}}
-        with DistributedTrainer(
-            Stack(_WIDTH, 8),
+        trainer = DistributedTrainer(
+            work.make_model(),
             lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
             loader,
-            build_config(TrainerConfig, options),
+            build_config(TrainerConfig, {**options, "output_dir": folder}),
             loss=sum_losses,
             world=world,
-        ) as trainer:
-            return trainer.train().seconds
+        )
+        with trainer:
+            trainer.train()
 
 
-def measure_overhead(world: World) -> None:
-    """Print the ratio of both loops' times; runs alternate, so that a busy machine slows both."""
-    batch_size = 256
-    loader = make_loader(world, _STEPS * batch_size * world.world_size, batch_size, _WIDTH)
-    time_bare(world, loader)
-    pairs = []
-    for turn in range(_ROUNDS):
-        first, second = (time_bare, time_trainer) if turn % 2 else (time_trainer, time_bare)
-        one, other = first(world, loader), second(world, loader)
-        pairs.append((one, other) if turn % 2 else (other, one))
-    if world.is_first:
-        columns = list(zip(*pairs, strict=True))
-        bare, ours = (statistics.median(column) / _STEPS * 1e3 for column in columns)
-        best_bare, best_ours = (min(column) / _STEPS * 1e3 for column in columns)
-        low, middle, high = statistics.quantiles((trained / plain for plain, trained in pairs), n=4)
-        print(f"{world.world_size} ranks, {_ROUNDS} pairs of runs of {_STEPS} steps of {batch_size} rows per rank")
-        print(f"bare DDP loop {bare:8.2f} ms per step (median) {best_bare:8.2f} (fastest)")
-        print(f"trainer       {ours:8.2f} ms per step (median) {best_ours:8.2f} (fastest)")
-        print(f"overhead      {middle - 1:8.2%} (median of pairs; quartiles {low - 1:.2%} to {high - 1:.2%})")
-        print(f"              {best_ours / best_bare - 1:8.2%} (of the fastest runs)")
+def measure(work: Workload, world: World, *, rounds: int, steps: int) -> dict[str, Any]:
+    """The steps of each round of both loops in ms, and the quartiles of the rounds' ratios."""
+    batches = list(make_loader(world, 16 * work.batch_size * world.world_size, work.batch_size, work.width))
+    loops: dict[str, Callable[[Workload, World, TimedBatches], None]] = {"bare": run_bare, "trainer": run_trainer}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    for turn in range(rounds):
+        for name in sorted(loops, reverse=bool(turn % 2)):
+            loader = TimedBatches(batches, (steps + _BLOCK) * work.accumulate)
+            dist.barrier()
+            loops[name](work, world, loader)
+            found[name].append(loader.step_ms(work.accumulate))
+    row: dict[str, Any] = {**vars(work), "ranks": world.world_size, "rounds": rounds, "steps": steps}
+    for k, prefix in enumerate(("", "cpu_")):
+        bare, ours = ([round_[k] for round_ in found[name]] for name in ("bare", "trainer"))
+        low, middle, high = statistics.quantiles((one / other for one, other in zip(ours, bare, strict=True)), n=4)
+        row[f"{prefix}bare_ms"], row[f"{prefix}trainer_ms"] = statistics.median(bare), statistics.median(ours)
+        row[f"{prefix}ratio"], row[f"{prefix}quartiles"] = middle, [low, high]
+    return row | {"round_ms": found}
 
 
-def measure_memory(world: World) -> None:
-    """Print the peak of each rank's memory in a step, for each zero stage, beside the formula's."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(
-        _M_MMAP_THRESHOLD, 65536
-    )  # large tensors go back to the system at once, so that a peak is what is held
-    width, layers = 2048, 12
-    model_bytes = 4 * sum(parameter.numel() for parameter in Stack(width, layers).parameters())
-    block_bytes = 4 * width * (width + 1)
-    loader = make_loader(world, 16 * world.world_size, 4, width)
-    rows = []
-    for zero in range(4):
-        options = {
-            "steps": 3,
-            "precision": {"dtype": "fp32"},
-            "parallel": {"zero": zero},
-            "step": {"clip_norm": 1.0},
-            "report": {"quiet": True},
-        }
-        gc.collect()
-        libc.malloc_trim(0)
-        before = _read_status("VmRSS")
-        with tempfile.TemporaryDirectory() as folder:
-            with DistributedTrainer(
-                Stack(width, layers),
-                lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False),
-                loader,
-                build_config(TrainerConfig, {**options, "output_dir": folder}),
-                loss=sum_losses,
-                world=world,
-            ) as trainer:
-                trainer.train()
-                Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the first steps
-                trainer.steps.run(3, [next(iter(loader))])
-                peak = _read_status("VmHWM") - before
-            del trainer
-        rows.append((zero, expect_peak(zero, world.world_size, model_bytes, block_bytes), peak))
-    if world.is_first:
-        print(f"{model_bytes / 4e6:.1f}M parameters, AdamW, fp32, {world.world_size} ranks; MB of rank 0")
-        print(f"{'zero':>4} {'formula':>9} {'measured':>9} {'of zero=0':>9}")
-        for zero, expected, found in rows:
-            print(f"{zero:>4} {expected / 1e6:>9.0f} {found / 1e6:>9.0f} {found / rows[0][2]:>9.0%}")
+def format_row(row: dict[str, Any]) -> str:
+    """One line of what is printed."""
+    texts = [f"{row['name']:<20}"]
+    for prefix, what in (("", "clock"), ("cpu_", "processor")):
+        low, high = row[f"{prefix}quartiles"]
+        texts.append(
+            f"{what} {row[f'{prefix}bare_ms']:.2f} -> {row[f'{prefix}trainer_ms']:.2f} ms, "
+            f"{row[f'{prefix}ratio']:.3f} ({low:.3f} to {high:.3f})  "
+        )
+    return "".join(texts).rstrip()
 
 
-def expect_peak(zero: int, ranks: int, model_bytes: int, block_bytes: int) -> float:
-    """Bytes of weights, gradients and both Adam moments at the peak of a step (Rajbhandari et al. 2020, section 3).
-
-    FSDP2 shards all four at rest for every stage. Within a step zero=1 and 2 also hold all weights gathered, zero=3 the
-    block at work and the one fetched ahead; each holds a block's whole gradients until they are reduced.
-    """
-    if zero == 0:
-        return 4.0 * model_bytes
-    gathered = model_bytes if zero < 3 else 2 * block_bytes
-    return 4.0 * model_bytes / ranks + gathered + block_bytes
-
-
-def _read_status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}; this measurement needs Linux")
+def write_results(path: Path, rows: list[dict[str, Any]], design: str) -> None:
+    """Append this run to the results in ``path``, with the command, date and machine."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    command = f"torchrun --nproc-per-node={rows[0]['ranks']} -m penstock.benchmarks.trainer_overhead"
+    run = {
+        "design": design,
+        "command": f"{command} {shlex.join(sys.argv[1:])}".strip(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": list_versions(),
+        "rows": rows,
+    }
+    about = "Other jobs ran on the machine meanwhile (see load_1m): compare ratios, which are taken within a round."
+    path.write_text(json.dumps({"about": about, "runs": [*runs, run]}, indent=1) + "\n")
 
 
-def main(arguments: list[str]) -> int:
-    torch.manual_seed(0)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [work.name for work in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names, help="which to measure")
+    parser.add_argument("--rounds", type=int, default=20, help="pairs of rounds, which alternate")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps in a round, a multiple of ten")
+    parser.add_argument("--results", type=Path, help="append to trainer-overhead.json in this folder")
+    parser.add_argument("--design", default="", help="what is measured, in words, for the results")
+    given = parser.parse_args()
     world = open_world(device="cpu")
     try:
-        if arguments == ["memory"]:
-            measure_memory(world)
-        elif not arguments:
-            measure_overhead(world)
-        else:
-            print(__doc__)
-            return 2
+        rows = []
+        for work in WORKLOADS:
+            if work.name not in given.workloads:
+                continue
+            rows.append(row := measure(work, world, rounds=given.rounds, steps=given.steps))
+            if world.is_first:
+                print(format_row(row), flush=True)
+        if given.results is not None and world.is_first:
+            write_results(given.results / "trainer-overhead.json", rows, given.design)
     finally:
         close_world()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -43,9 +43,9 @@ FLOORS = {
     ),
     "trainer": (
         {"batches", "computing", "errors", "modes", "randomness", "stopwatch"},
-        {"options", "ranks"},
-        {"arrays", "compression", "feed", "finite", "imports", "parallel", "watch"},
-        {"checkpoint"},
+        {"determinism", "options", "ranks"},
+        {"arrays", "compression", "feed", "finite", "imports", "parallel", "totals", "watch"},
+        {"checkpoint", "gradients"},
         {"evaluate", "schedule", "shares", "step", "weights"},
         {"report"},
         {"config", "guard"},

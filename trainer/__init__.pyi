@@ -27,6 +27,7 @@ from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory
 from .parallel.model import ParallelConfig as ParallelConfig
 from .parallel.precision import PrecisionConfig as PrecisionConfig
+from .randomness import seed_all as seed_all
 from .ranks.world import World as World
 from .ranks.world import close_world as close_world
 from .ranks.world import open_world as open_world
@@ -43,6 +44,7 @@ from .report.records import StartRecord as StartRecord
 from .report.records import StepRecord as StepRecord
 from .report.records import TemporaryObserverError as TemporaryObserverError
 from .report.records import TrainRecord as TrainRecord
+from .report.tracing import ProfileConfig as ProfileConfig
 from .schedule import ScheduleConfig as ScheduleConfig
 from .step import LossFunction as LossFunction
 from .step import StepConfig as StepConfig

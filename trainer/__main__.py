@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..storage.errors import PenstockError
 from .errors import RecipeError, StallError
 from .evaluate import Evaluation
+from .randomness import seed_all
 from .ranks.world import World, close_world, open_world
 from .recipes.command_line import read_command
 from .recipes.parameter_groups import freeze_parameters
@@ -81,7 +81,7 @@ def prepare_data(recipe: Recipe, world: World) -> None:
 
 def train_recipe(recipe: Recipe, world: World) -> Summary:
     """Build everything that the recipe names, train, and close what can be closed."""
-    torch.manual_seed(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
+    seed_all(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
     model = recipe.make_model()
     freeze_parameters(model, recipe.groups)
     with _opened(recipe.data.make()) as loader:

@@ -23,10 +23,14 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def count_rows(batch: Any) -> int:
-    """How many rows of a batch are samples: those marked valid, or as many as its first tensor or list has."""
+def count_rows(batch: Any) -> int | torch.Tensor:
+    """How many rows of a batch are samples: those marked valid, or as many as its first tensor or list has.
+
+    A 0-dim tensor where the marks are on a device, which is not waited for.
+    """
     if isinstance(batch, Mapping) and VALID in batch:
-        return int(batch[VALID].sum())
+        valid = torch.as_tensor(batch[VALID]).sum()
+        return int(valid) if valid.device.type == "cpu" else valid
     # Fields are a mapping's values or a sequence's items; each is a tensor, or a list where shapes differ.
     fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
     for field in fields:

@@ -16,6 +16,7 @@ from .parallel.averaging import AveragingConfig
 from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.config import ReportConfig
+from .report.tracing import ProfileConfig
 from .schedule import ScheduleConfig
 from .shares import check_speed_shares
 from .step import StepConfig
@@ -36,6 +37,9 @@ class TrainerConfig:
 
     seed: int = 0
     """Seed of all randomness in a step, together with the step and the rank."""
+
+    deterministic: bool = False
+    """Take deterministic kernels alone, and refuse operations that have none."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: CUDA where there is a device."""
@@ -75,6 +79,7 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         check_range("steps", self.steps, low=1)
@@ -94,6 +99,11 @@ class TrainerConfig:
         check_range("stall_timeout_s", self.stall_timeout_s, low=0.0, above=True)
         if self.shares == "auto":
             check_speed_shares(self.parallel)
+            if self.deterministic:
+                raise TrainerConfigError(
+                    "deterministic=True with shares='auto': shares follow measured times, and sums are rounded by "
+                    "shares; use shares='equal'"
+                )
         self._check_averaging()
         self._check_compression()
         if self.export is not None and not self.keeps_checkpoints:

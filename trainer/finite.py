@@ -1,14 +1,16 @@
-"""What is not finite: one flag for many tensors without waiting for the device, and names once something is wrong."""
+"""What is not finite: one flag for many tensors, names once something is wrong, and what happens then."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .batches import sample_ids
 from .errors import NonFiniteLossError
 from .ranks.world import World
 
@@ -64,6 +66,63 @@ def refuse_weights(model: nn.Module, step: int, world: World) -> None:
             f"step {step}: the weights {name_on_all_ranks(named, world)} are not finite and are not saved; the "
             "checkpoints before this one stay. Lower the rate, or set step.clip_norm, and resume"
         )
+
+
+class NonFinitePolicy:
+    """What happens when losses or gradients are not finite: an error, or so many skipped steps; counts these."""
+
+    def __init__(self, world: World, *, may_skip: bool, max_skipped: int) -> None:
+        self._world = world
+        self._may_skip = may_skip
+        self._max_skipped = max_skipped
+        self.skipped = 0
+
+    def meet_losses(self, step: int, microbatches: Sequence[Any], losses: Sequence[Tensor]) -> None:
+        """Skip a step whose losses are not finite on some rank, or raise, with the samples; a collective."""
+        found = [
+            (self._world.rank, index, sample_ids(batch))
+            for index, (batch, loss) in enumerate(zip(microbatches, losses, strict=True))
+            if not bool(torch.isfinite(loss))
+        ]
+        everywhere: list[list[tuple[int, int, list[int] | None]]] = [found]
+        if self._world.world_size > 1:
+            everywhere = [[] for _ in range(self._world.world_size)]
+            dist.all_gather_object(everywhere, found)
+        places = "; ".join(
+            f"rank {rank}, microbatch {index}, "
+            + ("sample ids unknown (with_ids=True adds them)" if ids is None else f"sample ids {ids}")
+            for there in everywhere
+            for rank, index, ids in there
+        )
+        self._count(f"step {step}: the loss is not finite ({places})")
+
+    def meet_gradients(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Skip a step whose gradients are not finite on some rank, or raise, with the parameters; a collective."""
+        names = name_on_all_ranks(gradients, self._world)
+        what = f"the gradient of {names} is not" if names else "the norm of the gradients overflows"
+        self._count(f"step {step}: the loss is finite and {what}")
+
+    def refuse_late(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> NoReturn:
+        """Raise for the gradients of a step whose update is made; a collective."""
+        names = name_on_all_ranks(weights, self._world)
+        what = f"the gradient of {names} was not" if names else "the norm of the gradients overflowed"
+        raise NonFiniteLossError(
+            f"step {step}: the loss was finite and {what}; the weights have taken it, which on CUDA is known one step "
+            "later, and are not saved. Lower the rate, set step.clip_norm, or set step.on_nan='skip', which waits for "
+            "the device in every step"
+        )
+
+    def _count(self, problem: str) -> None:
+        if not self._may_skip:
+            raise NonFiniteLossError(
+                f"{problem}; look at these samples, lower the rate, set step.clip_norm, or set step.on_nan='skip' "
+                "to skip such steps"
+            )
+        self.skipped += 1
+        if self.skipped > self._max_skipped:
+            raise NonFiniteLossError(
+                f"{problem}; with it {self.skipped} steps were skipped, and step.max_skipped={self._max_skipped}"
+            )
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .ranks.world import World
 from .report.progress import Progress
 from .stopwatch import Stopwatch
-from .watch.stop_flag import StopFlag
+from .watch.stop_flag import StopFlag, TraceFlag
 from .watch.watchdog import Activity, Advance, Watchdog
 
 
@@ -21,7 +21,8 @@ class Guard:
     """A stop flag and a watchdog while its context lasts; it may be entered again. Entering is a collective.
 
     The stopwatch tells the watchdog each phase of this rank, with its step and epoch; ``activities`` add details to the
-    phases that they are named for, and ``progress_of`` tells how far those have come.
+    phases that they are named for, and ``progress_of`` tells how far those have come. With ``traces`` a SIGUSR2 asks
+    for a trace.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Guard:
         report_folder: Path,
         activities: Mapping[str, Activity],
         progress_of: Mapping[str, Advance],
+        traces: bool = False,
     ) -> None:
         self._world = world
         self._progress = progress
@@ -42,25 +44,32 @@ class Guard:
         self._report_folder = report_folder
         self._activities = activities
         self._progress_of = progress_of
+        self._traces = traces
         self._flag: StopFlag | None = None
+        self._trace_flag: TraceFlag | None = None
         self._stack = ExitStack()
 
     def is_stop_requested(self) -> bool:
         """Whether this rank got a signal that asks it to stop."""
         return self._flag is not None and self._flag.reason is not None
 
+    def is_trace_requested(self) -> bool:
+        """Whether this rank got a signal that asks for a trace since the last call."""
+        return self._trace_flag is not None and self._trace_flag.take()
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             flag = stack.enter_context(StopFlag())
+            trace_flag = stack.enter_context(closing(TraceFlag())) if self._traces else None
             if self._stall_timeout_s is not None:
                 stack.enter_context(self._start_watchdog(self._stall_timeout_s))
-            self._flag, self._stack = flag, stack.pop_all()
+            self._flag, self._trace_flag, self._stack = flag, trace_flag, stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._flag, self._stopwatch.entered = None, None
+        self._flag, self._trace_flag, self._stopwatch.entered = None, None, None
         self._stack.__exit__(kind, error, trace)
 
     @contextmanager

@@ -12,6 +12,13 @@ Purpose = Literal["step", "fetch", "evaluation"]
 _PURPOSES: dict[Purpose, tuple[int, ...]] = {"step": (), "fetch": (1,), "evaluation": (2,)}
 
 
+def seed_all(seed: int) -> None:
+    """Seed torch's (on every device), NumPy's and Python's global generators: for weights, before a model is built."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
 def seed_step(seed: int, step: int, rank: int, device: torch.device, purpose: Purpose = "step") -> None:
     """Seed torch's, NumPy's and Python's global generators for what this rank draws in this step.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,8 @@ from .weights.warm_start import load_weights
 class Saver:
     """Owns the checkpointer, where checkpoints are asked for, and the averager of local SGD.
 
-    Its methods are collectives. ``checkpointer`` is None in a run that keeps no checkpoints.
+    Its methods are collectives. ``checkpointer`` is None in a run that keeps no checkpoints. ``settle`` waits for what
+    is not yet known of the last step.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Saver:
         *,
         recorder: Recorder,
         stopwatch: Stopwatch,
+        settle: Callable[[], None],
     ) -> None:
         self._config = config
         self._parallel = parallel
@@ -44,6 +46,7 @@ class Saver:
         self._compression = compression
         self._recorder = recorder
         self._stopwatch = stopwatch
+        self._settle = settle
         self.averager: PeriodicAverager | None = None
         self.checkpointer: Checkpointer | None = None
         world = parallel.world
@@ -65,7 +68,12 @@ class Saver:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without."""
+        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without.
+
+        Raises:
+            NonFiniteLossError: on every rank, if the last step's gradients were not finite.
+        """
+        self._settle()
         with ExitStack() as stack:
             if self.averager is not None:
                 with self._stopwatch.phase("average"):
@@ -144,10 +152,12 @@ class Saver:
 
     def finish(self, step: int, state: dict[str, Any], *, stopped: bool) -> None:
         """Leave all ranks with one model, save it, and export it where that is asked for."""
+        self._settle()
         if stopped and self.checkpointer is None:
             self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
         if self.averager is not None and not self.averager.are_alike:
             self.averager.average_all()
+        self._parallel.agree_on_buffers()
         self.save(step, state, blocking=True)
         if self.checkpointer is None:
             return

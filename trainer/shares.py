@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from .batches import count_rows
 from .computing import ComputeClock
 from .errors import TrainerConfigError
 from .parallel.model import ParallelConfig
@@ -59,18 +60,19 @@ class SpeedShares:
         self._loader = loader
         self._world = world
         self._weights = [1.0] * world.world_size
-        self._rows = 0
+        self._rows: int | torch.Tensor = 0
         self.clock = ComputeClock(world.device)
 
-    def add(self, rows: int) -> None:
+    def add(self, microbatches: Iterable[Any]) -> None:
         """Count the rows that this rank has computed in a step."""
-        self._rows += rows
+        for batch in microbatches:
+            self._rows += count_rows(batch)
 
     def rebalance(self) -> None:
         """Set new shares from the rows and seconds that this rank has computed since the last call; a collective."""
         spent = self.clock.take()
         speeds = torch.zeros(self._world.world_size, dtype=torch.float64, device=self._world.device)
-        speeds[self._world.rank] = self._rows / spent if spent > 0 else 0.0
+        speeds[self._world.rank] = float(self._rows) / spent if spent > 0 else 0.0
         if self._world.world_size > 1:
             dist.all_reduce(speeds)
         self._weights = blend_weights(self._weights, speeds.tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,16 +11,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .batches import count_rows, sample_ids
+from .batches import count_rows
 from .computing import ComputeClock
 from .errors import NonFiniteLossError, TrainerConfigError
-from .finite import any_not_finite, name_on_all_ranks
+from .finite import NonFinitePolicy
+from .gradients import Gradients
 from .options import check_choice, check_range
 from .parallel.limits import named_if_it_fails
 from .parallel.model import ParallelModel
-from .parallel.precision import LossScaler, PrecisionConfig, compute_context, local_part
+from .parallel.precision import LossScaler, PrecisionConfig, compute_context
+from .totals import Reading, StepTotals, Totals
 
 # fp16's loss scale starts at 2**16 and halves at each overflow; gradients that overflow even here are not finite.
 _LEAST_LOSS_SCALE = 2.0**-24
@@ -55,7 +56,11 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank: mean loss over ``count`` samples or tokens of ``rows`` rows."""
+    """What a step did, the same on every rank: mean loss over ``count`` samples or tokens of ``rows`` rows.
+
+    ``gradient_norm`` is that of the mean's gradient before clipping: a 0-dim tensor where nothing has waited for it
+    yet, None where no update was tried.
+    """
 
     loss: float
     count: float
@@ -63,16 +68,23 @@ class StepResult:
     gradient_norm: float | torch.Tensor | None
     outcome: Outcome
     stop_requested: bool
+    trace_requested: bool = False
 
 
 class StepRunner:
-    """Runs steps of one model; its state is the last global count, the skipped steps so far, and the loss scale.
+    """Runs steps of one model; its state is the last global count, the skipped steps so far, the loss scale, and the
+    flag of the step before where that is not read yet.
 
     The loss is a sum; the update uses the gradient of its mean over all ranks and microbatches. The global count is
     known only after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is
     the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
     Batches of equal counts, the common case, need no correction. Ranks that exchange no gradients each use their own
     mean.
+
+    On CUDA a step waits once, for the sums of its forwards, while its backward is under way; the device never runs dry.
+    Whether gradients are finite is known after that: with ``on_nan="stop"`` it is told with the next step's sums, and
+    ``settle`` asks for it. Skipping needs to know before the update, and so do fp16's scaler and gradients that this
+    rank lacks; they wait for the device. ``reads_late`` is for tests.
     """
 
     def __init__(
@@ -85,7 +97,7 @@ class StepRunner:
         precision: PrecisionConfig,
         phase: Phase,
         clock: ComputeClock | None = None,
-        takes_norm: bool = False,
+        reads_late: bool | None = None,
     ) -> None:
         self._parallel = parallel
         self._world = parallel.world
@@ -93,12 +105,16 @@ class StepRunner:
         self._loss = loss
         self._config = config
         self._precision = precision
-        self._takes_norm = takes_norm
         self._phase = phase
         self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._scaler = LossScaler(precision, self._world)
+        self._gradients = Gradients(parallel, optimizer)
+        on_cuda = self._world.device.type == "cuda"
+        can_read_late = config.on_nan == "stop" and not self._scaler.is_enabled()
+        self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
+        self._unread: tuple[int, torch.Tensor] | None = None  # the step before, and whether its gradients are bad
         self._expected_count: float | None = None
-        self._skipped = 0
+        self._policy = NonFinitePolicy(self._world, may_skip=config.on_nan == "skip", max_skipped=config.max_skipped)
 
     @property
     def loss_scale(self) -> float | None:
@@ -109,17 +125,24 @@ class StepRunner:
         """JSON, and the same for any number of ranks."""
         return {
             "expected_count": self._expected_count,
-            "skipped": self._skipped,
+            "skipped": self._policy.skipped,
             "scaler": self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._expected_count = state["expected_count"]
-        self._skipped = state["skipped"]
+        self._policy.skipped = state["skipped"]
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
-    def run(self, step: int, microbatches: Sequence[Any], *, stop_requested: bool = False) -> StepResult:
+    def run(
+        self,
+        step: int,
+        microbatches: Sequence[Any],
+        *,
+        stop_requested: bool = False,
+        trace_requested: bool = False,
+    ) -> StepResult:
         """Forward and backward of this rank's microbatches, then the update; a collective over all ranks.
 
         A step that is skipped leaves no trace: weights, optimizer, buffers and the expected count are as before it.
@@ -129,94 +152,86 @@ class StepRunner:
         """
         self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
-        # float64: sum of losses, count, rows, non-finite losses, requests to stop, and two for the order of modules.
-        totals = torch.zeros(7, dtype=torch.float64, device=self._world.device)
-        totals[4] = stop_requested
-        own_count = totals[1]
-        exchange: dist.Work | None = None
-        suspects: list[Any] = []
+        sums, own, reading = StepTotals(self._world), None, None
+        losses: list[torch.Tensor] = []
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             with self._parallel.exchange_when(last=last):
                 with self._phase("forward"), self._parallel.watched_forward(), self._computing():
                     loss_sum, count = self._forward(batch)
-                finite = torch.isfinite(loss_sum.detach())
-                totals[0] += loss_sum.detach()
-                totals[1] += count
-                totals[2] += count_rows(batch)
-                totals[3] += ~finite
-                suspects.append(finite)
+                losses.append(loss_sum.detach())
+                sums.add(losses[-1], count, count_rows(batch))
                 if self._expected_count is None:
-                    self._expected_count = self._expect(totals[1]) * len(microbatches)
-                if last and self._world.world_size > 1:
-                    own_count = totals[1].clone()
-                    totals[5], totals[6] = self._parallel.order_marks()
-                    exchange = dist.all_reduce(totals, async_op=True)
+                    self._expected_count = self._expect(sums.own_count()) * len(microbatches)
+                if last:
+                    own = Reading(sums.own_count()) if self._trains_alone else None
+                    reading = sums.exchange(
+                        stop=stop_requested,
+                        trace=trace_requested,
+                        order=self._parallel.order_marks(),
+                        late=None if self._unread is None else self._unread[1],
+                    )
                 with self._phase("backward"), self._computing():
                     scale = self._world.world_size / self._expected_count
                     self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._parallel.check_gradients()
-        if exchange is not None:
-            with self._phase("reduce"):
-                exchange.wait()
-        # One wait for the device, for all that must be known before the update.
-        values = torch.cat((totals, self._check_gradients())).tolist()
-        loss_total, count_total, rows, bad, stop, order, squares, bad_gradients, *used = values
-        self._parallel.check_order(order, squares)
-        self._parallel.drop_unused(used)
+        assert reading is not None, "there was a microbatch"
+        assert self._expected_count is not None, "there was a microbatch"
+        with self._phase("reduce"):
+            totals = Totals(*reading.wait())
+        unread, self._unread = self._unread, None
+        if totals.late and unread is not None:
+            self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
+        self._parallel.check_order(totals.order, totals.order_squares)
         norm: float | torch.Tensor | None = None
         outcome: Outcome
-        if bad:
-            self._refuse_or_skip(step, microbatches, suspects)
+        if not math.isfinite(totals.loss):
+            self._policy.meet_losses(step, microbatches, losses)
             outcome = "non-finite"
-        elif bad_gradients:
-            self._refuse_gradients(step)
-            outcome = "non-finite"
-        elif not count_total:
+        elif not totals.count:
             outcome = "empty"
         else:
             with self._phase("optimizer"):
-                assert self._expected_count is not None, "there was a microbatch"
-                right = count_total if self._parallel.exchanges else float(own_count) * self._world.world_size
+                right = totals.count if own is None else own.wait()[0] * self._world.world_size
                 outcome, norm = self._update(step, self._expected_count / right if right else 1.0)
-            self._expected_count = count_total
+            self._expected_count = totals.count
         if outcome == "non-finite":
             self._expected_count = expected_before
             for buffer, kept in buffers:
                 buffer.copy_(kept)
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(
-            loss=loss_total / count_total if count_total else math.nan,
-            count=count_total,
-            rows=int(rows),
+            loss=totals.loss / totals.count if totals.count else math.nan,
+            count=totals.count,
+            rows=int(totals.rows),
             gradient_norm=norm,
             outcome=outcome,
-            stop_requested=stop > 0,
+            stop_requested=totals.stop > 0,
+            trace_requested=totals.trace > 0,
         )
+
+    def settle(self) -> None:
+        """Wait until it is known whether the last step's gradients were finite; a collective.
+
+        To be called before the weights are evaluated, saved or handed back.
+
+        Raises:
+            NonFiniteLossError: on every rank, if they were not.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        step, bad = unread
+        if self._world.world_size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bad.item():
+            self._policy.refuse_late(step, self._parallel.inner.named_parameters())
 
     def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers with copies, where a step may be skipped: a batch norm has then seen what is not finite."""
         if self._config.on_nan == "stop":
             return []
         return [(buffer, buffer.detach().clone()) for buffer in self._parallel.inner.buffers()]
-
-    def _check_gradients(self) -> torch.Tensor:
-        """(1 + n,) float64, the same on every rank: 1 where a gradient is not finite; n sharded parameters' use.
-
-        fp16's scaler looks for itself.
-        """
-        device = self._world.device
-        if self._scaler.is_enabled():
-            bad = torch.zeros(1, dtype=torch.float64, device=device)
-        else:
-            bad = any_not_finite((p.grad for _, p in self._trained() if p.grad is not None), device)
-        found = torch.cat((bad, self._parallel.used_flags()))
-        if self._world.world_size > 1 and (self._parallel.is_sharded or not self._parallel.exchanges):
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found
-
-    def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, one) for name, one in self._parallel.inner.named_parameters() if one.requires_grad)
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
@@ -229,21 +244,21 @@ class StepRunner:
         return max(1.0, float(known))
 
     def _update(self, step: int, correction: float) -> tuple[Outcome, float | torch.Tensor | None]:
-        norm: float | torch.Tensor | None = None
-        factor = correction
-        gradients = self._gather_gradients()
+        """Correct, clip and use the gradients, if they are finite as far as that is known."""
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
-        if self._config.clip_norm is not None:
-            norm = global_norm(gradients) * correction
-            if not math.isfinite(norm) and not self._scaler.is_enabled():
-                self._count_skip(f"step {step}: the global norm of the gradients is {norm}")
+        measured = self._gradients.measure()
+        if measured.used is not None:
+            self._parallel.drop_unused(measured.used.tolist())
+        norm: float | torch.Tensor = measured.norm * correction
+        if self._reads_late:
+            self._unread = (step, (~measured.norm.isfinite()).double())
+        else:
+            norm = float(norm)
+            if not self._scaler.is_enabled() and self._is_bad(norm):
+                self._policy.meet_gradients(step, self._gradients.named())
                 return "non-finite", norm
-            factor *= min(1.0, self._config.clip_norm / (norm + 1e-6))
-        elif self._takes_norm:
-            norm = norm_on_device(gradients) * correction
-        if factor != 1.0:
-            torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+        measured.scale(self._factor(norm, correction))
         with named_if_it_fails(self._optimizer, self._parallel.config.zero):
             is_updated = self._scaler.step_and_update(self._optimizer)
         if is_updated:
@@ -256,51 +271,30 @@ class StepRunner:
             )
         return "overflow", norm
 
-    def _gather_gradients(self) -> list[torch.Tensor]:
-        found = []
-        for group in self._optimizer.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    if one.grad.is_sparse:
-                        one.grad = one.grad.coalesce()  # each element once: the norm is that of the sums
-                    found.append(one.grad)
-        return found
+    @property
+    def _trains_alone(self) -> bool:
+        """Whether there are other ranks, and this one exchanges no gradients with them."""
+        return self._world.world_size > 1 and not self._parallel.exchanges
 
-    def _refuse_gradients(self, step: int) -> None:
-        gradients = ((name, one.grad) for name, one in self._trained() if one.grad is not None)
-        names = name_on_all_ranks(gradients, self._world)
-        self._count_skip(f"step {step}: the loss is finite and the gradient of {names} is not")
+    def _is_bad(self, norm: float) -> bool:
+        """Whether the gradients' norm is not finite on any rank: one norm for all, but where ranks exchange none."""
+        bad = not math.isfinite(norm)
+        if not self._trains_alone:
+            return bad
+        flag = torch.tensor([float(bad)], device=self._world.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
-    def _refuse_or_skip(self, step: int, microbatches: Sequence[Any], suspects: Sequence[torch.Tensor]) -> None:
-        found = [
-            (self._world.rank, index, sample_ids(batch))
-            for index, (batch, finite) in enumerate(zip(microbatches, suspects, strict=True))
-            if not finite
-        ]
-        everywhere: list[list[tuple[int, int, list[int] | None]]] = [found]
-        if self._world.world_size > 1:
-            everywhere = [[] for _ in range(self._world.world_size)]
-            dist.all_gather_object(everywhere, found)
-        places = "; ".join(
-            f"rank {rank}, microbatch {index}, "
-            + ("sample ids unknown (with_ids=True adds them)" if ids is None else f"sample ids {ids}")
-            for there in everywhere
-            for rank, index, ids in there
-        )
-        self._count_skip(f"step {step}: the loss is not finite ({places})")
-
-    def _count_skip(self, problem: str) -> None:
-        if self._config.on_nan == "stop":
-            raise NonFiniteLossError(
-                f"{problem}; look at these samples, lower the rate, set step.clip_norm, or set step.on_nan='skip' "
-                "to skip such steps"
-            )
-        self._skipped += 1
-        if self._skipped > self._config.max_skipped:
-            raise NonFiniteLossError(
-                f"{problem}; with it {self._skipped} steps were skipped, and step.max_skipped="
-                f"{self._config.max_skipped}"
-            )
+    def _factor(self, norm: float | torch.Tensor, correction: float) -> float | torch.Tensor:
+        """What makes the gradients that of the mean, no longer than ``clip_norm``."""
+        limit = self._config.clip_norm
+        if limit is None:
+            return correction
+        if isinstance(norm, float):
+            return correction * min(1.0, limit / (norm + 1e-6))
+        clipped = correction * (limit / (norm + 1e-6)).clamp(max=1.0)
+        # Zero leaves only those weights not finite whose gradients were not: these are named.
+        return torch.where(norm.isfinite(), clipped, 0.0)
 
 
 def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -320,14 +314,3 @@ def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             "losses.sum()"
         )
     return given
-
-
-def global_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """The Euclidean norm of all gradients as one vector, over all shards; a collective where they are sharded."""
-    return float(norm_on_device(gradients))
-
-
-def norm_on_device(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As ``global_norm``, () on the gradients' device, for which nothing waits."""
-    norm = torch.nn.utils.get_total_norm([one._values() if one.is_sparse else one for one in gradients])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

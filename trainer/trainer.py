@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .batches import count_rows
 from .checkpoint.traffic import TRAFFIC
 from .compression.compression import Compression
 from .config import TrainerConfig
+from .determinism import deterministic_kernels
 from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .feed import Feed
@@ -31,6 +31,7 @@ from .report.flops import FlopCount
 from .report.progress import Progress, Summary
 from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
+from .report.tracing import Tracer
 from .run_length import agree_on_length, count_steps, effective_batch_size
 from .saver import Saver
 from .schedule import Schedule
@@ -89,6 +90,7 @@ class DistributedTrainer:
             report_folder=Path(config.output_dir) / "stalls",
             activities={**list_activities(loader, evaluation), "forward": self._name_module},
             progress_of=dict.fromkeys(("checkpoint", "resume", "read checkpoint", "warm start"), lambda: TRAFFIC.bytes),
+            traces=config.profile.signal_steps > 0,
         )
         with self._guard.watching():
             self._build(model, optimizer, loader, loss=loss, observers=observers, initialise=initialise)
@@ -111,6 +113,7 @@ class DistributedTrainer:
         total_steps = count_steps(config, length, loader)
         self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
         self._recorder.flops = FlopCount(config.report, model, loss, self.world, config.precision.dtype)
+        self._tracer = Tracer(config.profile, config.output_dir, self.world, self.stopwatch, self._recorder.note)
         compile_model(model, config.compile, config.parallel, self.world, config.activation)
         recompute_activations(model, config.activation)
         self.parallel = ParallelModel(
@@ -144,7 +147,6 @@ class DistributedTrainer:
             precision=config.precision,
             phase=self.stopwatch.phase,
             clock=clock,
-            takes_norm=config.report.gradient_norm,
         )
         try:
             self._saver = Saver(
@@ -154,6 +156,7 @@ class DistributedTrainer:
                 self.compression,
                 recorder=self._recorder,
                 stopwatch=self.stopwatch,
+                settle=self.steps.settle,
             )
             self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
             self._resume()
@@ -172,8 +175,9 @@ class DistributedTrainer:
         begin_training(self.parallel.inner)
         parallel, dtype = self.config.parallel, self.config.precision.dtype
         self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
-        with self._guard:
+        with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
             while not self._is_done():
+                self._tracer.begin_step(self.progress.step)
                 microbatches = self._fetch()
                 if not microbatches:  # the epoch is over
                     if stopped := self._end_epoch():
@@ -183,11 +187,16 @@ class DistributedTrainer:
                 seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device)
                 self.schedule.set_rates(self.progress.updates)
                 result = self.steps.run(
-                    self.progress.step, microbatches, stop_requested=self._guard.is_stop_requested()
+                    self.progress.step,
+                    microbatches,
+                    stop_requested=self._guard.is_stop_requested(),
+                    trace_requested=self._guard.is_trace_requested(),
                 )
                 self.compression.end_step()
                 self.progress.count(result)
                 self._recorder.add(result)
+                if result.trace_requested:
+                    self._tracer.request(self.progress.step)
                 self._saver.average_if_due(self.progress.step)
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
@@ -200,6 +209,7 @@ class DistributedTrainer:
                     break
                 if self._is_multiple(self.config.checkpoint.every_steps):
                     self._save(blocking=False)
+            self._tracer.finish()
             self._finish(stopped)
             by_others = stopped and self.world.num_nodes > 1 and not self._guard.is_stop_requested()
         summary = self._recorder.finish(
@@ -217,7 +227,7 @@ class DistributedTrainer:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
-        with self._saver.agreed():
+        with self._saver.agreed(), deterministic_kernels(self.config.deterministic):
             seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
             found = evaluate(
                 self.parallel,
@@ -324,7 +334,7 @@ class DistributedTrainer:
         return self._evaluation is not None and self.evaluate() is None
 
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
-        shares.add(sum(count_rows(batch) for batch in microbatches))
+        shares.add(microbatches)
         if self._is_multiple(self.config.shares_every):
             with self.stopwatch.phase("shares"):
                 shares.rebalance()

@@ -50,6 +50,7 @@ def make_steps(
     loss: LossFunction = sum_of_outputs,
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     precision: PrecisionConfig = FP32,
+    reads_late: bool | None = None,
     **config: Any,
 ) -> StepRunner:
     """A step runner over the model in this process alone; rate 1, so that w falls by the gradient."""
@@ -61,4 +62,5 @@ def make_steps(
         config=StepConfig(**config),
         precision=precision,
         phase=lambda name: nullcontext(),
+        reads_late=reads_late,
     )

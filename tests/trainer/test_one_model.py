@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from together_cases import Line, make_trainer, rows
 from torch import nn
 
 from penstock.trainer import Evaluation, TrainerConfigError, World
+from penstock.trainer.parallel.buffers import share_buffers
 
 
 class Normed(nn.Module):
@@ -95,3 +97,21 @@ def test_local_sgd_trains_the_same_whenever_it_is_saved_or_evaluated(tmp_path: P
 def test_synchronised_batch_norms_are_refused_where_torch_has_none(world: World, tmp_path: Path) -> None:
     with pytest.raises(TrainerConfigError, match=r"parallel\.sync_batchnorm=True: torch has SyncBatchNorm for CUDA"):
         make_trainer(world, str(tmp_path), model=Normed(), parallel={"sync_batchnorm": True})
+
+
+def share_odd_buffers(world: World) -> tuple[list[Any], int]:
+    """What each rank's buffers are after rank 0's came, and the messages that it took."""
+    odd = nn.Module()
+    values = [torch.tensor(7), torch.tensor([True, False]), torch.eye(2).half().t(), torch.tensor([1 + 2j])]
+    for number, value in enumerate([*values, torch.rand(3, 2)[:, :1], torch.zeros(0)]):
+        odd.register_buffer(f"b{number}", value * (1 if world.is_first else 0))
+    with mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as sent:
+        share_buffers(odd.buffers(), world)
+    return [one.tolist() for one in odd.buffers()], sent.call_count
+
+
+def test_buffers_of_any_type_come_in_one_message() -> None:
+    (first, messages), (second, _) = run_ranks(share_odd_buffers, 2)
+    assert first == second
+    assert first[0] == 7
+    assert messages == 1

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import TrainerConfigError
 from ..options import check_range
 from ..ranks.world import World
-from .model import ParallelConfig, find_blocks
+from .blocks import find_blocks
+from .model import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

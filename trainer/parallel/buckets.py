@@ -47,7 +47,9 @@ def settle_buckets(model: DistributedDataParallel, sparse: Collection[Tensor] = 
     model.module = _SumOfParameters(trained, sparse)
     try:
         model().backward()
-        model()  # DDP regroups at the beginning of the next forward pass
+        # DDP regroups at the beginning of the next forward. Without a backward after it DDP would go on waiting, and
+        # exchange the gradients of a first microbatch that belongs to no_sync.
+        model().backward()
     finally:
         model.module = bare
         model.broadcast_buffers = shares_buffers

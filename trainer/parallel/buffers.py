@@ -14,20 +14,18 @@ from ..ranks.world import World
 
 @torch.no_grad()
 def share_buffers(buffers: Iterable[Tensor], world: World) -> None:
-    """Make every rank's buffers those of rank 0; a collective, of one message for each dtype and device."""
+    """Make every rank's buffers those of rank 0; a collective, of one message."""
     if world.world_size == 1:
         return
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in buffers:
-        if buffer.numel():
-            groups.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-    for members in groups.values():
-        flat = torch.cat([member.reshape(-1) for member in members]).to(world.device)
-        dist.broadcast(flat, src=0)
-        if not world.is_first:
-            parts = torch.split(flat, [member.numel() for member in members])
-            for member, part in zip(members, parts, strict=True):
-                member.copy_(part.view_as(member))
+    # The widest first, so that each lies at a multiple of its element's size.
+    members = sorted((one.detach() for one in buffers if one.numel()), key=lambda one: -one.element_size())
+    if not members:
+        return
+    flat = torch.cat([one.to(world.device).reshape(-1).view(torch.uint8) for one in members])
+    dist.broadcast(flat, src=0)
+    if not world.is_first:
+        for one, part in zip(members, torch.split(flat, [one.nbytes for one in members]), strict=True):
+            one.copy_(part.view(one.dtype).view_as(one))
 
 
 @torch.no_grad()

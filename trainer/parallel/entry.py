@@ -59,9 +59,19 @@ class EngineEntry:
         self._hook.remove()
 
     def check_gradients(self) -> None:
-        """Raise a TrainerConfigError where a parameter that DDP waits for has no gradient after backward."""
-        if any(one.grad is None for _, one in self._needed):
-            raise _name_unused([name for name, one in self._needed if one.grad is None])
+        """To be called after the last backward of a step, before the update.
+
+        A parameter that only an earlier microbatch used has a gradient, of this rank alone, and DDP still waits for it.
+
+        Raises:
+            TrainerConfigError: a parameter that DDP waits for got no gradient.
+        """
+        if not self._needed or not isinstance(self._module, DistributedDataParallel):
+            return
+        try:
+            self._module._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as exc:
+            raise _name_unused(self._find_unused(str(exc))) from exc
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         self._entered = True
@@ -82,6 +92,6 @@ class EngineEntry:
 
 def _name_unused(names: list[str]) -> TrainerConfigError:
     return TrainerConfigError(
-        f"the parameters {', '.join(names) or '(unknown)'} got no gradient in a step, and the ranks wait for it; set "
-        "parallel.unused_parameters=True, or freeze them with requires_grad_(False)"
+        f"the parameters {', '.join(names) or '(unknown)'} got no gradient in a step's last microbatch, and the "
+        "ranks wait for it; set parallel.unused_parameters=True, or freeze them with requires_grad_(False)"
     )

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainerConfigError
-from ..options import check_choice, check_range, suggest
+from ..options import check_choice, check_range
 from ..ranks.world import World
+from .blocks import find_blocks
 from .buckets import settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .entry import EngineEntry
@@ -83,7 +84,8 @@ class ParallelConfig:
 class ParallelModel:
     """A model spread over the ranks, and when its gradients are exchanged.
 
-    ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is all PyTorch's.
+    ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is PyTorch's, and whether the
+    last microbatch exchanged gradients.
     Without ``exchange`` each rank trains its own copy, with the same initial weights. ``scheme`` is the compression
     of the gradients. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
     """
@@ -124,6 +126,7 @@ class ParallelModel:
             copy_from_first_rank(model, world)
             self.module = model
         self._entry = EngineEntry(self.module, model, may_be_unused=config.unused_parameters)
+        self._exchanges_last: bool | None = None
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         if config.zero:
@@ -174,7 +177,8 @@ class ParallelModel:
         """
         if isinstance(self.module, DistributedDataParallel):
             return nullcontext() if last else self.module.no_sync()
-        if isinstance(self.module, FSDPModule) and self.config.zero == 1:
+        if isinstance(self.module, FSDPModule) and self.config.zero == 1 and last != self._exchanges_last:
+            self._exchanges_last = last  # each call walks all modules
             self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last)
             self.module.set_is_last_backward(last)
@@ -211,8 +215,18 @@ class ParallelModel:
             self.order.check(total, total_of_squares)
 
     def check_gradients(self) -> None:
-        """Raise a TrainerConfigError where DDP waits for a gradient that did not come."""
+        """Raise a TrainerConfigError where DDP still waits for a gradient after the last backward of a step."""
         self._entry.check_gradients()
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold each shard."""
+        return self.world.world_size // self.world.local_world_size if self.config.hybrid else 1
+
+    @property
+    def uses_all(self) -> bool:
+        """Whether this rank has used every parameter in this step, as far as that is counted."""
+        return self.usage is None or self.usage.uses_all
 
     def used_flags(self) -> torch.Tensor:
         """(n,) float64: which parameters this rank used, where the model is sharded; empty elsewhere."""
@@ -252,31 +266,6 @@ def check_trainable(model: nn.Module) -> None:
         raise TrainerConfigError(
             f"model={type(model).__name__} has no parameter with requires_grad=True; unfreeze the part to train"
         )
-
-
-def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.Module]:
-    """The modules whose class is named, outer before inner; with no names, the items of the outermost ``ModuleList``s.
-
-    Lists inside blocks (of experts, of heads) are left whole: their items may run on some ranks and not on others.
-
-    Raises:
-        TrainerConfigError: a name that no module of the model has; the message names ``key``.
-    """
-    if not names:
-        return list(_outermost_items(model))
-    known = {type(module).__name__ for module in model.modules()}
-    for name in names:
-        if name not in known:
-            raise TrainerConfigError(f"{key}={name!r} is not a module class of the model; {suggest(name, known)}")
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _outermost_items(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _outermost_items(child)
 
 
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:

@@ -68,7 +68,10 @@ def check_master_weights(model: torch.nn.Module) -> None:
 def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
     """The policy of one sharded block: gathered weights in the compute format, gradients reduced in another."""
     if config.dtype == "fp32":
-        return MixedPrecisionPolicy(reduce_dtype=_DTYPES[config.reduce_dtype])
+        # None is the gradient's own format, which is float64 where the weights are.
+        return MixedPrecisionPolicy(
+            reduce_dtype=None if config.reduce_dtype == "fp32" else _DTYPES[config.reduce_dtype]
+        )
     return MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=_DTYPES[config.reduce_dtype])
 
 

@@ -44,8 +44,15 @@ class ParameterUsage:
     def begin_step(self) -> None:
         self._flags = dict.fromkeys(self._sharded, False)
 
+    @property
+    def uses_all(self) -> bool:
+        """Whether this rank has used every parameter in this step."""
+        return all(self._flags.values())
+
     def flags(self, device: torch.device) -> Tensor:
-        """(parameters,) float64: 1 for each that was used here; their maximum over all ranks is for ``drop_unused``."""
+        """(parameters,) float64: 1 for each that was used here; their sum over all ranks is for ``drop_unused``."""
+        if self.uses_all:  # made on the device: nothing is copied there
+            return torch.ones(len(self._flags), dtype=torch.float64, device=device)
         return torch.tensor(list(self._flags.values()), dtype=torch.float64, device=device)
 
     def drop_unused(self, used_anywhere: Iterable[float]) -> None:

@@ -21,9 +21,6 @@ class ReportConfig:
     quiet: bool = False
     """Show neither the progress line nor the closing table."""
 
-    gradient_norm: bool = False
-    """Also take the gradients' global norm where step.clip_norm does not; waits for no device."""
-
     count_flops: bool = False
     """Count the FLOPs of a sample once, before the first step, on a copy of the model without data; for MFU."""
 

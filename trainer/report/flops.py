@@ -99,7 +99,7 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
     Raises:
         Exception: whatever the model raises that cannot run without data, such as one whose forward reads values.
     """
-    rows = count_rows(batch)
+    rows = int(count_rows(batch))
     if not rows:
         raise ValueError("the first batch has no rows")
     inside = [False]

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 ALONE = frozenset(
-    {"fetch", "evaluation fetch", "decode", "transform", "log", "compile"}
+    {"fetch", "evaluation fetch", "decode", "transform", "log", "compile", "profile"}
     | {"loader length", "loader state", "read checkpoint"}
 )
 """Phases without a collective: a rank that stays in one is itself the cause. In any other it may be a victim."""

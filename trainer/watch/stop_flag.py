@@ -1,4 +1,4 @@
-"""A signal that asks to stop becomes a flag, which the training loop reads once a step.
+"""Signals that ask to stop, or to trace, become flags, which the training loop reads once a step.
 
 Each step adds up the ranks' flags in the collective that it runs anyway, so all ranks stop after the same step. A node
 that gets SIGTERM thereby stops all nodes with a checkpoint; the processes of the other nodes then exit with a code that
@@ -56,3 +56,31 @@ class StopFlag:
         if number == signal.SIGINT and self._signal is signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = signal.Signals(number)
+
+
+class TraceFlag:
+    """Set by each SIGUSR2 that this process gets, until it is taken; leaves a handler alone that is there already.
+
+    Made and closed in the main thread, as ``StopFlag``. Schedulers and launchers that use the signal for themselves
+    install their handler before training starts.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._is_installed = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+        if self._is_installed:
+            signal.signal(signal.SIGUSR2, self._catch)
+
+    def take(self) -> bool:
+        """Whether the signal came since the last call."""
+        found, self._is_set = self._is_set, False
+        return found
+
+    def close(self) -> None:
+        """Restore the default; closing twice is allowed."""
+        if self._is_installed and signal.getsignal(signal.SIGUSR2) == self._catch:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        self._is_installed = False
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self._is_set = True

@@ -129,3 +129,50 @@ def test_sharded_modules_that_only_some_ranks_run_are_refused_by_name() -> None:
         assert "(Expert)" in told
         assert "parallel.blocks" in told
         assert "parallel.unused_parameters=True" in told
+
+
+class Early(nn.Module):
+    """Uses ``aside`` for batches whose first row has a small number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = Expert(0)
+        self.aside = Expert(1)
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.line(x) + (self.aside(x) if number[0] < 3 else 0.0)
+
+
+def early(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return model(batch["x"], batch["number"]).float().square().sum(), len(batch["x"])
+
+
+def train_early(world: World, unused_parameters: bool) -> Any:
+    """Each step's first microbatch uses all parameters, and its second does not."""
+    torch.manual_seed(0)
+    options = {"parallel": {"unused_parameters": unused_parameters}, "step": {"accumulate": 2}, "steps": 3}
+    batches = [{"x": torch.full((2, 2), 0.5 + k), "number": torch.full((2,), float(4 * (k % 2)))} for k in range(6)]
+    mine = [{key: one[world.rank :: world.world_size] for key, one in batch.items()} for batch in batches]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(world, folder, mine, Early(), loss=early, **options)
+        with trainer:
+            before = [one.detach().clone() for one in trainer.parallel.inner.parameters()]
+            try:
+                trainer.train()
+            except TrainerError as exc:
+                return str(exc), all(map(torch.equal, before, trainer.parallel.inner.parameters()))
+            return [one.detach().flatten().tolist() for one in trainer.parallel.inner.parameters()]
+
+
+def test_a_parameter_that_only_an_early_microbatch_uses_is_named_before_a_weight_changes() -> None:
+    for told, unchanged in run_ranks(train_early, 2, False):
+        assert "aside.line.weight, aside.line.bias got no gradient in a step's last microbatch" in told
+        assert "parallel.unused_parameters=True" in told
+        assert unchanged
+
+
+def test_with_unused_parameters_it_trains_as_on_one_rank() -> None:
+    expected = run_ranks(train_early, 1, False)[0]
+    for found in run_ranks(train_early, 2, True):
+        for mine, right in zip(found, expected, strict=True):
+            assert mine == pytest.approx(right, abs=1e-6)
