@@ -13,7 +13,7 @@ from typing import Any
 # A command is a module of this folder with ``run(arguments) -> exit code``; the text is its line in the overview.
 COMMANDS = {
     "index": "find the samples of a data set and store the index beside the data",
-    "pack": "write a folder, a table or text as shards to any store",
+    "pack": "write a data set, a folder, a table or text as shards to any store",
     "inspect": "show the format, fields and sizes of a data set, and its first sample",
     "verify": "read and check all data, and list every bad shard",
     "plan": "predict batches, reads and memory on any number of ranks, without reading data",

@@ -231,7 +231,7 @@ def test_raw_token_files_are_read_with_a_length(tmp_path: Path, capsys: pytest.C
     [
         (["inspect", "{tmp}/nowhere"], "nowhere"),
         (["verify", "{tmp}"], "nothing there"),
-        (["pack", "{tmp}", "{tmp}/out"], "nothing to pack"),
+        (["pack", "{tmp}", "{tmp}/out"], "nothing there"),
         (["pack", "{tmp}/none.jsonl", "{tmp}/out"], "no such file"),
         (["index", "gopher://x/y"], "gopher"),
         (["index", "{tmp}", "--storage-option", "secret-word"], "KEY=VALUE"),

@@ -138,7 +138,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     """
     array = _as_one(values)
     kind = array.type
-    if pt.is_struct(kind) and _is_file_struct(kind):
+    if pt.is_struct(kind) and is_file_struct(kind):
         return {name: _slices(array.flatten()[kind.get_field_index("bytes")], text=False)}
     if _is_text(kind) or _is_binary(kind):
         return {name: _slices(array, text=_is_text(kind))}
@@ -308,7 +308,7 @@ def _is_temporal(kind: pa.DataType) -> bool:
     return bool(pt.is_timestamp(kind) or pt.is_date(kind) or pt.is_time(kind) or pt.is_duration(kind))
 
 
-def _is_file_struct(kind: pa.DataType) -> bool:
+def is_file_struct(kind: pa.DataType) -> bool:
     """struct<bytes, path>, as Hugging Face's data sets keep images and sounds."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
