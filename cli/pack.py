@@ -103,6 +103,8 @@ class PackArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PackArguments, "pack", arguments)
+    if not given.shard_mib * (1 << 20) >= 1:
+        raise ConfigError(f"--shard-mib {given.shard_mib}: must be above 0")
     summary = pack(
         given.source,
         given.target,

@@ -160,7 +160,8 @@ def pack(
     A source is what the loader reads (of any format, in its order); a folder of loose files, which are grouped into
     samples by their name up to the first dot, with a ``cls`` if every file lies in one of several subfolders; CSV
     files, each row a sample; or an iterable of dicts (for tables also of Arrow record batches, for tokens of texts or
-    lists of integers). ``source_format`` says what is meant where shards lie among other files: a format, "csv", or "files".
+    lists of integers). ``source_format`` says what is meant where shards lie among other files: a format, "csv", or
+    "files".
 
     ``map`` turns a sample into one, several or, with None, none. With ``processes`` it and ``tokenizer`` run in so many
     of them; what is written is the same. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the field that holds text
