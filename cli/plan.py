@@ -175,7 +175,7 @@ def _rows(last_batch: str) -> tuple[tuple[str, Callable[[Forecast], str]], ...]:
         ("global batch", lambda f: f"{f.global_batch_size:,}"),
         ("batches per rank", lambda f: f"{f.batches_per_rank:,}"),
         (f"samples {_LAST[last_batch]}", lambda f: _last_samples(last_batch, f)),
-        ("lanes × window", lambda f: f"{f.lanes:,} × {f.window}"),
+        ("lanes × window", lambda f: f"{f.lanes:,} × {f.window:,}"),
         ("skew of a batch, samples", lambda f: f"{f.batch_skew}"),
         ("skew of an epoch, samples", lambda f: f"{f.skew}"),
         ("read amplification", lambda f: f"{f.read_amplification:.2f}"),
