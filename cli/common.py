@@ -80,6 +80,9 @@ def describe(text: str, width: int = 80) -> str:
     return "\n\n".join(found)
 
 
+token_types = _choices(TokenType)
+
+
 def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Arguments:
     """Parse arguments into a command's dataclass; ``--help`` exits with 0, wrong arguments exit with 2."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)

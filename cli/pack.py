@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..loader.errors import ConfigError
+from ..loader.formats.detect import make_format
+from ..loader.formats.shard import ShardFormat
 from ..loader.tools.pack import PackSummary, pack
 from .common import (
     Flag,
     StorageOptions,
+    TokenType,
     console,
     fact_table,
     format_bytes,
@@ -24,6 +27,7 @@ from .common import (
     parse,
     parse_options,
     print_json,
+    token_types,
 )
 
 SourceFormat = Literal["files", "csv", "tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
@@ -70,6 +74,12 @@ class PackArguments:
     ] = None
     """What to read where shards lie among other files: shards of a format, csv tables, or every file as a field."""
 
+    source_seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Sequence length of a source of token files, which do not store one."""
+
+    source_dtype: Annotated[TokenType | None, tyro.conf.arg(metavar=token_types, help_behavior_hint="")] = None
+    """Data type of a token in a source of raw token files; uint16 if not given."""
+
     follow_links: Flag = False
     """Pack what links out of the folder lead to, instead of refusing them."""
 
@@ -112,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         shard_bytes=int(given.shard_mib * (1 << 20)),
         map=None if given.map is None else import_function(given.map, "--map"),
         processes=given.processes,
-        source_format=given.source_format,
+        source_format=_source_format(given),
         follow_links=given.follow_links,
         seq_len=given.seq_len,
         dtype=given.dtype,
@@ -128,6 +138,16 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _report(summary)
     return 0
+
+
+def _source_format(given: PackArguments) -> ShardFormat | str | None:
+    if given.source_seq_len is None:
+        if given.source_format == "tokens" or given.source_dtype is not None:
+            raise ConfigError("a source of token files needs --source-seq-len, as they do not store one")
+        return given.source_format
+    if given.source_format not in (None, "tokens"):
+        raise ConfigError(f"--source-seq-len applies to token files, not to --source-format {given.source_format}")
+    return make_format("tokens", {"seq_len": given.source_seq_len, "dtype": given.source_dtype or "uint16"})
 
 
 def import_function(path: str, option: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ import pyarrow as pa
 
 from ....storage import NotFoundError, ObjectInfo, Store
 from ...dataset.index import open_manifest
-from ...dataset.source import absolute_urls, select
+from ...dataset.source import select
 from ...errors import ConfigError, DatasetError
 from ...formats.detect import FORMAT_NAMES, format_by_name, make_format
 from ...formats.names import is_hidden
 from ...formats.shard import ShardFormat
 from ...formats.tokens import index_keys
 
+_URL = re.compile(r"[a-z0-9+.-]+://\S+")
 CSV_SUFFIXES = (".csv", ".csv.gz")
 # What other tools leave beside shards; no samples.
 _BESIDE = ("index.json", "dataset_info.json", "state.json", "dataset_dict.json", "license", "readme.md")
@@ -154,9 +156,12 @@ def _is_url(source: Any) -> bool:
 
 
 def _is_place(text: str) -> bool:
-    if not text or "\n" in text or len(text) > 4096:
+    if _URL.fullmatch(text):
+        return True
+    try:
+        return "/" in text and Path(text).exists()
+    except (OSError, ValueError):  # no path at all
         return False
-    return any("://" in url.partition(" ")[0] or Path(url).exists() for url in absolute_urls(text)[:1])
 
 
 def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool) -> str:
@@ -184,6 +189,12 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
         tables = [key for key in others if key.lower().endswith(CSV_SUFFIXES)]
         if tables and len(tables) < len(others):
             raise DatasetError(_mixed(store, "csv", tables[0], next(key for key in others if key not in tables)))
+        if others and all(format_by_name(key) == "tokens" for key in others):
+            raise DatasetError(
+                f"{store.url}: holds nothing but {others[0]} and the like; give "
+                "source_format=TokensFormat(seq_len=2048) (--source-seq-len 2048) if these are tokens, or "
+                "source_format='files' (--source-format files) for each file as a field of a sample"
+            )
         return "csv" if tables else "files"
     if others:
         name = sorted(shards)[0]

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from packed_samples import read_samples
 
-from penstock import DistributedDataLoader, open_manifest, pack, verify
+from penstock import DistributedDataLoader, TokensFormat, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError
 
 DAY = datetime.date(2024, 2, 29)
@@ -163,6 +163,21 @@ def test_shards_among_other_files_are_asked_about(parquet: Path, tmp_path: Path)
     assert pack(parquet, tmp_path / "files", source_format="files").samples == 3
     with pytest.raises(ConfigError, match="none of files, csv"):
         pack(parquet, tmp_path / "out", source_format="zip")
+
+
+def test_token_files_are_read_with_a_length_and_not_taken_for_fields(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.arange(32, dtype=np.uint32).tofile(tmp_path / "in" / "a.bin")
+    with pytest.raises(DatasetError, match="--source-seq-len 2048"):
+        pack(tmp_path / "in", tmp_path / "out", format="parquet")
+    pack(tmp_path / "in", tmp_path / "out", format="parquet", source_format=TokensFormat(seq_len=8, dtype="uint32"))
+    assert [sample["tokens"] for sample in read_samples(str(tmp_path / "out"))][3] == list(range(24, 32))
+
+
+def test_texts_with_braces_are_texts_and_no_patterns(tmp_path: Path) -> None:
+    texts = ["see {this}", "and s3://that", "/"]
+    pack(texts, tmp_path / "out", format="tokens", seq_len=1, tokenizer=lambda text: list(text.encode()))
+    assert open_manifest(tmp_path / "out").num_samples == sum(map(len, texts))
 
 
 def test_images_of_two_kinds_are_one_field(tmp_path: Path) -> None:
