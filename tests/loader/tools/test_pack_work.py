@@ -194,3 +194,46 @@ def test_the_progress_bar_knows_the_total(rows: Path, tmp_path: Path, monkeypatc
     pack(rows, tmp_path / "out", map=thin)
     assert seen[0] == 500
     assert sum(seen[1:]) == 500
+
+
+def note_process(sample: dict[str, Any]) -> dict[str, Any]:
+    Path(os.environ["NOTED_PROCESSES"], str(os.getpid())).touch()
+    time.sleep(0.02)
+    return sample
+
+
+_IN_PROCESSES = """
+import sys
+from penstock import pack
+from test_pack_work import note_process
+if __name__ == "__main__":
+    pack(sys.argv[1], sys.argv[2], map=note_process, processes=2, progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_processes_end_with_the_one_that_started_them(rows: Path, tmp_path: Path, sent: signal.Signals) -> None:
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(_IN_PROCESSES)
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = {**os.environ, "NOTED_PROCESSES": str(noted), "PYTHONPATH": paths}
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(rows), str(tmp_path / "out")], env=environment, stderr=subprocess.PIPE
+    )
+    wait_for(lambda: len(list(noted.iterdir())) == 2)
+    process.send_signal(sent)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    wait_for(lambda: not any(Path("/proc", path.name).exists() for path in noted.iterdir()))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
