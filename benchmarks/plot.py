@@ -74,11 +74,13 @@ def _draw(axes: Any, result: Mapping[str, Any], title: str) -> None:
     summary = result["summary"]
     names = list(summary)
     rates = [summary[name]["samples_per_s"] for name in names]
-    bars = axes.bar(range(len(names)), rates, width=0.68, color=[_COLOURS.get(name, "#999999") for name in names])
+    axes.bar(range(len(names)), rates, width=0.68, color=[_COLOURS.get(name, "#999999") for name in names])
     for place, name in enumerate(names):
         rounds = [run["samples_per_s"] for run in result.get("contenders", {}).get(name, {}).get("epoch", ())]
+        over = max([summary[name]["samples_per_s"], *rounds])
+        label = short_number(summary[name]["samples_per_s"])
+        axes.annotate(label, (place, over), (0, 4), textcoords="offset points", ha="center", fontsize=8)
         axes.scatter([place] * len(rounds), rounds, s=9, color="black", zorder=3, linewidths=0)
-    axes.bar_label(bars, [short_number(rate) for rate in rates], padding=6, fontsize=8)
     axes.set_xticks(range(len(names)), [name.replace("mosaicml-", "mosaicml\n") for name in names], fontsize=8)
     if is_wide(rates):
         axes.set_yscale("log")
