@@ -17,6 +17,7 @@ from ..loader.formats.shard import ShardFormat
 from ..loader.tools.pack import PackSummary, pack
 from .common import (
     Flag,
+    SplitNames,
     StorageOptions,
     TokenType,
     console,
@@ -26,6 +27,7 @@ from .common import (
     format_seconds,
     parse,
     parse_options,
+    parse_split,
     print_json,
     token_types,
 )
@@ -73,6 +75,9 @@ class PackArguments:
         SourceFormat | None, tyro.conf.arg(metavar="{files,csv,tar,...}", help_behavior_hint="")
     ] = None
     """What to read where shards lie among other files: shards of a format, csv tables, or every file as a field."""
+
+    split: SplitNames = None
+    """Split to pack, such as train; several with commas between them, or all. A folder of several needs it."""
 
     source_seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Sequence length of a source of token files, which do not store one."""
@@ -123,6 +128,7 @@ def run(arguments: Sequence[str]) -> int:
         map=None if given.map is None else import_function(given.map, "--map"),
         processes=given.processes,
         source_format=_source_format(given),
+        split=parse_split(given.split),
         follow_links=given.follow_links,
         seq_len=given.seq_len,
         dtype=given.dtype,

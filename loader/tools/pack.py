@@ -17,6 +17,7 @@ import pyarrow as pa
 from ...storage import NotFoundError, open_store
 from ..dataset.manifest import MANIFEST_NAME
 from ..dataset.source import is_unfinished
+from ..dataset.splits import Split
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
@@ -148,6 +149,7 @@ def pack(
     tokenizer: Callable[[str], Sequence[int]] | None = None,
     field: str | None = None,
     source_format: ShardFormat | str | None = None,
+    split: Split | None = None,
     follow_links: bool = False,
     checksums: bool = True,
     overwrite: bool = False,
@@ -161,7 +163,7 @@ def pack(
     samples by their name up to the first dot, with a ``cls`` if every file lies in one of several subfolders; CSV
     files, each row a sample; or an iterable of dicts (for tables also of Arrow record batches, for tokens of texts or
     lists of integers). ``source_format`` says what is meant where shards lie among other files: a format, "csv", or
-    "files".
+    "files". ``split`` is that of ``DistributedDataLoader``.
 
     ``map`` turns a sample into one, several or, with None, none. With ``processes`` it and ``tokenizer`` run in so many
     of them; what is written is the same. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the field that holds text
@@ -188,6 +190,7 @@ def pack(
         source,
         storage_options=source_storage_options,
         format=source_format,
+        split=split,
         follow_links=follow_links,
         progress=progress,
         group=1 if processes == 0 else 64,

@@ -14,6 +14,7 @@ import pyarrow as pa
 from ....storage import NotFoundError, ObjectInfo, Store
 from ...dataset.index import open_manifest
 from ...dataset.source import select
+from ...dataset.splits import Split
 from ...errors import ConfigError, DatasetError
 from ...formats.detect import FORMAT_NAMES, format_by_name, make_format
 from ...formats.names import is_hidden
@@ -106,6 +107,7 @@ def open_source(
     *,
     storage_options: Mapping[str, Any] | None,
     format: ShardFormat | str | None,  # noqa: A002 - the word that users know
+    split: Split | None,
     follow_links: bool,
     progress: bool,
     group: int,
@@ -119,8 +121,8 @@ def open_source(
         DatasetError: there is nothing, or shards lie among other files.
     """
     if not _is_url(source):
-        if format is not None:
-            raise ConfigError("source_format= applies to URLs and paths, not to an iterable of samples")
+        if format is not None or split is not None:
+            raise ConfigError("source_format= and split= apply to URLs and paths, not to an iterable of samples")
         return IterableSource(source, group)
     from .dataset import DatasetSource
     from .delimited import CsvSource
@@ -131,7 +133,7 @@ def open_source(
         raise ConfigError(f"source_format={given!r} is none of files, csv, {', '.join(FORMAT_NAMES)}")
     if given is None or isinstance(given, str):
         try:
-            store, selection = select(source, storage_options, progress=progress)
+            store, selection = select(source, storage_options, split=split, progress=progress)
         except NotFoundError as exc:
             raise NotFoundError(f"{source}: no such file or folder; there is nothing to pack") from exc
         kind = given or choose_kind(store, selection.listing, selection.saved is not None)
@@ -140,7 +142,9 @@ def open_source(
         if kind == "csv":
             return CsvSource(store, [info for info in selection.listing if info.key.lower().endswith(CSV_SUFFIXES)])
         store.close()
-    manifest = open_manifest(source, storage_options=storage_options, format=given or None, progress=progress)
+    manifest = open_manifest(
+        source, split=split, storage_options=storage_options, format=given or None, progress=progress
+    )
     return DatasetSource(manifest, storage_options)
 
 

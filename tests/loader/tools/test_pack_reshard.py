@@ -180,6 +180,15 @@ def test_texts_with_braces_are_texts_and_no_patterns(tmp_path: Path) -> None:
     assert open_manifest(tmp_path / "out").num_samples == sum(map(len, texts))
 
 
+def test_a_folder_of_several_splits_is_packed_by_split(parquet: Path, tmp_path: Path) -> None:
+    (parquet / "0.parquet").rename(parquet / "train-0.parquet")
+    (parquet / "1.parquet").rename(parquet / "test-0.parquet")
+    with pytest.raises(DatasetError, match="split"):
+        pack(parquet, tmp_path / "out")
+    pack(parquet, tmp_path / "out", split="test", format="parquet")
+    assert [sample["n"] for sample in read_samples(str(tmp_path / "out"))] == list(range(250, 500))
+
+
 def test_images_of_two_kinds_are_one_field(tmp_path: Path) -> None:
     from penstock.benchmarks.datasets import make_pictures
 
