@@ -39,6 +39,10 @@ def _fields(batch: Any) -> Iterable[Any]:
 
 
 def _size(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, list):
+        return 8 * len(value)  # of int64 or float64
     if isinstance(value, torch.Tensor | np.ndarray | np.generic | memoryview):
         return value.nbytes
     return len(value) if isinstance(value, Sequence) else 8
@@ -66,6 +70,12 @@ def _sum_bits(values: np.ndarray[Any, np.dtype[Any]]) -> int:
 
 
 def _hash(value: Any) -> int:
+    if value is None or (isinstance(value, bytes) and not value):
+        return 0  # peers have nothing for a missing value
+    if isinstance(value, list):
+        value = np.asarray(value)
+        if value.dtype.kind not in "iuf":
+            return xxhash.xxh3_64_intdigest(repr(value.tolist()))
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     if isinstance(value, np.ndarray | np.generic):

@@ -18,9 +18,11 @@ import torch
 
 from ..loader import DistributedDataLoader
 from ..loader.formats.detect import make_format
+from ..storage.errors import PenstockError
 from .contenders import find_module
 from .job import Job
 from .layout import Layout
+from .measure import tell
 
 _BATCH = 256
 
@@ -59,7 +61,7 @@ def read_samples(job: Job, layout: Layout, groups: dict[str, list[str]]) -> Iter
         world_size=1,
     ) as loader:
         for batch in loader:
-            columns = {name: _column(batch[name]) for name in layout if name not in groups}
+            columns = {name: _column(batch[name], layout[name]) for name in layout if name not in groups}
             for group, names in groups.items():
                 columns[group] = np.stack([batch[name].numpy() for name in names], axis=1)
             names = list(columns)
@@ -67,14 +69,28 @@ def read_samples(job: Job, layout: Layout, groups: dict[str, list[str]]) -> Iter
                 yield dict(zip(names, row, strict=True))
 
 
-def _column(values: Any) -> Any:
-    return values.numpy() if isinstance(values, torch.Tensor) else values
+def _column(values: Any, field: dict[str, Any]) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.numpy()
+    if field["kind"] == "vector":
+        return [np.asarray(value, field["dtype"]) for value in values]
+    if field.get("missing"):
+        return [b"" if value is None else value for value in values]
+    return values
 
 
 def main() -> None:
     result = Path(sys.argv[1])
     os.dup2(2, 1)
     message = json.loads(sys.stdin.read())
+    try:
+        made = _convert(message)
+    except (PenstockError, ImportError) as exc:
+        sys.exit(tell(exc))
+    result.write_text(json.dumps(made))
+
+
+def _convert(message: dict[str, Any]) -> dict[str, Any]:
     job, folder = Job(**message["job"]), Path(message["folder"])
     blocks = message["layout"] == "packed"
     # A tar member for each column of each row would be six times the bytes, all of them headers and padding.
@@ -82,7 +98,7 @@ def main() -> None:
     layout, groups = group_scalars(job.fields) if grouped else (job.fields, {})
     samples = read_samples(job, layout, groups)
     shape = find_module(job.contender).convert(samples, layout, folder, message["shard_bytes"], blocks)
-    result.write_text(json.dumps({"shape": shape, "fields": layout}))
+    return {"shape": shape, "fields": layout}
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ Layout = dict[str, dict[str, Any]]
 def find_layout(
     manifest: Manifest, shard_format: ShardFormat | None, storage_options: Mapping[str, str] | None
 ) -> Layout:
-    """Each field of the first samples: ``kind`` "bytes", "text", "array" or "object"; of arrays, dtype and shape.
+    """Each field of the first samples, and its kind: "bytes", "text", "array", "vector" or "object".
 
+    An array has dtype and shape, a vector, a list of numbers, only a dtype. ``missing``: some samples lack the field.
     ``mean_bytes`` is the mean size; ``image`` is True where bytes begin as a JPEG, PNG or WebP. Names that begin with
     "__" are left out: they are keys, not content.
     """
@@ -51,12 +52,23 @@ def _describe(values: Any) -> dict[str, Any]:
             "mean_bytes": array.nbytes / len(array),
         }
     kinds = {type(value) for value in values}
-    if kinds == {bytes}:
-        mean = float(np.mean([len(value) for value in values]))
-        return {"kind": "bytes", "image": image_kind(values[0]) is not None, "mean_bytes": mean}
+    if kinds - {type(None)} == {bytes}:
+        there = [value for value in values if value is not None]
+        mean = sum(map(len, there)) / len(values)
+        field = {"kind": "bytes", "image": image_kind(there[0]) is not None, "mean_bytes": mean}
+        return field | ({"missing": True} if len(there) < len(values) else {})
+    if kinds == {list} and (dtype := _number_dtype(values)) is not None:
+        mean = float(np.mean([len(value) for value in values])) * dtype.itemsize
+        return {"kind": "vector", "dtype": dtype.name, "mean_bytes": mean}
     if kinds == {str}:
         return {"kind": "text", "mean_bytes": float(np.mean([len(value.encode()) for value in values]))}
     return {"kind": "object", "types": sorted(kind.__name__ for kind in kinds), "mean_bytes": 0.0}
+
+
+def _number_dtype(values: Sequence[list[Any]]) -> np.dtype[Any] | None:
+    """int64 or float64 where all that lists hold are such numbers, else None."""
+    kinds = {type(each) for value in values for each in value}
+    return {frozenset({int}): np.dtype(np.int64), frozenset({float}): np.dtype(np.float64)}.get(frozenset(kinds))
 
 
 def image_fields(layout: Layout) -> Sequence[str]:

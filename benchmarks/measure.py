@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from ..storage.errors import PenstockError
 from .batch_stats import batch_stats, checksum
 from .contenders import Contender, find_module
 from .job import Job, Measurement
+from .subprocesses import TOLD
 
 
 def measure(job: Job) -> Measurement:
@@ -121,11 +123,22 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
+def tell(error: Exception) -> int:
+    """Say in a line of its own why this process cannot go on; returns its exit code."""
+    text = " ".join(str(error).split())
+    missing = f"{error.name} is missing or broken ({text})" if isinstance(error, ImportError) else text
+    print(f"\n{TOLD}{missing}", file=sys.stderr, flush=True)
+    return 1
+
+
 def main() -> None:
     result = Path(sys.argv[1])
     # Whatever a peer prints must not reach the standard output of the tool, which may be JSON.
     os.dup2(2, 1)
-    measurement = measure(Job.from_json(sys.stdin.read()))
+    try:
+        measurement = measure(Job.from_json(sys.stdin.read()))
+    except (PenstockError, ImportError) as exc:
+        sys.exit(tell(exc))
     result.write_text(json.dumps(dataclasses.asdict(measurement)))
 
 

@@ -35,7 +35,7 @@ class SampleDecoder:
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: sample[name] if function is None else function(sample[name])
+            name: sample.get(name) if function is None else function(sample.get(name))
             for name, function in self.functions.items()
         }
 
@@ -52,8 +52,23 @@ def _function_of(name: str, field: Mapping[str, Any], decode: Decode, choice: Pe
     if field["kind"] != "bytes":
         return None
     if field.get("image"):
-        return image_function("random-224" if decode == "224" else "full", choice)
-    return _READERS.get(name.lower().rsplit(".", 1)[-1])
+        function: FieldFunction = image_function("random-224" if decode == "224" else "full", choice)
+    else:
+        reader = _READERS.get(name.lower().rsplit(".", 1)[-1])
+        if reader is None:
+            return None
+        function = reader
+    return _Present(function) if field.get("missing") else function
+
+
+@dataclass(frozen=True, slots=True)
+class _Present:
+    """Calls a function of bytes where there are any; None elsewhere."""
+
+    function: FieldFunction
+
+    def __call__(self, data: Any) -> Any:
+        return self.function(data) if data is not None and len(data) else None
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -71,11 +86,13 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 def collate(samples: Sequence[Mapping[str, Any]], *, widen: bool = False) -> dict[str, Any]:
     """Collate samples: a field becomes a tensor if its values allow it; ``widen`` turns unsigned numbers into int64."""
     batch: dict[str, Any] = {}
-    for name, first in samples[0].items():
+    # Names in the order of their first sample: not every sample has every field.
+    for name in dict.fromkeys(name for sample in samples for name in sample):
         if name.startswith("__"):
             continue
-        values = [sample[name] for sample in samples]
-        if isinstance(first, bytes | str | dict | list):
+        values: list[Any] = [sample.get(name) for sample in samples]
+        first = values[0]
+        if any(value is None for value in values) or isinstance(first, bytes | str | dict | list):
             batch[name] = values
         elif isinstance(first, np.ndarray) and len({value.shape for value in values}) > 1:
             batch[name] = [torch.from_numpy(value) for value in values]

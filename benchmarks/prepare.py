@@ -26,7 +26,7 @@ from .s3 import is_s3
 from .subprocesses import MeasurementError, run_job, run_module
 
 _MARKER = "penstock-conversion.json"
-_VERSION = 1
+_VERSION = 3
 _CONVERSION_TIMEOUT_S = 4 * 3600.0
 _TRIAL_S = 2.0
 _MOST_SHARD_BYTES, _LEAST_SHARD_BYTES = 64 << 20, 1 << 18
@@ -61,8 +61,14 @@ def prepare_peers(
                 continue
             jobs[name] = job if config.workers is not None else _choose_workers(job, say)
         except (ConfigError, MeasurementError) as exc:
-            refused[name] = str(exc)
+            refused[name] = _in_short(str(exc))
     return jobs, refused
+
+
+def _in_short(reason: str) -> str:
+    """The first and the last line of a reason: of a traceback in it, the error itself."""
+    lines = reason.strip().splitlines()
+    return reason if len(lines) < 2 else f"{lines[0]} {lines[-1].strip()}"
 
 
 def _settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout) -> PeerDecode:
@@ -78,7 +84,7 @@ def _settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout) -> 
         rank=0,
         world_size=1,
     ) as loader:
-        images = next(iter(loader))[image_fields(layout)[0]]
+        images = [image for image in next(iter(loader))[image_fields(layout)[0]] if image is not None]
     return fastest_image_function(images, "random-224" if config.decode == "224" else "full")
 
 

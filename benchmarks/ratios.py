@@ -1,4 +1,4 @@
-"""The arithmetic of a comparison: medians over rounds, and ratios taken within each round before the median."""
+"""The arithmetic of a comparison: medians over rounds, their ratios, and the ratios of the rounds as their spread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MEDIANS = (
 
 
 def summarize(runs: Runs) -> dict[str, Any]:
-    """Each contender's medians, its most frequent bottleneck, and the ratio of ours to it in each round.
+    """Each contender's medians, its most frequent bottleneck, and the ratio of ours to it: of medians, and by round.
 
     ``runs`` maps a contender to its "epoch", "fresh" and "resumed" measurements, one a round.
     """
@@ -60,11 +60,18 @@ def round_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' ratios: load that slows both in a round cancels out."""
-    return statistics.median(round_ratios(ours, theirs))
+    """The median of ours over the median of theirs: the ratio of the figures that are shown."""
+    other = statistics.median(theirs)
+    return statistics.median(ours) / other if other else float("inf")
+
+
+def ratio_to(summary: Mapping[str, Any], peer: str) -> float:
+    """How many times as fast as a peer we are, by the medians that a summary shows."""
+    other = summary[peer]["samples_per_s"]
+    return float(summary[OURS]["samples_per_s"] / other) if other else float("inf")
 
 
 def best_peer(summary: Mapping[str, Any]) -> str | None:
     """The peer that comes closest to ours, or beats it most; None if there is no peer."""
-    peers = [name for name in summary if "ratio" in summary[name]]
-    return min(peers, key=lambda name: summary[name]["ratio"], default=None)
+    peers = [name for name in summary if name != OURS and OURS in summary]
+    return min(peers, key=lambda name: ratio_to(summary, name), default=None)

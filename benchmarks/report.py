@@ -1,20 +1,17 @@
-"""Results for people: a table of contenders, and a plot of ratios."""
+"""Results for people: a table of contenders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..loader.errors import ConfigError
 from .contenders import OURS
-from .ratios import best_peer
-
-_COLOURS = {OURS: "#0b6e8a", "webdataset": "#e0a458", "mosaicml-streaming": "#b56576", "litdata": "#6d6875"}
+from .ratios import ratio_to
 
 
 def format_duration(seconds: float) -> str:
@@ -31,14 +28,14 @@ def _resume(summary: Mapping[str, Any]) -> str:
 
 _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("samples/s", lambda s: f"{s['samples_per_s']:,.0f}"),
-    ("MB/s", lambda s: f"{s['mb_per_s']:,.1f}"),
+    ("MiB/s", lambda s: f"{s['mb_per_s'] * 1e6 / (1 << 20):,.1f}"),
     ("first batch", lambda s: format_duration(s["first_batch_s"])),
     ("first batch after a resume", _resume),
     ("wait per batch, p50", lambda s: format_duration(s["wait_p50_ms"] / 1000)),
     ("wait per batch, p99", lambda s: format_duration(s["wait_p99_ms"] / 1000)),
     ("time spent waiting", lambda s: f"{s['wait_share']:.0%}"),
     ("CPU per sample", lambda s: f"{s['cpu_us_per_sample']:,.1f} us"),
-    ("peak memory", lambda s: f"{s['peak_bytes'] / 2**20:,.0f} MiB"),
+    ("peak memory", lambda s: f"{s['peak_bytes'] / 2**20:,.0f} MiB" if s["peak_bytes"] else "–"),
     ("bounded by", lambda s: s.get("bottleneck", "–")),
 )
 
@@ -47,79 +44,59 @@ def print_result(result: Mapping[str, Any], screen: Console) -> None:
     """Print the data, the machine and a column for each contender; then which contenders were not measured, and why."""
     data, machine, summary = result["data"], result["machine"], result["summary"]
     fields = ", ".join(data["fields"])
-    screen.print(Text(data["url"], style="bold"))
-    size = f"{data['bytes'] / 1e6:,.1f} MB in {data['shards']:,} {data['format']} shards"
-    screen.print(f"{data['samples']:,} samples, {size}; {fields}", markup=False)
     settings = result["settings"]
-    screen.print(
-        f"batches of {settings['batch_size']}, decode {settings['decode']}; "
-        f"{machine['cores']} cores of {machine['cpu']}; median of {settings['rounds']} rounds",
-        markup=False,
+    shards, rounds = data["shards"], settings["rounds"]
+    size = f"{data['bytes'] / (1 << 20):,.1f} MiB in {shards:,} {data['format']} {'shard' if shards == 1 else 'shards'}"
+    screen.print(Text(data["url"], style="bold"), soft_wrap=True)
+    _print_wrapped(screen, f"{data['samples']:,} samples, {size}; {fields}")
+    _print_wrapped(
+        screen,
+        f"batches of {settings['batch_size']}, decode {settings['decode']}; {machine['cores']} cores of "
+        f"{machine['cpu']}; " + ("one round" if rounds == 1 else f"medians of {rounds} rounds"),
     )
-    screen.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("", style="cyan", no_wrap=True)
-    for name in summary:
-        table.add_column(name, justify="right")
-    for label, show in _ROWS:
-        table.add_row(label, *(show(each) for each in summary.values()))
+    rows = list(_ROWS)
     if len(summary) > 1:
-        table.add_row(Text("penstock is faster by", style="bold"), *(_ratio(each) for each in summary.values()))
-    screen.print(table)
+        rows.append(("penstock is faster by", lambda each: _ratio(summary, each)))
+        if rounds > 1:
+            rows.append(("  by rounds", _spread))
+    screen.print()
+    columns = [(name, [show(each) for _, show in rows]) for name, each in summary.items()]
+    _print_columns(screen, [label for label, _ in rows], columns)
     for name, reason in result["refused"].items():
-        screen.print(f"\n{name} was not measured: {reason}", markup=False)
+        screen.print()
+        _print_wrapped(screen, f"{name} was not measured: {reason}")
 
 
-def _ratio(summary: Mapping[str, Any]) -> str:
-    if "ratio" not in summary:
-        return ""
-    low, high = min(summary["ratios"]), max(summary["ratios"])
-    return f"{summary['ratio']:.2f}x ({low:.2f} to {high:.2f})"
+def _print_wrapped(screen: Console, text: str) -> None:
+    for line in text.splitlines():
+        for part in textwrap.wrap(line, max(40, screen.width), break_long_words=False, break_on_hyphens=False):
+            screen.print(Text(part), soft_wrap=True)
 
 
-def plot_ratios(results: Sequence[Mapping[str, Any]], path: Path, *, titles: Sequence[str] = ()) -> None:
-    """Plot samples/s of every contender as bars, one panel per result, titled with the ratio of ours to the best peer.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise ConfigError("a plot needs matplotlib; pip install 'penstock[bench]'") from exc
-    figure = Figure(figsize=(3.1 * len(results) + 0.6, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for number, (axes, result) in enumerate(zip(_panels(figure, len(results)), results, strict=True)):
-        title = titles[number] if number < len(titles) else Path(result["data"]["url"]).name
-        _draw(axes, result["summary"], title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
-
-
-def _panels(figure: Any, count: int) -> Sequence[Any]:
-    panels = figure.subplots(1, count, squeeze=False)
-    return list(panels[0])
+def _print_columns(screen: Console, labels: list[str], columns: list[tuple[str, list[str]]]) -> None:
+    """A column a contender; those that do not fit into the terminal follow below."""
+    start = max(map(len, labels)) + 2
+    while columns:
+        used, count = start, 0
+        for name, cells in columns:
+            used += max(map(len, (name, *cells))) + 2
+            count += used - 2 <= screen.width or count == 0
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("", style="cyan", no_wrap=True)
+        for name, _ in columns[:count]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row, label in enumerate(labels):
+            table.add_row(label, *(cells[row] for _, cells in columns[:count]))
+        screen.print(table, crop=False)
+        columns = columns[count:]
+        if columns:
+            screen.print()
 
 
-def _draw(axes: Any, summary: Mapping[str, Any], title: str) -> None:
-    names = list(summary)
-    rates = [summary[name]["samples_per_s"] for name in names]
-    bars = axes.bar(range(len(names)), rates, width=0.68, color=[_COLOURS.get(name, "#999999") for name in names])
-    axes.bar_label(bars, [short_number(rate) for rate in rates], padding=2, fontsize=8)
-    axes.set_xticks(range(len(names)), [name.replace("mosaicml-", "mosaicml\n") for name in names], fontsize=8)
-    axes.set_yticks([])
-    axes.margins(y=0.18)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    peer = best_peer(summary)
-    faster = "" if peer is None else f"\n{summary[peer]['ratio']:.1f}x the best peer"
-    axes.set_title(f"{title}{faster}", fontsize=10, loc="left")
-    axes.set_xlabel("samples/s", fontsize=8, color="#555555")
+def _ratio(summary: Mapping[str, Any], each: Mapping[str, Any]) -> str:
+    name = next(name for name, other in summary.items() if other is each)
+    return "" if name == OURS else f"{ratio_to(summary, name):.2f}x"
 
 
-def short_number(value: float) -> str:
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
-    return f"{value:.0f}"
+def _spread(summary: Mapping[str, Any]) -> str:
+    return f"{min(summary['ratios']):.2f} to {max(summary['ratios']):.2f}x" if "ratios" in summary else ""

@@ -18,6 +18,7 @@ from ..storage.errors import PenstockError
 from .job import Job, Measurement
 
 _SAMPLE_EVERY_S = 0.1
+TOLD = "penstock-bench: "  # starts the line in which a process says why it failed
 _SIGNATURE = re.compile(r"(?<=X-Amz-)(Signature|Credential|Security-Token)=[^&'\"\s]+")  # of a signed URL
 
 
@@ -59,15 +60,24 @@ def run_module(module: str, message: str, what: str, *, timeout_s: float) -> tup
                         raise MeasurementError(f"{what}: took longer than {timeout_s:.0f} s") from exc
                     raise
         if process.returncode or not result.exists():
-            last = log.read_text(errors="replace").strip().splitlines()[-15:]
-            raise MeasurementError(
-                f"{what}: the process ended with exit code {process.returncode}:\n" + "\n".join(last)
-            )
+            raise MeasurementError(f"{what}: {_last_words(process.returncode, log.read_text(errors='replace'))}")
         return json.loads(result.read_text()), watch.peak_bytes
 
 
+def _last_words(returncode: int, log: str) -> str:
+    """Why a process failed: the sentence that it said for people, or the end of what it printed."""
+    lines = log.strip().splitlines()
+    told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
+    if told:
+        return told[-1]
+    return f"the process ended with exit code {returncode}:\n" + "\n".join(lines[-15:])
+
+
 class _MemoryWatch:
-    """Samples the memory of a process tree on a thread while the context is open."""
+    """Samples the memory of a process tree on a thread while the context is open.
+
+    Where the memory cannot be read, the peak stays 0, and the measurement goes on.
+    """
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0
@@ -85,7 +95,10 @@ class _MemoryWatch:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_SAMPLE_EVERY_S):
-            self.peak_bytes = max(self.peak_bytes, sum(map(memory_of, find_tree(self._pid))))
+            try:
+                self.peak_bytes = max(self.peak_bytes, sum(map(memory_of, find_tree(self._pid))))
+            except Exception:  # noqa: BLE001 - a process may end, or be forbidden, at any moment of the look
+                continue
 
 
 def find_tree(pid: int) -> list[int]:

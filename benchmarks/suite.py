@@ -29,8 +29,9 @@ from .comparison import bench
 from .config import BenchConfig
 from .contenders import OURS
 from .datasets import CASES, Case, make_case
+from .plot import plot_ratios, short_number
 from .ratios import best_peer
-from .report import plot_ratios, print_result, short_number
+from .report import print_result
 
 _ROOT = Path(__file__).resolve().parent.parent
 _S3_SERVER = _ROOT / "tests" / "servers" / "s3_server.sh"

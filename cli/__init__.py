@@ -12,12 +12,12 @@ from typing import Any
 
 # A command is a module of this folder with ``run(arguments) -> exit code``; the text is its line in the overview.
 COMMANDS = {
-    "index": "find the samples of a data set and store the index beside the data",
-    "pack": "write a folder, a table or text as shards to any store",
-    "inspect": "show the format, fields and sizes of a data set, and its first sample",
+    "index": "find the samples of a data set and store the index beside it",
+    "pack": "write a data set, a folder or a table as shards, anywhere",
+    "inspect": "show the format, fields, sizes and first samples of a data set",
     "verify": "read and check all data, and list every bad shard",
-    "plan": "predict batches, reads and memory on any number of ranks, without reading data",
-    "bench": "measure how fast a data set is read, alone or against other loaders",
+    "plan": "predict batches, reads and memory of a run, without reading data",
+    "bench": "measure how fast a data set is read, alone or against others",
     "export": "write the weights of a training run as safetensors",
     "audit": "prove that every sample of a run was delivered exactly once",
     "report": "draw a training run as one HTML page: loss, throughput, waits, memory, restarts",
@@ -50,7 +50,10 @@ def run(arguments: Sequence[str]) -> int:
         return OK if given else USAGE
     name, *rest = given
     if name not in COMMANDS:
-        print(f"penstock: unknown command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        from .words import did_you_mean
+
+        meant = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        print(f"penstock: unknown command {name!r}{meant}", file=sys.stderr)
         return USAGE
     return _run_command(name, rest)
 
@@ -66,7 +69,10 @@ def _run_command(name: str, rest: list[str]) -> int:
         sys.stdout.flush()
         return int(code)
     except PenstockError as exc:
-        print(f"penstock {name}: {exc}", file=sys.stderr)
+        from .common import in_option_words
+        from .screen import shown
+
+        print(f"penstock {name}: {shown(in_option_words(str(exc)))}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:
         # The reader closed the pipe (``| head``): nothing may be written to it any more, not at exit either.
@@ -79,12 +85,13 @@ def _run_command(name: str, rest: list[str]) -> int:
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning as a message, without the line of source code."""
-    print(f"penstock: warning: {message}", file=sys.stderr)
+    from .screen import shown
+
+    print(f"penstock: warning: {shown(str(message))}", file=sys.stderr)
 
 
 def _print_overview() -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console()
@@ -92,11 +99,8 @@ def _print_overview() -> None:
     console.print()
     console.print("usage: penstock COMMAND [ARGUMENTS]", markup=False)
     console.print()
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    width = max(map(len, COMMANDS)) + 2
     for name, summary in COMMANDS.items():
-        table.add_row(name, summary)
-    console.print(table)
+        console.print(Text.assemble("  ", (name.ljust(width), "cyan"), summary))
     console.print()
     console.print("Run `penstock COMMAND --help` for the options of a command and an example.", markup=False)

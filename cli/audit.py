@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from rich.table import Table
 
 from ..loader.tools.audit import AuditReport, audit
-from .common import Flag, console, parse, print_json
+from .common import Flag, parse, print_json
+from .screen import console, print_grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +45,19 @@ def run(arguments: Sequence[str]) -> int:
 def show_report(report: AuditReport) -> None:
     """Print the attempts and the account of every epoch."""
     screen = console()
-    attempts = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("attempt", "ranks", "from epoch", "from position"):
-        attempts.add_column(name, justify="right")
-    for number, (world_size, epoch, position) in enumerate(report.attempts, start=1):
-        attempts.add_row(str(number), f"{world_size:,}", f"{epoch:,}", f"{position:,}")
-    screen.print(attempts)
+    attempts = [
+        [str(number), f"{world_size:,}", f"{epoch:,}", f"{position:,}"]
+        for number, (world_size, epoch, position) in enumerate(report.attempts, start=1)
+    ]
+    print_grid(screen, ("attempt", "ranks", "from epoch", "from position"), attempts)
     screen.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"):
-        table.add_column(name, justify="right")
+    rows, styles = [], []
     for account in report.epochs:
         numbers = (account.samples, account.reached, account.delivered, account.missing, account.duplicated)
-        bad = account.missing or account.duplicated
-        cells = [f"{number:,}" for number in (*numbers, account.replayed)]
-        table.add_row(str(account.epoch), *cells, style="red" if bad else None)
-    screen.print(table)
+        rows.append([str(account.epoch), *(f"{number:,}" for number in (*numbers, account.replayed))])
+        styles.append("red" if account.missing or account.duplicated else "")
+    header = ("epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed")
+    print_grid(screen, header, rows, styles=styles)
     screen.print()
     if report.is_exact:
         screen.print("every sample reached was delivered exactly once", style="green")

@@ -15,7 +15,8 @@ import tyro
 
 from ..benchmarks.comparison import bench
 from ..benchmarks.config import BenchConfig
-from ..benchmarks.report import plot_ratios, print_result
+from ..benchmarks.plot import plot_ratios, require_plotting
+from ..benchmarks.report import print_result
 from ..loader.dataset.source import resolve_split
 from ..loader.errors import ConfigError
 from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json
@@ -23,7 +24,7 @@ from .common import Flag, OptionalNumber, SourceArguments, console, parse, print
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArguments(SourceArguments):
-    """Measure how fast a data set is read: samples/s, MB/s, time to the first batch, waits, memory, CPU, bottleneck.
+    """Measure how fast a data set is read: samples/s, MiB/s, time to the first batch, waits, memory, CPU, bottleneck.
 
     Each run is a separate process, imports are not timed, and contenders alternate, so that other load on the machine
     affects all of them alike. --against converts the data set once for each peer, configures each peer as its manual
@@ -85,6 +86,8 @@ def run(arguments: Sequence[str]) -> int:
     against = tuple(name.strip() for name in given.against.split(",") if name.strip())
     if given.plot is not None and not against:
         raise ConfigError("--plot needs peers to compare with; name them with --against")
+    if given.plot is not None:
+        require_plotting()  # before anything is measured
     source = resolve_split(given.chosen_source(), given.chosen_split(), given.options())
     config = BenchConfig(
         source=source,

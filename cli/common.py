@@ -1,20 +1,29 @@
-"""What the commands share: argument parsing, storage options, human-readable numbers, tables."""
+"""What the commands share: argument parsing, storage options, and what ``screen`` prints."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
+import io
 import json as json_text
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
+from .screen import console as console
+from .screen import fact_table as fact_table
+from .screen import format_bytes as format_bytes
+from .screen import format_count as format_count
+from .screen import format_seconds as format_seconds
+from .words import option_words, options_of
 
 Arguments = TypeVar("Arguments")
 FormatName = Literal["tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
@@ -32,10 +41,61 @@ def _choices(literal: Any) -> str:
     return "{" + ",".join(get_args(literal)) + "}"
 
 
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+_parsed: list[type] = []
+
+
+def in_option_words(message: str) -> str:
+    """An error's message with the arguments of the command that was parsed last as its options."""
+    return option_words(message, options_of(_parsed[-1])) if _parsed else message
+
+
+class _Printed(io.StringIO):
+    """Keeps the help that tyro prints, in colour where it would be printed so."""
+
+    def __init__(self, screen: TextIO) -> None:
+        super().__init__()
+        self._screen = screen
+
+    @property
+    def encoding(self) -> str | None:  # type: ignore[override]
+        return self._screen.encoding
+
+    def isatty(self) -> bool:
+        return self._screen.isatty()
+
+
+def describe(text: str, width: int = 80) -> str:
+    """A docstring for ``--help``: paragraphs wrapped, and examples continued as a shell takes them."""
+    found = []
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        words = " ".join(paragraph.split()).replace("example: ", "example:  ")
+        if words.startswith("example:"):
+            lines = textwrap.wrap(words, width - 4, subsequent_indent=" " * 12, **_WHOLE_WORDS)
+            lines = [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+        else:
+            lines = textwrap.wrap(words, width - 2, **_WHOLE_WORDS)
+        # Indented as the boxes' content is; tyro would join lines that begin with a letter.
+        found.append("\n".join(f"  {line}" for line in lines))
+    return "\n\n".join(found)
+
+
+token_types = _choices(TokenType)
+
+
 def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Arguments:
     """Parse arguments into a command's dataclass; ``--help`` exits with 0, wrong arguments exit with 2."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    return tyro.cli(kind, prog=f"penstock {command}", args=list(arguments), config=style)
+    _parsed.append(kind)
+    description = describe(kind.__doc__ or "")
+    printed = _Printed(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(printed):
+            return tyro.cli(
+                kind, prog=f"penstock {command}", args=list(arguments), config=style, description=description
+            )
+    finally:
+        sys.stdout.write(re.sub(r"\n{3,}", "\n\n", printed.getvalue()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,37 +167,3 @@ def print_json(value: Any) -> None:
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     json_text.dump(plain, sys.stdout, indent=2)
     print()
-
-
-def console() -> Console:
-    """The terminal. What is printed is data: brackets in it are not markup."""
-    return Console(highlight=False, markup=False)
-
-
-def fact_table() -> Table:
-    """A table of two columns, label and value."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def format_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def format_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
-def format_seconds(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s"

@@ -7,17 +7,34 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
-from .common import SourceArguments, console, fact_table, format_bytes, parse, print_json
+from ..loader.tools.thumbnails import Thumbnail
+from .common import SourceArguments, parse, print_json
 from .sample import show_sample
+from .screen import (
+    Screen,
+    console,
+    fact_table,
+    format_bytes,
+    format_count,
+    heading,
+    print_columns,
+    shown,
+    wrapped,
+)
+
+_PICTURES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(SourceArguments):
-    """Show the format, fields and sizes of a data set, and its first sample; or one sample, by id or key.
+    """Show the format, fields and sizes of a data set, and its first samples; or one sample, by id or key.
+
+    Sizes of samples are those of their values, as they are once a chunk is opened. In a terminal with colours the first
+    images are drawn.
 
     A sample's id is its ordinal, as in batch["__id__"] and in errors; one chunk is read for it. By key, the data set is
     read from its beginning until the key is found.
@@ -46,67 +63,113 @@ def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
     if given.sample is not None or given.key is not None or given.field is not None:
         return show_sample(given, sample=given.sample, key=given.key, field=given.field)
+    screen = console()
     seen = inspect_dataset(
         given.chosen_source(),
         split=given.chosen_split(),
         storage_options=given.options(),
         format=given.chosen_format(),
         chunks=given.chunks,
+        thumbnails=_PICTURES if not given.json and can_draw(screen) else 0,
     )
     if given.json:
         print_json(seen)
     else:
-        _report(seen)
+        _report(seen, screen)
     return 0
 
 
-def _report(seen: Inspection) -> None:
-    screen = console()
+def _report(seen: Inspection, screen: Screen) -> None:
     facts = fact_table()
     config = ", ".join(f"{name}={value}" for name, value in seen.config.items())
+    shards, chunks = format_count(seen.shards, "shard"), format_count(seen.chunks, "chunk")
     facts.add_row("data set", seen.url)
     facts.add_row("format", f"{seen.format}" + (f" ({config})" if config else ""))
     facts.add_row("samples", f"{seen.samples:,}")
-    facts.add_row("bytes", f"{format_bytes(seen.bytes)} in {seen.shards:,} shards, read in {seen.chunks:,} chunks")
+    facts.add_row("bytes", f"{format_bytes(seen.bytes)} in {shards}, read in {chunks}")
     facts.add_row("checksums", "yes" if seen.checksums else "no")
     facts.add_row("fingerprint", seen.fingerprint)
     screen.print(facts)
 
-    spreads = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    spreads.add_column("", style="cyan")
-    for name in ("smallest", "median", "mean", "largest"):
-        spreads.add_column(name, justify="right")
-    spreads.add_row("bytes per shard", *_sizes(seen.shard_sizes))
-    spreads.add_row("bytes per chunk", *_sizes(seen.chunk_sizes))
-    spreads.add_row("bytes per sample", *_sizes(seen.sample_sizes))
     counts = seen.shard_samples
     numbers = (counts.low, counts.median, counts.mean, counts.high)
-    spreads.add_row("samples per shard", *(f"{number:,.0f}" for number in numbers))
+    columns = zip(
+        ("smallest", "median", "mean", "largest"),
+        _sizes(seen.shard_sizes),
+        _sizes(seen.chunk_sizes),
+        _sizes(seen.sample_sizes),
+        (f"{number:,.0f}" for number in numbers),
+        strict=True,
+    )
+    labels = ["", "bytes per shard", "bytes per chunk", "bytes per sample", "samples per shard"]
     screen.print()
-    screen.print(spreads)
+    print_columns(screen, labels, [list(column) for column in columns])
 
     low, high = format_bytes(seen.sample_sizes.low), format_bytes(seen.sample_sizes.high)
+    read = "all samples" if seen.sizes_of == seen.samples else f"{seen.sizes_of:,} of {seen.samples:,} samples"
     screen.print()
     if len(seen.histogram) == 1:
-        screen.print(_heading("sample sizes"), f" all {seen.sizes_of:,} samples read have {low}")
+        screen.print(heading("sample sizes"), f" {low} each; {read} read")
     else:
-        screen.print(_heading("sample sizes"), f" {seen.sizes_of:,} samples read; logarithmic scale")
+        screen.print(heading("sample sizes"), f" {read} read; logarithmic scale")
         screen.print(f"  {low} │{draw_bars(seen.histogram)}│ {high}")
 
-    fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    fields.add_column("field", style="cyan", no_wrap=True)
-    fields.add_column("type", no_wrap=True)
-    fields.add_column("value", overflow="fold", ratio=1)
-    for field in seen.fields:
-        fields.add_row(Text(field.name), Text(field.kind), Text(field.value))
     screen.print()
-    screen.print(_heading("first sample"))
-    screen.print(fields)
+    screen.print(heading("first sample"))
+    _print_fields(screen, seen)
+    if seen.thumbnails:
+        screen.print()
+        draw_thumbnails(screen, seen.thumbnails)
 
 
-def _heading(text: str) -> Text:
-    return Text(text, style="bold")
+def _print_fields(screen: Screen, seen: Inspection) -> None:
+    """Field, type and value of each field; a long value goes on below itself, where that is wide enough."""
+    rows = [(shown(field.name), shown(field.kind), shown(field.value)) for field in seen.fields]
+    widths = [max(map(len, column)) + 2 for column in list(zip(("field", "type", ""), *rows, strict=True))[:2]]
+    start = sum(widths)
+    narrow = start > screen.width // 2
+    head = "field" if narrow else f"{'field':<{widths[0]}}{'type':<{widths[1]}}value"
+    screen.print(heading(head))
+    for name, kind, value in rows:
+        lines = wrapped(value, screen.width - (4 if narrow else start))
+        first = Text.assemble((f"{name}  " if narrow else name.ljust(widths[0]), "cyan"), kind.ljust(widths[1]))
+        if narrow:
+            screen.print(first)
+        else:
+            first.append(lines.pop(0))
+            screen.print(first, soft_wrap=True)
+        for line in lines:
+            screen.print(Text(" " * (4 if narrow else start) + line), soft_wrap=True)
 
 
 def _sizes(spread: Spread) -> tuple[str, ...]:
     return tuple(format_bytes(size) for size in (spread.low, spread.median, spread.mean, spread.high))
+
+
+def can_draw(screen: Console) -> bool:
+    """Whether the output is a terminal with enough colours for pictures."""
+    return screen.is_terminal and screen.color_system in ("truecolor", "256")
+
+
+def draw_thumbnails(screen: Console, thumbnails: Sequence[Thumbnail]) -> None:
+    """Pictures side by side, as many as fit; a character is two pixels, one above the other."""
+    width = max(thumbnail.pixels.shape[1] for thumbnail in thumbnails) + 2
+    fitting = thumbnails[: max(1, screen.width // width)]
+    rows = max(-(-thumbnail.pixels.shape[0] // 2) for thumbnail in fitting)
+    for row in range(rows):
+        line = Text(no_wrap=True)
+        for thumbnail in fitting:
+            pixels = thumbnail.pixels[2 * row : 2 * row + 2]
+            for column in range(pixels.shape[1] if len(pixels) else 0):
+                upper = _colour(pixels[0, column].tolist())
+                lower = f" on {_colour(pixels[1, column].tolist())}" if len(pixels) == 2 else ""
+                line.append("▀", style=upper + lower)
+            line.append(" " * (width - (pixels.shape[1] if len(pixels) else 0)))
+        screen.print(line)
+    names = "".join(shown(thumbnail.name)[: width - 2].ljust(width) for thumbnail in fitting)
+    screen.print(Text(names.rstrip(), style="dim"))
+
+
+def _colour(pixel: list[int]) -> str:
+    red, green, blue = pixel
+    return f"#{red:02x}{green:02x}{blue:02x}"

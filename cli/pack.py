@@ -12,10 +12,14 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..loader.errors import ConfigError
+from ..loader.formats.detect import make_format
+from ..loader.formats.shard import ShardFormat
 from ..loader.tools.pack import PackSummary, pack
 from .common import (
     Flag,
+    SplitNames,
     StorageOptions,
+    TokenType,
     console,
     fact_table,
     format_bytes,
@@ -23,36 +27,66 @@ from .common import (
     format_seconds,
     parse,
     parse_options,
+    parse_split,
     print_json,
+    token_types,
 )
+
+SourceFormat = Literal["files", "csv", "tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackArguments:
-    """Write a folder of files, a table or text as shards to any store.
+    """Write a data set, a folder of files, a table or text as shards to any store.
 
-    Files of a folder are grouped into samples by their name up to the first dot. If every file lies in one of several
-    subfolders, the subfolders are classes and each sample gets a `cls`. Each row of a table (.jsonl, .csv, .parquet)
-    is a sample. The manifest is written last, so that an interrupted pack is detected and can be run again.
+    A source of shards (tar, parquet, arrow, jsonl, mds, tokens) is packed anew, sample by sample, in any format. Loose
+    files of a folder are grouped into samples by their name up to the first dot. If every file lies in one of several
+    subfolders, the subfolders are classes and each sample gets a `cls`. Each row of a .csv is a sample. The manifest is
+    written last. A pack that was stopped goes on where it was when the same command is run again.
 
     example:  penstock pack photos/ s3://bucket/photos/
 
     example:  penstock pack clicks.csv clicks/ --format parquet
 
+    example:  penstock pack s3://bucket/tars/ s3://bucket/small/ --map my.code:shrink --processes 8
+
     example:  penstock pack docs.jsonl s3://bucket/docs/ --format tokens --seq-len 2048 --tokenizer my.code:encode
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
-    """URL or path of a folder, or of a .jsonl, .csv or .parquet file."""
+    """URL or path of a folder or file, or a quoted pattern of shards."""
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET", help_behavior_hint="")]
     """URL or path of the folder to write the shards to."""
 
-    format: Literal["tar", "parquet", "tokens"] = "tar"
-    """Format of the shards."""
+    format: Literal["tar", "parquet", "tokens", "mds", "jsonl", "arrow"] = "tar"
+    """Format of the shards to write."""
 
     shard_mib: float = 64.0
     """Approximate size of a shard in MiB."""
+
+    map: Annotated[str | None, tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")] = None
+    """Function from a sample (a dict) to a sample, a list of samples, or None to drop it."""
+
+    processes: int = 0
+    """Processes to run --map and --tokenizer in; what is written is the same."""
+
+    source_format: Annotated[
+        SourceFormat | None, tyro.conf.arg(metavar="{files,csv,tar,...}", help_behavior_hint="")
+    ] = None
+    """What to read where shards lie among other files: shards of a format, csv tables, or every file as a field."""
+
+    split: SplitNames = None
+    """Split to pack, such as train; several with commas between them, or all. A folder of several needs it."""
+
+    source_seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Sequence length of a source of token files, which do not store one."""
+
+    source_dtype: Annotated[TokenType | None, tyro.conf.arg(metavar=token_types, help_behavior_hint="")] = None
+    """Data type of a token in a source of raw token files; uint16 if not given."""
+
+    follow_links: Flag = False
+    """Pack what links out of the folder lead to, instead of refusing them."""
 
     seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Sequence length in tokens; required for --format tokens."""
@@ -70,7 +104,7 @@ class PackArguments:
     """Do not store checksums of chunks."""
 
     overwrite: Flag = False
-    """Replace the shards of a target that is not empty."""
+    """Replace the shards of a target that is not empty, and do not go on with an interrupted pack."""
 
     storage_option: StorageOptions = ()
     """Option of the target's store, such as endpoint=http://host:9000; repeatable."""
@@ -84,14 +118,21 @@ class PackArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PackArguments, "pack", arguments)
+    if not given.shard_mib * (1 << 20) >= 1:
+        raise ConfigError(f"--shard-mib {given.shard_mib}: must be above 0")
     summary = pack(
         given.source,
         given.target,
         format=given.format,
         shard_bytes=int(given.shard_mib * (1 << 20)),
+        map=None if given.map is None else import_function(given.map, "--map"),
+        processes=given.processes,
+        source_format=_source_format(given),
+        split=parse_split(given.split),
+        follow_links=given.follow_links,
         seq_len=given.seq_len,
         dtype=given.dtype,
-        tokenizer=None if given.tokenizer is None else import_function(given.tokenizer),
+        tokenizer=None if given.tokenizer is None else import_function(given.tokenizer, "--tokenizer"),
         field=given.field,
         checksums=not given.no_checksums,
         overwrite=given.overwrite,
@@ -105,11 +146,21 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def import_function(path: str) -> Callable[[str], Any]:
-    """Import the function ``module:name``; modules in the current folder are found."""
+def _source_format(given: PackArguments) -> ShardFormat | str | None:
+    if given.source_seq_len is None:
+        if given.source_format == "tokens" or given.source_dtype is not None:
+            raise ConfigError("a source of token files needs --source-seq-len, as they do not store one")
+        return given.source_format
+    if given.source_format not in (None, "tokens"):
+        raise ConfigError(f"--source-seq-len applies to token files, not to --source-format {given.source_format}")
+    return make_format("tokens", {"seq_len": given.source_seq_len, "dtype": given.source_dtype or "uint16"})
+
+
+def import_function(path: str, option: str) -> Callable[..., Any]:
+    """Import the function ``module:name``; modules in the current folder are found, by processes started later too."""
     module, mark, name = path.partition(":")
     if not mark:
-        raise ConfigError(f"--tokenizer {path}: write it as module:name")
+        raise ConfigError(f"{option} {path}: write it as module:name")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -117,11 +168,13 @@ def import_function(path: str) -> Callable[[str], Any]:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as exc:
-        raise ConfigError(f"--tokenizer {path}: {exc}") from exc
+        raise ConfigError(f"{option} {path}: {exc}") from exc
     finally:
         sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
     if not callable(found):
-        raise ConfigError(f"--tokenizer {path}: a {type(found).__name__} is not callable")
+        raise ConfigError(f"{option} {path}: a {type(found).__name__} is not callable")
     return found  # type: ignore[no-any-return]
 
 
@@ -137,6 +190,10 @@ def _report(summary: PackSummary) -> None:
         table.add_row("classes", shown + (f", ... ({len(summary.classes)})" if len(summary.classes) > 10 else ""))
     if summary.dropped:
         table.add_row("dropped", summary.dropped)
+    for note in summary.notes:
+        table.add_row("note", note)
+    if summary.kept_shards:
+        table.add_row("went on", f"{format_count(summary.kept_shards, 'shard')} of an interrupted pack kept")
     table.add_row("fingerprint", summary.fingerprint)
     rate = summary.bytes / max(summary.seconds, 1e-9)
     table.add_row("took", f"{format_seconds(summary.seconds)}, {format_bytes(rate)}/s")

@@ -5,29 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
-from rich.table import Table
 
 from ..loader.columns import IntArray
 from ..loader.dataset.index import open_manifest
-from ..loader.errors import ConfigError
+from ..loader.errors import ConfigError, PartitionError
 from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.order.auto import choose_order
 from ..loader.order.forecast import Forecast, forecast
-from .common import (
-    Flag,
-    OptionalNumber,
-    SourceArguments,
-    console,
-    fact_table,
-    format_bytes,
-    format_count,
-    parse,
-    print_json,
-)
+from ..storage.errors import PenstockError
+from .common import Flag, OptionalNumber, SourceArguments, in_option_words, parse, print_json
+from .screen import console, fact_table, format_bytes, format_count, print_columns, wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +74,33 @@ class PlanArguments(SourceArguments):
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
     name, chunks = _hypothetical(given) if given.samples is not None else _existing(given)
-    forecasts = [_forecast(given, chunks, world_size) for world_size in given.world_size]
+    columns = [_column(given, chunks, world_size) for world_size in given.world_size]
+    forecasts = [each for each in columns if isinstance(each, Forecast)]
+    if not forecasts and (first := next((each for each in columns if isinstance(each, _Refused)), None)):
+        raise first.error
     if given.json:
-        print_json([dataclasses.asdict(each) for each in forecasts])
+        print_json([dataclasses.asdict(each) if isinstance(each, Forecast) else each.to_dict() for each in columns])
     else:
-        _report(name, forecasts)
+        _report(given, name, columns, forecasts)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A number of ranks for which there can be no run, and why."""
+
+    world_size: int
+    error: PenstockError
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"world_size": self.world_size, "error": in_option_words(str(self.error))}
+
+
+def _column(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecast | _Refused:
+    try:
+        return _forecast(given, chunks, world_size)
+    except (ConfigError, PartitionError) as exc:
+        return _Refused(world_size, exc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,50 +158,116 @@ def _forecast(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecas
     )
 
 
-_ROWS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
-    ("global batch", lambda f: f"{f.global_batch_size:,}"),
-    ("batches per rank", lambda f: f"{f.batches_per_rank:,}"),
-    ("samples dropped per epoch", lambda f: f"{f.samples_left_out:,}"),
-    ("lanes × window", lambda f: f"{f.lanes:,} × {f.window}"),
-    ("skew of a batch, samples", lambda f: f"{f.batch_skew}"),
-    ("skew of an epoch, samples", lambda f: f"{f.skew}"),
-    ("read amplification", lambda f: f"{f.read_amplification:.2f}"),
-    ("extra reads at lane cuts", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
-    ("open windows per rank", lambda f: f"{f.open_windows:,}"),
-    ("memory of open windows per rank", lambda f: format_bytes(f.window_bytes)),
-    ("read before the first batch", lambda f: f"≤ {format_bytes(f.first_batch_bytes)}"),
-    ("unit of the shuffle", lambda f: format_count(f.piece, "row") if f.piece else "chunk"),
-    ("spread of classes if sorted", lambda f: f"× {f.mixing.classes:.1f}" if f.mixing else "-"),
-    ("neighbours that meet", lambda f: f"× {f.mixing.neighbours:.1f}" if f.mixing else "-"),
-    ("mixing", lambda f: f.mixing.verdict if f.mixing else "-"),
-)
+_LAST = {"drop": "left out of an epoch", "pad": "repeated to fill up an epoch", "partial": "in the last global batch"}
 
 
-def _report(name: str, forecasts: Sequence[Forecast]) -> None:
+def _last_samples(last_batch: str, f: Forecast) -> str:
+    """What ``--last-batch`` does to the samples that do not fill a global batch."""
+    if last_batch == "drop":
+        return f"{f.samples_left_out:,}"
+    if last_batch == "pad":
+        return f"{-f.samples % f.global_batch_size:,}"
+    return f"{f.samples % f.global_batch_size or f.global_batch_size:,}"
+
+
+def _rows(last_batch: str) -> tuple[tuple[str, Callable[[Forecast], str]], ...]:
+    return (
+        ("global batch", lambda f: f"{f.global_batch_size:,}"),
+        ("batches per rank", lambda f: f"{f.batches_per_rank:,}"),
+        (f"samples {_LAST[last_batch]}", lambda f: _last_samples(last_batch, f)),
+        ("lanes × window", lambda f: f"{f.lanes:,} × {f.window:,}"),
+        ("skew of a batch, samples", lambda f: f"{f.batch_skew}"),
+        ("skew of an epoch, samples", lambda f: f"{f.skew}"),
+        ("read amplification", lambda f: f"{f.read_amplification:.2f}"),
+        ("extra reads at lane cuts", lambda f: f"{f.cut_chunks:,} ({f.cut_chunks / f.chunks:.1%})"),
+        ("open windows per rank", lambda f: f"{f.open_windows:,}"),
+        ("memory of open windows per rank", lambda f: format_bytes(f.window_bytes)),
+        ("read before the first batch", lambda f: f"≤ {format_bytes(f.first_batch_bytes)}"),
+        ("unit of the shuffle", lambda f: format_count(f.piece, "row") if f.piece else "chunk"),
+        ("spread of classes if sorted", lambda f: f"× {f.mixing.classes:.1f}" if f.mixing else "-"),
+        ("neighbours that meet", lambda f: f"× {f.mixing.neighbours:.1f}" if f.mixing else "-"),
+        ("mixing", lambda f: f.mixing.verdict if f.mixing else "-"),
+    )
+
+
+def _report(
+    given: PlanArguments, name: str, columns: Sequence[Forecast | _Refused], forecasts: Sequence[Forecast]
+) -> None:
     screen = console()
     first = forecasts[0]
     facts = fact_table()
     facts.add_row("data set", name)
     facts.add_row("samples", f"{first.samples:,}")
-    facts.add_row("bytes", f"{format_bytes(first.bytes)} in {first.shards:,} shards, read in {first.chunks:,} chunks")
+    shards, chunks = format_count(first.shards, "shard"), format_count(first.chunks, "chunk")
+    facts.add_row("bytes", f"{format_bytes(first.bytes)} in {shards}, read in {chunks}")
+    facts.add_row("last batch", f"--last-batch {given.last_batch}: {_LAST_WORDS[given.last_batch]}")
     screen.print(facts)
     screen.print()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("ranks", style="cyan", no_wrap=True)
-    for each in forecasts:
-        table.add_column(f"{each.world_size:,}", justify="right")
-    for label, show in _ROWS:
-        table.add_row(label, *(show(each) for each in forecasts))
-    screen.print(table)
-    for words in _advise(forecasts):
-        screen.print(words)
+    rows = _rows(given.last_batch)
+    cells = [
+        [f"{each.world_size:,}", *(show(each) if isinstance(each, Forecast) else "–" for _, show in rows)]
+        for each in columns
+    ]
+    print_columns(screen, ["ranks", *(label for label, _ in rows)], cells)
+    notes = [
+        f"{each.world_size:,} {'rank' if each.world_size == 1 else 'ranks'}: {in_option_words(str(each.error))}"
+        for each in columns
+        if isinstance(each, _Refused)
+    ]
+    for note in notes + _warnings(forecasts):
+        screen.print()
+        for line in wrapped(note, screen.width):
+            screen.print(line)
 
 
-def _advise(forecasts: Sequence[Forecast]) -> Iterator[str]:
+_LAST_WORDS = {
+    "drop": "samples that do not fill a global batch are left out of the epoch; others are in it the next time",
+    "pad": "the last global batch is filled up with repeated samples, marked in __valid__",
+    "partial": "the last global batch is smaller",
+}
+
+
+def _warnings(forecasts: Sequence[Forecast]) -> list[str]:
+    """In words, what to do about a data set of too few chunks for the lanes, or that mixes badly."""
+    few = [each for each in forecasts if each.chunks < each.lanes]
+    cut, held = [each for each in few if not each.piece], [each for each in few if each.piece and each.world_size > 1]
     lopsided = [each for each in forecasts if each.mixing is not None and each.mixing.verdict == "poor"]
-    if lopsided:
-        ranks = ", ".join(f"{each.world_size:,}" for each in lopsided)
+    return [*_cut_chunks(cut), *_held_chunks(held), *_lopsided(lopsided)]
+
+
+def _ranks(forecasts: Sequence[Forecast]) -> str:
+    shown = [f"{each.world_size:,}" for each in forecasts]
+    return f"{', '.join(shown)} {'rank' if shown == ['1'] else 'ranks'}"
+
+
+def _cut_chunks(few: Sequence[Forecast]) -> Iterator[str]:
+    if few:
+        worst = max(few, key=lambda each: each.lanes)
+        times = 1 + worst.cut_chunks / worst.chunks
+        share = worst.bytes / (4 * worst.lanes)
+        smaller = f" --shard-mib {share / (1 << 20):.2g}" if share < CHUNK_BYTES else ""
         yield (
-            f"\nOn {ranks} ranks a batch comes from few places of the data set. If it is sorted (by class, source or "
-            "date), batches will be lopsided: raise --window, or pack the data set anew in random order."
+            f"Too few chunks: on {_ranks(few)} the lanes are more than the chunks, at most {worst.lanes:,} for "
+            f"{worst.chunks:,}, so that a chunk is read {times:.1f} times an epoch, once for each lane that has a part "
+            "of it. Give fewer lanes with --lanes, or pack the data set again into more chunks: "
+            f"`penstock pack SOURCE TARGET{smaller}`."
+        )
+
+
+def _held_chunks(few: Sequence[Forecast]) -> Iterator[str]:
+    if few:
+        worst = max(few, key=lambda each: each.read_amplification)
+        yield (
+            f"Too few chunks: on {_ranks(few)} the lanes are more than the chunks, at most {worst.lanes:,} for "
+            f"{worst.chunks:,}. So rows are shuffled, and every rank reads and holds the chunks of all its rows: a "
+            f"chunk is read {worst.read_amplification:.1f} times an epoch. For a large data set, pack it again into "
+            "more chunks with `penstock pack`."
+        )
+
+
+def _lopsided(forecasts: Sequence[Forecast]) -> Iterator[str]:
+    if forecasts:
+        yield (
+            f"On {_ranks(forecasts)} a batch comes from few places of the data set. If it is sorted (by class, source "
+            "or date), batches will be lopsided: raise --window, or pack the data set anew in random order."
         )

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
 from rich.text import Text
 
 from ..loader.reading.checksum import READ_THREADS
 from ..loader.tools.verify import VerifyResult, verify
-from .common import SourceArguments, console, fact_table, format_bytes, format_count, format_seconds, parse, print_json
+from .common import SourceArguments, parse, print_json
+from .screen import console, fact_table, format_bytes, format_count, format_seconds, shown, wrapped
 
 _SHOWN = 50
 
@@ -65,13 +65,11 @@ def _report(result: VerifyResult) -> None:
     flawed = f"{format_count(len(result.flaws), 'flaw')} in {format_count(len(result.bad_shards), 'shard')}"
     table.add_row("result", Text(flawed, style="red"))
     screen.print(table)
-    flaws = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    flaws.add_column("shard", style="cyan", overflow="fold")
-    flaws.add_column("at byte", justify="right")
-    flaws.add_column("problem", overflow="fold", ratio=1)
     for flaw in result.flaws[:_SHOWN]:
-        flaws.add_row(flaw.shard, "" if flaw.offset is None else f"{flaw.offset:,}", flaw.problem)
-    screen.print()
-    screen.print(flaws)
+        screen.print()
+        place = "" if flaw.offset is None else f", at byte {flaw.offset:,}"
+        screen.print(Text.assemble((shown(flaw.shard), "cyan"), place), soft_wrap=True)
+        for line in wrapped(flaw.problem, screen.width - 2):
+            screen.print(f"  {line}")
     if len(result.flaws) > _SHOWN:
-        screen.print(f"... and {len(result.flaws) - _SHOWN:,} more; --json lists all")
+        screen.print(f"\n... and {len(result.flaws) - _SHOWN:,} more; --json lists all")

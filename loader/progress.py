@@ -57,26 +57,24 @@ class _Bar:
             DownloadColumn,
             MofNCompleteColumn,
             Progress,
-            SpinnerColumn,
             TextColumn,
-            TimeElapsedColumn,
             TimeRemainingColumn,
-            TransferSpeedColumn,
         )
 
-        in_bytes = self._unit == "B"
-        amount = (
-            (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(), TextColumn(self._unit))
-        )
-        left = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        if self._unit == "B":
+            amount: tuple[Any, ...] = (DownloadColumn(binary_units=True),)
+        else:
+            amount = (MofNCompleteColumn(), TextColumn(self._unit))
+        left = (TextColumn("{task.percentage:.0f}%" if self._total else ""), TimeRemainingColumn(compact=True))
         display = Progress(
-            SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
+            # What the other columns leave of the line: a bar of fixed width would be cut on a terminal of 80 columns.
+            BarColumn(bar_width=None),
             *amount,
             *left,
             console=Console(stderr=True),
             transient=True,
+            expand=True,
         )
         with self._lock:
             self._task = display.add_task(self._label, total=self._total, completed=self._done)

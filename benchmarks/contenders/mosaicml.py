@@ -38,6 +38,8 @@ def _encoding(name: str, field: dict[str, Any]) -> str:
     if field["kind"] == "array":
         shape = ",".join(map(str, field["shape"]))
         return f"ndarray:{field['dtype']}:{shape}" if shape else str(field["dtype"])
+    if field["kind"] == "vector":
+        return f"ndarray:{field['dtype']}"
     kinds = {"bytes": "bytes", "text": "str"}
     if field["kind"] not in kinds:
         raise ConfigError(f"MDS has no column type for the values of field {name!r}: {', '.join(field['types'])}")

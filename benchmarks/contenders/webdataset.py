@@ -6,6 +6,7 @@ read in the least time that its model of samples allows; "packed", a member hold
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ def convert(
         for number, sample in enumerate(members):
             writer.write({"__key__": f"{number:09d}", **sample})
     keys = sorted(path.name for path in folder.glob("*.tar"))
-    return {"keys": keys, "rows": layout if numbers else None}
+    encoded = {name: field["kind"] for name, field in layout.items() if field["kind"] != "bytes"}
+    return {"keys": keys, "rows": layout if numbers else None, "encoded": {} if numbers else encoded}
 
 
 def _make_blocks(samples: Iterable[dict[str, Any]], names: list[str], rows: int) -> Iterator[dict[str, bytes]]:
@@ -68,9 +70,27 @@ def _encode(value: Any) -> bytes:
         return value
     if isinstance(value, str):
         return value.encode()
-    if isinstance(value, np.ndarray):
-        return wds.numpy_dumps(value)  # type: ignore[no-any-return]
+    if isinstance(value, np.ndarray | np.generic):
+        return wds.numpy_dumps(np.asarray(value))  # type: ignore[no-any-return]
     return json.dumps(value).encode()
+
+
+class _Decode:
+    """Turns the members that ``convert`` encoded back into values, as its users do with its decoders."""
+
+    def __init__(self, kinds: dict[str, str]) -> None:
+        self._kinds = kinds
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._decode(name, value) for name, value in sample.items()}
+
+    def _decode(self, name: str, value: Any) -> Any:
+        kind = self._kinds.get(name)
+        if kind in ("array", "vector"):
+            return np.load(io.BytesIO(value), allow_pickle=False)
+        if kind == "text":
+            return value.decode()
+        return json.loads(value) if kind == "object" else value
 
 
 class _TakeApart:
@@ -111,6 +131,8 @@ class WebDataset:
         dataset = wds.WebDataset(urls, shardshuffle=len(urls), empty_check=False)
         if rows is not None:
             dataset = dataset.compose(_TakeApart(rows))
+        if job.shape.get("encoded"):
+            dataset = dataset.map(_Decode(job.shape["encoded"]))
         dataset = dataset.shuffle(_BUFFER if rows is None else _BUFFER_ROWS)
         decoder = make_decoder(job.fields, job.decode, job.peer_decode)
         if decoder is not None:

@@ -15,7 +15,7 @@ from ..errors import DatasetError, FormatError
 from ..formats.detect import detect_format, make_format
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from .manifest import MANIFEST_NAME, Manifest
-from .source import UNFINISHED, Selection, refuse_mixed
+from .source import Selection, is_unfinished, refuse_mixed
 
 # Indexing mostly waits. Against a server on this machine 4 to 64 threads take about the same time; against one far away
 # more are faster, up to the 64 requests that a store runs at once.
@@ -73,7 +73,7 @@ def prepare_index(
         if selection.chosen is None and len(kept) < len(saved.shards):
             _warn_stale(selection.url, new=0, gone=len(saved.shards) - len(kept))
         return take_shards(saved, [kept[position] for position in range(len(tasks))])
-    indexes = _shard_indexes(saved)
+    indexes = shard_indexes(saved)
     return replace(pending, known={position: indexes[place] for position, place in kept.items()}, schema=saved.schema)
 
 
@@ -87,7 +87,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
         return None
     try:
         data = store.get(MANIFEST_NAME)
-        if data == UNFINISHED and selection.chosen is None:
+        if is_unfinished(data) and selection.chosen is None:
             raise UnfinishedDatasetError(
                 f"{store.url}: it is still being packed, or packing was interrupted; wait, or run `penstock pack` again"
             )
@@ -236,7 +236,8 @@ def take_shards(manifest: Manifest, places: Sequence[int]) -> Manifest:
     )
 
 
-def _shard_indexes(manifest: Manifest) -> list[ShardIndex]:
+def shard_indexes(manifest: Manifest) -> list[ShardIndex]:
+    """The index of each shard of a manifest."""
     rows = zip(
         manifest.offsets.tolist(),
         manifest.lengths.tolist(),

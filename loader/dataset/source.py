@@ -27,6 +27,12 @@ SourceT = TypeVar("SourceT", bound=Source)
 # Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
 
+
+def is_unfinished(data: bytes | memoryview) -> bool:
+    """Whether what lies in the manifest's place says that the data set is not whole; notes of the writer may follow."""
+    return bytes(data[: len(UNFINISHED)]) == UNFINISHED
+
+
 # From this many keys of one folder on, one LIST is cheaper than a HEAD each.
 _LIST_FROM = 16
 _HEAD_THREADS = 32

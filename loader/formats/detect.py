@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -146,7 +147,16 @@ def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
             f"repack it with `penstock pack`, or use shards named {known}"
         )
     examples = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+    if all(has_suffix(key, (".csv", ".csv.gz")) for key in keys):
+        what, more = "a table of text" if len(keys) == 1 else "tables of text", " --format parquet"
+    else:
+        what, more = "a loose file" if len(keys) == 1 else f"{len(keys):,} loose files", ""
+    place = store.url.removeprefix("file://").rstrip("/")
+    if len(keys) == 1:
+        place = f"{place}/{keys[0]}"
+    target = (place.partition(".")[0] if "://" not in place else place) + "-shards"
+    command = shlex.join(["penstock", "pack", place, target]) + more
     return (
-        f"{store.url}: none of its {len(keys)} objects is a shard ({examples}); shards are named {known}. "
-        "Pack loose files into shards with `penstock pack FOLDER TARGET`; give format= to read shards with other names"
+        f"{store.url}: holds no shards, but {what} ({examples}); pack first: `{command}`. Shards are named {known}; "
+        "give format= (--format) to read shards with other names"
     )

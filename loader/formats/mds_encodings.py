@@ -47,6 +47,8 @@ _ARRAY_DTYPES = {
     65: "i8",
     66: "f8",
 }
+# The same by the dtype's name, for who writes them.
+ARRAY_CODES = {np.dtype(kind).name: code for code, kind in _ARRAY_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,11 @@ from ..dataset.source import Source
 from ..dataset.splits import Split
 from ..decoding.image_kind import image_kind
 from ..errors import ConfigError
+from ..formats.arrow.sizes import value_sizes
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
 from ..reading.checksum import read_chunk
+from .thumbnails import Thumbnail, make_thumbnails
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BINS = 40
@@ -59,6 +61,7 @@ class Inspection:
     histogram: tuple[int, ...]
     histogram_edges: tuple[float, ...]
     fields: tuple[FieldView, ...]
+    thumbnails: tuple[Thumbnail, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +88,12 @@ def inspect_dataset(
     format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
     cache_dir: str | os.PathLike[str] | None = None,
     chunks: int = 16,
+    thumbnails: int = 0,
     progress: bool = True,
 ) -> Inspection:
     """Describe a data set from its manifest and ``chunks`` of its chunks, spread evenly over it.
+
+    With ``thumbnails``, the images of so many of the first samples are decoded, if the libraries for that are there.
 
     Raises:
         DatasetError, FormatError, StorageError: as ``open_manifest`` does.
@@ -103,6 +109,7 @@ def inspect_dataset(
         count = min(chunks, manifest.num_chunks)
         sizes = []
         fields: tuple[FieldView, ...] = ()
+        pictures: tuple[Thumbnail, ...] = ()
         for index in np.unique(np.linspace(0, manifest.num_chunks - 1, count).astype(np.int64)).tolist():
             chunk = manifest.chunk(index)
             header = shard_format.open_shard(store, chunk.shard)
@@ -110,6 +117,7 @@ def inspect_dataset(
             sizes.append(sample_sizes(block))
             if not fields:
                 fields = view_sample(block, 0)
+                pictures = make_thumbnails(block, thumbnails)
         read = np.concatenate(sizes)
     finally:
         store.close()
@@ -134,18 +142,20 @@ def inspect_dataset(
         histogram=tuple(counts.tolist()),
         histogram_edges=tuple(edges.tolist()),
         fields=fields,
+        thumbnails=pictures,
     )
 
 
 def sample_sizes(block: Block) -> IntArray:
-    """(samples,) int64: the total bytes of each sample's values."""
+    """(samples,) int64: the bytes of each sample's values, without what marks where they begin and what is null."""
     total = np.zeros(block.samples, np.int64)
     for column in block.columns.values():
         if isinstance(column, BytesColumn):
             total += np.where(column.starts >= 0, column.stops - column.starts, 0)
+        elif isinstance(column, ArrayColumn):
+            total += column.nbytes // max(1, block.samples)  # all rows of an array have one size
         else:
-            # Rows of an array have one size; for strings and lists only the mean is known.
-            total += column.nbytes // max(1, block.samples)
+            total += value_sizes(column.values)
     return total
 
 

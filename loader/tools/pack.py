@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import re
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import pyarrow as pa
-import xxhash
 
-from ...storage import NotFoundError, ObjectInfo, Store, open_store
-from ...storage.memory import MemoryStore
-from ..dataset.manifest import MANIFEST_NAME, Manifest
-from ..dataset.source import UNFINISHED
+from ...storage import NotFoundError, open_store
+from ..dataset.manifest import MANIFEST_NAME
+from ..dataset.source import is_unfinished
+from ..dataset.splits import Split
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import make_format
-from ..formats.shard import ShardFormat, ShardIndex, ShardTask
+from ..formats.shard import ShardFormat
 from ..progress import show_progress
-from .pack_shards import ParquetWriter, ShardWriter, TarWriter, TokensWriter
-from .pack_sources import Sample, open_samples
+from .packing.jsonl import JsonlWriter
+from .packing.mapping import MapFunction, Mapped, Transform, transformed
+from .packing.mds import MdsWriter
+from .packing.source import SampleSource, open_source
+from .packing.tables import ArrowWriter, ParquetWriter
+from .packing.tar import TarWriter
+from .packing.target import Cursor, Target
+from .packing.tokens import Tokenize, TokensWriter
+from .packing.writer import Sample, Shard, ShardWriter
 
 SHARD_BYTES = 64 << 20
-_UPLOADS = 4
-_OURS = re.compile(r"shard-\d{6,}\.(tar|parquet|bin)")
-
+PackFormat = Literal["tar", "parquet", "tokens", "mds", "jsonl", "arrow"]
 
 PackSource: TypeAlias = (
     str | Path | Iterable[Sample] | Iterable[pa.RecordBatch] | Iterable[Sequence[int]] | Iterable[str]
@@ -39,7 +42,11 @@ PackSource: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSummary:
-    """What ``pack`` wrote. ``classes`` are the names for the numbers in ``cls``; ``dropped`` says what was dropped."""
+    """What ``pack`` wrote. ``classes`` are the names for the numbers in ``cls``; ``dropped`` says what was dropped.
+
+    ``notes``: what the user should know of how the source was understood. ``kept_shards``: those that an interrupted
+    pack had written.
+    """
 
     url: str
     format: str
@@ -50,6 +57,8 @@ class PackSummary:
     fingerprint: str
     classes: tuple[str, ...] = ()
     dropped: str | None = None
+    notes: tuple[str, ...] = ()
+    kept_shards: int = 0
 
     def __str__(self) -> str:
         return (
@@ -59,83 +68,199 @@ class PackSummary:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """The arguments that determine what is written."""
+
+    format: str
+    shard_bytes: int
+    seq_len: int | None
+    dtype: str
+    tokenizer: Callable[[str], Sequence[int]] | None
+    field: str | None
+    map: MapFunction | None
+    checksums: bool
+
+    def __post_init__(self) -> None:
+        if self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes={self.shard_bytes}: needs 1 or more")
+        if self.format not in ("tar", "parquet", "tokens", "mds", "jsonl", "arrow"):
+            raise ConfigError(f"format={self.format!r}: pack writes tar, parquet, tokens, mds, jsonl or arrow")
+        if self.format != "tokens" and any(each is not None for each in (self.seq_len, self.tokenizer, self.field)):
+            raise ConfigError(f"seq_len, tokenizer and field apply to format='tokens', not {self.format!r}")
+        if self.format == "tokens" and (self.seq_len is None or self.seq_len < 1):
+            raise ConfigError(f"seq_len={self.seq_len}: packing tokens needs a sequence length, 1 or more")
+
+    def shard_format(self) -> ShardFormat:
+        config = {"seq_len": self.seq_len, "dtype": self.dtype} if self.format == "tokens" else None
+        return make_format(self.format, config)
+
+    def writer(self, hints: Mapping[str, pa.DataType]) -> ShardWriter:
+        if self.format == "tokens":
+            assert self.seq_len is not None
+            return TokensWriter(self.shard_bytes, seq_len=self.seq_len, dtype=self.dtype)
+        if self.format == "tar":
+            return TarWriter(self.shard_bytes)
+        if self.format == "mds":
+            return MdsWriter(self.shard_bytes)
+        if self.format == "jsonl":
+            return JsonlWriter(self.shard_bytes)
+        return (ParquetWriter if self.format == "parquet" else ArrowWriter)(self.shard_bytes, hints)
+
+    def transform(self, writer: ShardWriter, source: SampleSource) -> Transform:
+        return Transform(
+            function=self.map,
+            tokenize=Tokenize(self.tokenizer, self.field) if self.format == "tokens" else None,
+            keeps_batches=writer.takes_batches,
+            reads_members=source.has_members and self.format in ("parquet", "arrow", "mds"),
+        )
+
+    def fingerprint(self, identity: Any) -> str | None:
+        """What tells this job, source and functions included, from others; None if that cannot be told."""
+        functions = [_describe(function) for function in (self.tokenizer, self.map) if function is not None]
+        if identity is None or None in functions:
+            return None
+        settings = [self.format, self.shard_bytes, self.seq_len, self.dtype, self.field, self.checksums]
+        return hashlib.sha256(json.dumps([identity, functions, settings]).encode()).hexdigest()
+
+
+def _describe(function: Callable[..., Any]) -> list[str] | None:
+    """A function's name and a hash of the file that defines it; None for what is no plain function."""
+    try:
+        file = inspect.getsourcefile(function)
+        text = Path(file).read_bytes() if file else None
+    except (TypeError, OSError):
+        return None
+    if text is None or not inspect.isfunction(function) or function.__closure__:
+        return None
+    return [function.__module__, function.__qualname__, hashlib.sha256(text).hexdigest()]
+
+
 def pack(
     source: PackSource,
     target_url: str | Path,
     *,
-    format: Literal["tar", "parquet", "tokens"] = "tar",  # noqa: A002 - the word that users know
+    format: PackFormat = "tar",  # noqa: A002 - the word that users know
     shard_bytes: int = SHARD_BYTES,
+    map: MapFunction | None = None,  # noqa: A002 - the word that users know
+    processes: int = 0,
     seq_len: int | None = None,
     dtype: str = "uint16",
     tokenizer: Callable[[str], Sequence[int]] | None = None,
     field: str | None = None,
+    source_format: ShardFormat | str | None = None,
+    split: Split | None = None,
+    follow_links: bool = False,
     checksums: bool = True,
     overwrite: bool = False,
     progress: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
 ) -> PackSummary:
-    """Write a folder, a table or an iterable of samples as shards of about ``shard_bytes``, and their manifest.
+    """Write a data set, a folder, tables or an iterable of samples as shards of about ``shard_bytes``, and a manifest.
 
-    Files of a folder are grouped into samples by their name up to the first dot. If every file lies in one of several
-    subfolders, the subfolders are classes and each sample gets a ``cls``. Each row of a table (.jsonl, .csv, .parquet)
-    is a sample, and so is each row of Arrow record batches, for parquet only. ``seq_len``, ``dtype``, ``tokenizer`` and
-    ``field`` (the field that holds text or integers) apply to tokens only. With ``checksums`` the manifest has one per
-    chunk, which readers verify.
+    A source is what the loader reads (of any format, in its order); a folder of loose files, which are grouped into
+    samples by their name up to the first dot, with a ``cls`` if every file lies in one of several subfolders; CSV
+    files, each row a sample; or an iterable of dicts (for tables also of Arrow record batches, for tokens of texts or
+    lists of integers). ``source_format`` says what is meant where shards lie among other files: a format, "csv", or
+    "files". ``split`` is that of ``DistributedDataLoader``.
 
-    Each shard is written whole and the manifest last, so that an interrupted pack is detected and can be run again. A
-    target that is not empty is refused unless ``overwrite``.
+    ``map`` turns a sample into one, several or, with None, none. With ``processes`` it and ``tokenizer`` run in so many
+    of them; what is written is the same. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the field that holds text
+    or integers) apply to tokens only. With ``checksums`` the manifest has one per chunk, which readers verify.
+
+    Each shard is written whole and the manifest last, so that readers refuse an interrupted pack. Run again with the
+    same source and options, it goes on after the last shard that it noted; with others, or from an iterable, it starts
+    anew. A target that is not empty is refused unless ``overwrite``, which always starts anew.
 
     Raises:
         ConfigError: the arguments contradict each other.
         DatasetError: the source is empty, a sample cannot be written, or the target is not empty.
     """
-    writer, shard_format = _make_writer(format, shard_bytes, seq_len, dtype, tokenizer, field)
+    if processes < 0:
+        raise ConfigError(f"processes={processes}: needs 0 or more")
+    job = _Job(
+        format=format, shard_bytes=shard_bytes, seq_len=seq_len, dtype=dtype, tokenizer=tokenizer, field=field, map=map,
+        checksums=checksums,
+    )  # fmt: skip
     started = time.monotonic()
     url = str(target_url).rstrip("/") + "/"
-    store = open_store(url, storage_options=storage_options)
+    job.writer({})  # refuses arguments before anything is listed
+    opened = open_source(
+        source,
+        storage_options=source_storage_options,
+        format=source_format,
+        split=split,
+        follow_links=follow_links,
+        progress=progress,
+        group=1 if processes == 0 else 64,
+    )
     try:
-        batches = format == "parquet"
-        with open_samples(source, source_storage_options, batches=batches) as (samples, classes):  # type: ignore[arg-type]
-            before = _check_target(store, shard_format, overwrite=overwrite)
-            store.put(MANIFEST_NAME, UNFINISHED)
-            with show_progress("packing", None, unit="samples", enabled=progress) as advance:
-                shards = _cut(writer, samples, advance)
-                written = list(_put_shards(store, shard_format, shards, writer.suffix, checksums=checksums))
-        if not written:
-            raise DatasetError(f"{url}: the source has no samples; nothing was packed")
-        left = sorted(before - {info.key for info, _, _ in written} - {MANIFEST_NAME})
-        if left:
-            raise DatasetError(
-                f"{url}: packed, but {len(left)} earlier shards are still there ({', '.join(left[:3])}"
-                f"{', ...' if len(left) > 3 else ''}) and would be read as part of it; delete them and pack again"
+        writer = job.writer(opened.hints)
+        store = open_store(url, storage_options=storage_options)
+        try:
+            target = Target(
+                store, job.shard_format(), writer.suffix, job=job.fingerprint(opened.identity), checksums=checksums
             )
-        schema: Mapping[str, Any] = written[0][1].schema
-        for info, index, _ in written[1:]:
-            if index.schema != schema:
-                schema = shard_format.merge_schema(schema, index.schema, info.key)
-        manifest = Manifest.build(
-            url,
-            shard_format.name,
-            shard_format.config(),
-            schema,
-            [(info, index) for info, index, _ in written],
-            np.concatenate([sums for _, _, sums in written]) if checksums else None,
-        )
-        store.put(MANIFEST_NAME, manifest.to_bytes())
-        return PackSummary(
-            url=store.url,
-            format=format,
-            shards=len(manifest.shards),
-            samples=manifest.num_samples,
-            bytes=sum(info.size for info in manifest.shards),
-            seconds=time.monotonic() - started,
-            fingerprint=manifest.fingerprint,
-            classes=classes,
-            dropped=writer.dropped,
-        )
+            target.begin(overwrite=overwrite)
+            kept = len(target.written)
+            before = 0 if target.cursor is None else opened.before(target.cursor.piece)
+            with show_progress("packing", opened.total, unit="samples", enabled=progress) as advance:
+                advance(before)
+                begin = (0, 0) if target.cursor is None else (target.cursor.piece, target.cursor.number)
+                transform = job.transform(writer, opened)
+                parts = transformed(opened.batches(begin[0]), transform, processes, first=before, begin=begin)
+                target.put_all(_cut(writer, parts, target.cursor, advance))
+            if not target.written:
+                raise DatasetError(f"{url}: the source has no samples; nothing was packed")
+            manifest = target.finish(writer.samples(), writer.companions(target.manifest()))
+        finally:
+            store.close()
     finally:
-        store.close()
+        opened.close()
+    return PackSummary(
+        url=store.url,
+        format=format,
+        shards=len(manifest.shards),
+        samples=manifest.num_samples,
+        bytes=sum(info.size for info in manifest.shards),
+        seconds=time.monotonic() - started,
+        fingerprint=manifest.fingerprint,
+        classes=opened.classes,
+        dropped=writer.dropped if isinstance(writer, TokensWriter) else None,
+        notes=(*opened.notes, *writer.notes()),
+        kept_shards=kept,
+    )
+
+
+def _cut(
+    writer: ShardWriter, parts: Iterable[Mapped], cursor: Cursor | None, advance: Callable[[int], None]
+) -> Iterator[tuple[Shard, Cursor]]:
+    """The shards of a stream, each with where to go on after it; begins at ``cursor``."""
+    skipped = 0  # units that an earlier pack has written
+    if cursor is not None:
+        writer.resume(cursor.state, cursor.units)
+        skipped = cursor.into
+    begun: deque[tuple[int, int, int]] = deque()  # (units before it, piece, number) of each part
+    for part in parts:
+        advance(part.rows)
+        begun.append((writer.added - skipped, part.piece, part.number))
+        for item in [part.items] if isinstance(part.items, pa.RecordBatch) else part.items:
+            taken = min(skipped, writer.units(item)) if skipped else 0
+            skipped -= taken
+            if taken and taken == writer.units(item):
+                continue
+            for shard in writer.add(writer.rest(item, taken) if taken else item):
+                yield shard, _cursor_after(shard, begun)
+    for shard in writer.finish():
+        yield shard, _cursor_after(shard, begun)
+
+
+def _cursor_after(shard: Shard, begun: deque[tuple[int, int, int]]) -> Cursor:
+    while len(begun) > 1 and begun[1][0] <= shard.stop:
+        begun.popleft()
+    units, piece, number = begun[0]
+    return Cursor(shard.stop, piece, number, shard.stop - units, shard.state)
 
 
 def pack_once(source: PackSource, target_url: str | Path, **options: Any) -> PackSummary | None:
@@ -151,88 +276,9 @@ def pack_once(source: PackSource, target_url: str | Path, **options: Any) -> Pac
     store = open_store(str(target_url).rstrip("/") + "/", storage_options=options.get("storage_options"))
     try:
         keys = {info.key for info in store.list()}
-        is_whole = bool(keys) and not (MANIFEST_NAME in keys and bytes(store.get(MANIFEST_NAME)) == UNFINISHED)
+        is_whole = bool(keys) and not (MANIFEST_NAME in keys and is_unfinished(store.get(MANIFEST_NAME)))
     except NotFoundError:
         is_whole = False  # the first put creates the folder or bucket, or fails
     finally:
         store.close()
     return None if is_whole else pack(source, target_url, **options)
-
-
-def _make_writer(
-    name: str,
-    shard_bytes: int,
-    seq_len: int | None,
-    dtype: str,
-    tokenizer: Callable[[str], Sequence[int]] | None,
-    field: str | None,
-) -> tuple[ShardWriter, ShardFormat]:
-    if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes={shard_bytes}: needs 1 or more")
-    if name == "tokens":
-        if seq_len is None or seq_len < 1:
-            raise ConfigError(f"seq_len={seq_len}: packing tokens needs a sequence length, 1 or more")
-        tokens = TokensWriter(shard_bytes, seq_len=seq_len, dtype=dtype, tokenizer=tokenizer, field=field)
-        return tokens, make_format("tokens", {"seq_len": seq_len, "dtype": dtype})
-    if seq_len is not None or tokenizer is not None or field is not None:
-        raise ConfigError(f"seq_len, tokenizer and field apply to format='tokens', not {name!r}")
-    if name == "tar":
-        return TarWriter(shard_bytes), make_format("tar")
-    if name == "parquet":
-        return ParquetWriter(shard_bytes), make_format("parquet")
-    raise ConfigError(f"format={name!r}: pack writes tar, parquet or tokens")
-
-
-def _check_target(store: Store, shard_format: ShardFormat, *, overwrite: bool) -> set[str]:
-    """Check that the target may be written. Returns the keys of the shards that it holds already."""
-    try:
-        listing = list(store.list())
-    except NotFoundError:
-        return set()  # the first put creates the folder or bucket, or fails
-    there = {info.key for info in listing}
-    if not there:
-        return there
-    unfinished = MANIFEST_NAME in there and bytes(store.get(MANIFEST_NAME)) == UNFINISHED
-    others = sorted(key for key in there if key != MANIFEST_NAME and not _OURS.fullmatch(key))
-    if not overwrite and (others or not unfinished):
-        named = ", ".join(sorted(there)[:2])
-        raise DatasetError(
-            f"{store.url}: not empty (it holds {len(there)} objects: {named}{', ...' if len(there) > 2 else ''}); "
-            "choose another target, or give overwrite=True (--overwrite) to replace its shards"
-        )
-    return {task.info.key for task in shard_format.shards(store, listing)}
-
-
-def _cut(writer: ShardWriter, samples: Iterable[Any], advance: Callable[[int], None]) -> Iterator[bytes]:
-    for sample in samples:
-        yield from writer.add(sample)
-        advance(sample.num_rows if isinstance(sample, pa.RecordBatch) else 1)
-    yield from writer.finish()
-
-
-def _put_shards(
-    store: Store, shard_format: ShardFormat, shards: Iterable[bytes], suffix: str, *, checksums: bool
-) -> Iterator[tuple[ObjectInfo, ShardIndex, np.ndarray[Any, Any]]]:
-    """Index, checksum and put shards, a few at a time; results in the order of the shards."""
-
-    def put_one(number: int, data: bytes) -> tuple[ObjectInfo, ShardIndex, np.ndarray[Any, Any]]:
-        name = f"shard-{number:06d}{suffix}"
-        memory = MemoryStore()
-        index = shard_format.index_shard(memory, ShardTask(memory.put(name, data)))
-        view = memoryview(data)
-        spans = index.chunks if checksums else ()
-        sums = [xxhash.xxh3_64_intdigest(view[span.offset : span.offset + span.length]) for span in spans]
-        return store.put(name, data), index, np.array(sums, np.uint64)
-
-    running: deque[Future[tuple[ObjectInfo, ShardIndex, np.ndarray[Any, Any]]]] = deque()
-    pool = ThreadPoolExecutor(_UPLOADS, "penstock-pack")
-    try:
-        for number, data in enumerate(shards):
-            # Bounded, so that a slow store does not fill memory with shards.
-            if len(running) >= _UPLOADS:
-                yield running.popleft().result()
-            running.append(pool.submit(put_one, number, data))
-        while running:
-            yield running.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

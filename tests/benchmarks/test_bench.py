@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ import pytest
 import torch
 
 from penstock import pack
+from penstock.benchmarks import subprocesses
 from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import CONTENDERS, OURS
 from penstock.benchmarks.convert import group_scalars
 from penstock.benchmarks.job import Job, Measurement
+from penstock.benchmarks.layout import _describe
+from penstock.benchmarks.plot import caption, is_wide, plot_ratios, short_number
 from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, summarize
-from penstock.benchmarks.report import format_duration, plot_ratios, short_number
+from penstock.benchmarks.report import format_duration
 from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
 from penstock.cli.bench import _without_secrets
 from penstock.loader import ConfigError
@@ -58,10 +62,11 @@ def runs_of(
     return {"epoch": epoch, "fresh": epoch, "resumed": resumed}
 
 
-def test_ratios_are_taken_within_a_round_before_the_median() -> None:
-    # The second round ran on a machine half as fast: the ratio is 3 in every round all the same.
+def test_the_ratio_is_that_of_the_medians_that_are_shown() -> None:
     assert round_ratios([300.0, 150.0, 600.0], [100.0, 50.0, 200.0]) == [3.0, 3.0, 3.0]
-    assert median_ratio([300.0, 100.0, 600.0], [100.0, 100.0, 100.0]) == 3.0
+    # Of the rounds' ratios, 1, 4 and 2, the median would be 2.
+    assert median_ratio([100.0, 400.0, 200.0], [100.0, 100.0, 100.0]) == 2.0
+    assert median_ratio([100.0, 400.0, 300.0], [100.0, 100.0, 300.0]) == 3.0
     assert round_ratios([1.0], [0.0]) == [float("inf")]
 
 
@@ -195,8 +200,85 @@ def test_alone_it_reports_rate_start_resume_and_what_bounds_it(pictures: Path, t
 @pytest.mark.slow
 def test_a_contender_that_fails_is_reported_with_its_last_words(tmp_path: Path) -> None:
     job = Job(contender=OURS, url=str(tmp_path / "nothing"), num_samples=1, scratch="")
-    with pytest.raises(MeasurementError, match=r"(?s)exit code 1.*there is no folder .*nothing"):
+    with pytest.raises(MeasurementError, match=r"^penstock: there is no folder .*nothing"):
         run_job(replace(job, mode="first-batch"))
+
+
+def test_a_failing_look_at_memory_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def look(pid: int) -> list[int]:
+        looks.append(pid)
+        if len(looks) == 1:
+            raise PermissionError("no")
+        return [pid]
+
+    monkeypatch.setattr(subprocesses, "find_tree", look)
+    monkeypatch.setattr(subprocesses, "_SAMPLE_EVERY_S", 0.001)
+    with subprocesses._MemoryWatch(os.getpid()) as watch:
+        deadline = time.monotonic() + 30
+        while not watch.peak_bytes and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert watch.peak_bytes > 0
+    assert len(looks) > 1
+
+
+def test_a_process_that_fails_for_a_known_reason_says_it_in_one_sentence() -> None:
+    log = f"Traceback (most recent call last):\n  File x\n\n{subprocesses.TOLD}decoding images needs OpenCV\n"
+    assert subprocesses._last_words(1, log) == "decoding images needs OpenCV"
+    assert "exit code 3" in subprocesses._last_words(3, "Traceback\nKeyError: 1")
+
+
+def test_fields_that_samples_lack_and_lists_of_numbers_have_a_layout() -> None:
+    some = _describe([None, b"\xff\xd8\xff1"])
+    assert (some["kind"], some["image"], some["missing"]) == ("bytes", True, True)
+    assert "missing" not in _describe([b"1", b"2"])
+    assert _describe([[1, 2], [3]]) == {"kind": "vector", "dtype": "int64", "mean_bytes": 12.0}
+    assert _describe([[1.5], []])["dtype"] == "float64"
+    assert _describe([["a"], [1]])["kind"] == "object"
+    batch = {"jpg": [None, b"x"], "v": [[1.0, 2.0], [3.0]]}
+    assert batch_stats(batch) == (2, 1 + 24)
+    theirs = {"jpg": [b"x", b""], "v": [np.array([3.0]), np.array([1.0, 2.0])]}
+    assert checksum(batch) == checksum(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_peers_are_measured_on_mixed_images_and_on_vectors(tmp_path: Path) -> None:
+    if importlib.util.find_spec("streaming") is None:
+        pytest.skip("mosaicml-streaming is not installed; pip install 'penstock[bench]'")
+    rows = [{"n": n, "v": [n / 2] * 8, "word": f"w{n}"} for n in range(64)]
+    pack(rows, tmp_path / "rows", format="parquet", progress=False)
+    mixed = [{"__key__": f"{n:03d}", "jpg" if n % 2 else "png": b"\x89P" + bytes([n]), "cls": n % 3} for n in range(64)]
+    pack(mixed, tmp_path / "mixed", progress=False)
+    for name, peer in (("rows", "webdataset"), ("mixed", "mosaicml-streaming")):
+        result = run_tool(
+            str(tmp_path / name), "--against", peer, "--rounds", "1", "--workers", "1",
+            "--no-startup", "--batch-size", "16", "--decode", "none", cache=tmp_path / "cache",
+        )  # fmt: skip
+        assert result["refused"] == {}
+        assert result["contenders"][peer]["epoch"][0]["samples"] == 64
+
+
+def test_a_plot_tells_where_when_and_how_and_is_logarithmic_where_rates_differ_much(tmp_path: Path) -> None:
+    result = {
+        "machine": {"cores": 2, "cpu": "AMD EPYC"},
+        "date": "2026-01-02T03:04:05+00:00",
+        "settings": {"batch_size": 64, "decode": "none", "epochs": 1, "seconds": None, "rounds": 3},
+        "versions": {"penstock": "0.1", "litdata": "0.2", "numpy": "2"},
+        "summary": {OURS: {}, "litdata": {}},
+    }
+    told = caption(result, 200)
+    for part in ("2 cores of AMD EPYC", "2026-01-02", "batch size 64", "rounds 3", "litdata 0.2", "points: rounds"):
+        assert part in told
+    assert "seconds" not in told
+    assert is_wide([100.0, 9.0])
+    assert not is_wide([100.0, 11.0, 0.0])
+    summary = summarize({OURS: runs_of(OURS, [40.0, 50.0, 60.0]), "litdata": runs_of("litdata", [2.0, 3.0, 2.5])})
+    whole = result | {"summary": summary, "data": {"url": "x/photos"}, "refused": {"webdataset": "not installed"}}
+    plot_ratios([whole], tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert drawn.count("<path") > 10
 
 
 def test_a_plot_shows_a_panel_for_each_result(tmp_path: Path) -> None:

@@ -49,6 +49,42 @@ def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys: pytest.CaptureF
     assert lines["skew of an epoch, samples"] == ["0", "0", "0"]
 
 
+def test_plan_shows_the_ranks_that_can_be_beside_the_reason_for_those_that_cannot(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("plan", "--samples", 1000, "--shards", 10, "--world-size", 1, 64, "--batch-size", 32)
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0
+    told = " ".join(out.split())
+    assert "batches per rank 31 –" in told
+    assert "64 ranks: a global batch of 2048 is above the data set's 1000 samples" in told
+    assert "use a smaller batch, or --last-batch pad or partial" in told
+    assert "samples left out of an epoch 8 –" in told
+    _, (good, bad) = call_json(capsys, *arguments)
+    assert (good["batches_per_rank"], bad["world_size"], "--last-batch drop" in bad["error"]) == (31, 64, True)
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "row"),
+    [("pad", "samples repeated to fill up an epoch 24"), ("partial", "samples in the last global batch 8")],
+)
+def test_plan_says_what_the_last_batch_holds(capsys: pytest.CaptureFixture[str], last_batch: str, row: str) -> None:
+    out = call(capsys, "plan", "--samples", 1000, "--shards", 10, "--world-size", 1, "--last-batch", last_batch)[1]
+    assert row in " ".join(out.split())
+    assert f"--last-batch {last_batch}: " in out
+
+
+def test_plan_says_that_chunks_are_too_few_for_the_lanes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--samples", 5000, "--shards", 1, "--sample-bytes", 100, "--batch-size", 8)
+    told = " ".join(call(capsys, *arguments, "--world-size", 8)[1].split())
+    assert "Too few chunks: on 8 ranks the lanes are more than the chunks, at most 32 for 1" in told
+    assert "chunk is read 8.0 times an epoch" in told
+    told = " ".join(call(capsys, *arguments, "--world-size", 8, "--piece", 0)[1].split())
+    assert "a chunk is read 32.0 times an epoch" in told
+    assert "--shard-mib 0.0037" in told
+    assert "Too few chunks" not in call(capsys, *arguments, "--world-size", 8, "--lanes", 1)[1]
+
+
 def test_plan_gives_a_program_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     code, told = call_json(capsys, *MADE_UP, "--world-size", 8, 6, "--global-batch-size", 48)
     assert code == 0
@@ -74,8 +110,8 @@ def test_plan_of_a_data_set_that_is_there_reads_its_index(capsys: pytest.Capture
         (("plan", "somewhere", "--samples", 10), "give either a source, or --samples"),
         ((*MADE_UP, "--world-size", 0), "must be at least 1"),
         ((*MADE_UP, "--batch-size", -4), "must be at least 1"),
-        ((*MADE_UP, "--lanes", 12), "lanes=12 is not a power of two; use 16"),
-        ((*MADE_UP, "--window", -2), "window=-2"),
+        ((*MADE_UP, "--lanes", 12), "--lanes 12 is not a power of two; use 16"),
+        ((*MADE_UP, "--window", -2), "--window -2"),
         ((*MADE_UP, "--world-size", 10, "--batch-size", 100_000), "is above the data set's 100000 samples"),
     ],
 )

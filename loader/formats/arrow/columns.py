@@ -51,13 +51,13 @@ def describe_type(kind: pa.DataType) -> str:
         return f"{describe_type(kind.value_type)}[{', '.join(map(str, kind.shape))}]"
     if isinstance(kind, pa.BaseExtensionType):
         return describe_type(kind.storage_type)
-    if _is_text(kind):
+    if is_text(kind):
         return "string"
-    if _is_binary(kind):
+    if is_binary(kind):
         return "binary"
     if pt.is_fixed_size_list(kind):
         return f"{describe_type(kind.value_type)}[{kind.list_size}]"
-    if _is_list(kind):
+    if is_list(kind):
         return f"list<{describe_type(kind.value_type)}>"
     if pt.is_struct(kind):
         fields = (kind.field(i) for i in range(kind.num_fields))
@@ -138,10 +138,10 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     """
     array = _as_one(values)
     kind = array.type
-    if pt.is_struct(kind) and _is_file_struct(kind):
-        return {name: _slices(array.flatten()[kind.get_field_index("bytes")], text=False)}
-    if _is_text(kind) or _is_binary(kind):
-        return {name: _slices(array, text=_is_text(kind))}
+    if pt.is_struct(kind) and is_file_struct(kind):
+        return {name: slices(array.flatten()[kind.get_field_index("bytes")], text=False)}
+    if is_text(kind) or is_binary(kind):
+        return {name: slices(array, text=is_text(kind))}
     if value_bytes(kind) is None:
         plain = _without_views(kind)
         return {name: ObjectColumn(array if plain == kind else array.cast(plain))}
@@ -183,9 +183,9 @@ def _as_one(values: pa.Array | pa.ChunkedArray) -> pa.Array:
 def _dense(array: pa.Array) -> tuple[AnyArray, AnyArray | None]:
     """Values (samples, ...) and, where there are nulls, a bool array of the same shape that is true for them."""
     kind, length = array.type, len(array)
-    missing: AnyArray | None = ~_bits(array.buffers()[0], array.offset, length) if array.null_count else None
+    missing: AnyArray | None = ~bits(array.buffers()[0], array.offset, length) if array.null_count else None
     if pt.is_fixed_size_list(kind):
-        values, inner = _dense(_flat_values(array))
+        values, inner = _dense(flat_values(array))
         values = values.reshape(length, kind.list_size, *values.shape[1:])
         if inner is not None:
             inner = inner.reshape(values.shape)
@@ -195,7 +195,7 @@ def _dense(array: pa.Array) -> tuple[AnyArray, AnyArray | None]:
         return values, inner
     data = array.buffers()[1]
     if pt.is_boolean(kind):
-        return _bits(data, array.offset, length), missing
+        return bits(data, array.offset, length), missing
     dtype: np.dtype[Any] = np.dtype(_NUMPY.get(kind) or f"i{kind.bit_width // 8}")
     if data is None or length == 0:
         values = np.empty(length, dtype)
@@ -214,13 +214,13 @@ def _blank(values: AnyArray, missing: AnyArray) -> AnyArray:
     return np.bitwise_or(values.view(bits), ones, out=ones).view(values.dtype)
 
 
-def _flat_values(array: pa.FixedSizeListArray) -> pa.Array:
+def flat_values(array: pa.FixedSizeListArray) -> pa.Array:
     """All slots of a fixed-size list, those of nulls too (``flatten`` would leave them out)."""
     size = array.type.list_size
     return array.values.slice(array.offset * size, len(array) * size)
 
 
-def _bits(buffer: pa.Buffer | None, offset: int, length: int) -> AnyArray:
+def bits(buffer: pa.Buffer | None, offset: int, length: int) -> AnyArray:
     """Arrow's packed bits as np.bool_."""
     if buffer is None or length == 0:
         return np.zeros(length, np.bool_)
@@ -229,7 +229,7 @@ def _bits(buffer: pa.Buffer | None, offset: int, length: int) -> AnyArray:
     return np.unpackbits(packed, bitorder="little")[offset - 8 * first :][:length].view(np.bool_)
 
 
-def _slices(array: pa.Array, *, text: bool) -> BytesColumn:
+def slices(array: pa.Array, *, text: bool) -> BytesColumn:
     kind, length = array.type, len(array)
     if not (pt.is_fixed_size_binary(kind) or has_offsets(kind)):
         array = array.cast(pa.large_string() if text else pa.large_binary())
@@ -242,7 +242,7 @@ def _slices(array: pa.Array, *, text: bool) -> BytesColumn:
         offsets = value_offsets(array)
         starts, stops = offsets[:-1], offsets[1:]
     if array.null_count:
-        starts = np.where(_bits(buffers[0], array.offset, length), starts, -1)
+        starts = np.where(bits(buffers[0], array.offset, length), starts, -1)
     data = buffers[-1]
     return BytesColumn(memoryview(b"") if data is None else memoryview(data).cast("B"), starts, stops, text)
 
@@ -289,17 +289,17 @@ def has_offsets(kind: pa.DataType) -> bool:
     return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_binary(kind) or pt.is_large_binary(kind))
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
 
 
-def _is_binary(kind: pa.DataType) -> bool:
+def is_binary(kind: pa.DataType) -> bool:
     return bool(
         pt.is_binary(kind) or pt.is_large_binary(kind) or pt.is_binary_view(kind) or pt.is_fixed_size_binary(kind)
     )
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_list_view(kind) or pt.is_large_list_view(kind))
 
 
@@ -308,8 +308,8 @@ def _is_temporal(kind: pa.DataType) -> bool:
     return bool(pt.is_timestamp(kind) or pt.is_date(kind) or pt.is_time(kind) or pt.is_duration(kind))
 
 
-def _is_file_struct(kind: pa.DataType) -> bool:
+def is_file_struct(kind: pa.DataType) -> bool:
     """struct<bytes, path>, as Hugging Face's data sets keep images and sounds."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
-    return _is_binary(kind.field("bytes").type) and _is_text(kind.field("path").type)
+    return is_binary(kind.field("bytes").type) and is_text(kind.field("path").type)

@@ -12,7 +12,7 @@ import pyarrow.types as pt
 from ....storage import ObjectInfo, Store
 from ...columns import Block
 from ...errors import FormatError
-from ..base import BaseFormat, whole_part
+from ..base import BaseFormat, refuse_change, whole_part
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
@@ -104,11 +104,23 @@ class ArrowFormat(BaseFormat):
         columns: Sequence[str] | None,
         schema: Mapping[str, Any],
     ) -> Block:
-        known, shard = schema["columns"], chunk.shard.key
+        known = schema["columns"]
         names = choose_columns(known, columns)
         if not names:
             return Block(chunk.samples, 0, {})
         data = whole_part(chunk, parts)
+        table = self._read(chunk, header, data, names)
+        return table_block(table.select(names), chunk, known, held_bytes=data.nbytes)
+
+    def read_table(
+        self, chunk: ChunkRef, header: ArrowHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
+    ) -> pa.Table:
+        """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
+        table = self._read(chunk, header, whole_part(chunk, parts), list(schema["columns"]))
+        refuse_change(chunk, table.num_rows)
+        return table
+
+    def _read(self, chunk: ChunkRef, header: ArrowHeader, data: memoryview, names: list[str]) -> pa.Table:
         try:
             length = metadata_length(data[:PREFIX_BYTES])
             first = parse_message(data[PREFIX_BYTES : PREFIX_BYTES + length])
@@ -120,8 +132,8 @@ class ArrowFormat(BaseFormat):
             _validate(table)
         except (pa.ArrowException, OSError, ValueError, KeyError) as exc:
             problem = f"its record batches cannot be read ({exc}); write the file again"
-            raise FormatError(shard, problem, offset=chunk.offset) from exc
-        return table_block(table.select(names), chunk, known, held_bytes=data.nbytes)
+            raise FormatError(chunk.shard.key, problem, offset=chunk.offset) from exc
+        return table
 
 
 def _read_in_place(header: ArrowHeader, data: memoryview, names: list[str]) -> list[pa.RecordBatch]:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from ....storage import ByteRange, ObjectInfo, Store
 from ...columns import Block, IntArray
 from ...errors import FormatError
-from ..base import BaseFormat
+from ..base import BaseFormat, refuse_change
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
@@ -129,10 +129,28 @@ class ParquetFormat(BaseFormat):
     ) -> Block:
         known = schema["columns"]
         names = choose_columns(known, columns)
-        shard = chunk.shard.key
-        groups = header.row_groups(chunk)
         if not names:
             return Block(chunk.samples, 0, {})
+        table = self._read(chunk, header, parts, columns, names)
+        return table_block(table.select(names), chunk, known)
+
+    def read_table(
+        self, chunk: ChunkRef, header: ParquetHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
+    ) -> pa.Table:
+        """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
+        table = self._read(chunk, header, parts, None, list(schema["columns"]))
+        refuse_change(chunk, table.num_rows)
+        return table
+
+    def _read(
+        self,
+        chunk: ChunkRef,
+        header: ParquetHeader,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        names: list[str],
+    ) -> pa.Table:
+        groups = header.row_groups(chunk)
         ranges = self.chunk_ranges(chunk, header, columns)
         source = SparseFile(chunk.shard.size, [(r.start, part) for r, part in zip(ranges, parts, strict=True)])
         try:
@@ -141,11 +159,10 @@ class ParquetFormat(BaseFormat):
             with pq.ParquetFile(
                 pa.PythonFile(source, "r"), metadata=header.footer, pre_buffer=True, page_checksum_verification=True
             ) as file:
-                table = file.read_row_groups(groups, columns=names, use_threads=False)
+                return file.read_row_groups(groups, columns=names, use_threads=False)
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise FormatError(
-                shard,
+                chunk.shard.key,
                 f"row groups {groups.start} to {groups.stop} cannot be decoded ({exc}); write the file again",
                 offset=chunk.offset,
             ) from exc
-        return table_block(table.select(names), chunk, known)

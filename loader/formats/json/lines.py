@@ -140,7 +140,7 @@ def _infer_with_arrow(part: Lines) -> dict[str, tuple[JsonType, int]] | None:
 
 def _infer_line_by_line(part: Lines) -> dict[str, tuple[JsonType, int]]:
     found: dict[str, tuple[JsonType, int]] = {}
-    for row in _rows(part):
+    for row in parsed_rows(part):
         for name, value in row.items():
             kind, count = found.get(name, ("null", 0))
             found[name] = merge_types(kind, infer_type(value)), count + (value is not None)
@@ -159,7 +159,7 @@ def read_columns(lines: Lines, types: Mapping[str, JsonType]) -> dict[str, pa.Ar
     todo = "the shard may have changed after it was indexed: index it again, or correct the line"
     tables = [_read_typed(part, typed, todo) for part in lines.parts(SLICE_BYTES)]
     columns = {name: _joined([table.column(name) for table in tables], to_arrow(kind)) for name, kind in typed.items()}
-    rows = list(_rows(lines)) if len(typed) < len(types) else []
+    rows = list(parsed_rows(lines)) if len(typed) < len(types) else []
     for name in types.keys() - typed.keys():
         texts = [None if row.get(name) is None else json.dumps(row[name]) for row in rows]
         columns[name] = pa.array(texts, pa.large_string())
@@ -177,7 +177,7 @@ def _read_typed(part: Lines, types: Mapping[str, JsonType], todo: str) -> pa.Tab
         half = part.part(0, len(part) // 2)
         found = _attempt(half, schema)
         part, reason = (half, found) if isinstance(found, str) else (part.part(len(half), len(part)), reason)
-    for _ in _rows(part):  # where Python cannot read the line either, its words are clearer
+    for _ in parsed_rows(part):  # where Python cannot read the line either, its words are clearer
         pass
     found = _attempt(part, schema)
     raise part.error(0, f"cannot be read ({found if isinstance(found, str) else reason})", todo)
@@ -256,7 +256,7 @@ def _joined(columns: list[pa.ChunkedArray], kind: pa.DataType) -> pa.Array:
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
 
 
-def _rows(lines: Lines) -> Iterator[dict[str, Any]]:
+def parsed_rows(lines: Lines) -> Iterator[dict[str, Any]]:
     """Each line as Python reads it. Raises FormatError for one that is not a JSON object."""
     for index in range(len(lines)):
         try:

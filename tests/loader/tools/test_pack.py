@@ -11,35 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packed_samples import read_samples
 
-from penstock import Manifest, open_manifest, open_store, pack, verify
+from penstock import Manifest, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError, FormatError, UnfinishedDatasetError, pack_once
-from penstock.loader.columns import ArrayColumn
 from penstock.loader.dataset.manifest import MANIFEST_NAME
-from penstock.loader.formats.detect import make_format
-from penstock.loader.reading.checksum import read_chunk
 from penstock.storage import AccessDeniedError, Fault, MemoryStore
-
-
-def read_samples(url: str) -> list[dict[str, Any]]:
-    """Every sample of a data set, through the formats' own readers and the checksums of its manifest."""
-    manifest = open_manifest(url)
-    shard_format = make_format(manifest.format, manifest.config)
-    store = open_store(manifest.url)
-    samples: list[dict[str, Any]] = []
-    for index in range(manifest.num_chunks):
-        chunk = manifest.chunk(index)
-        checksum = None if manifest.checksums is None else int(manifest.checksums[index])
-        header = shard_format.open_shard(store, chunk.shard)
-        block = read_chunk(store, shard_format, header, chunk, manifest.schema, checksum=checksum)
-        rows = np.arange(block.samples)
-        columns = {
-            name: column.values.tolist() if isinstance(column, ArrayColumn) else column.take(rows)
-            for name, column in block.columns.items()
-        }
-        samples += [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    store.close()
-    return samples
 
 
 def test_an_iterable_becomes_tar_shards_that_webdataset_reads_alike(tmp_path: Path) -> None:
@@ -248,7 +225,7 @@ def test_samples_that_cannot_be_written_are_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "zip"}, "tar, parquet or tokens"),
+        ({"format": "zip"}, "tar, parquet, tokens, mds, jsonl or arrow"),
         ({"shard_bytes": 0}, "shard_bytes=0"),
         ({"format": "tokens"}, "seq_len=None"),
         ({"seq_len": 3}, "apply to format='tokens'"),
@@ -266,10 +243,10 @@ def test_arguments_that_do_not_fit_are_refused(
 
 def test_bad_tables_are_named_with_their_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(FormatError, match=r"a\.jsonl: line 2"):
+    with pytest.raises(FormatError, match=r"a\.jsonl.*: line 2"):
         pack(tmp_path / "a.jsonl", tmp_path / "out")
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    with pytest.raises(FormatError, match=r"b\.parquet: cannot be read"):
+    with pytest.raises(FormatError, match=r"b\.parquet.*too few"):
         pack(tmp_path / "b.parquet", tmp_path / "out")
 
 

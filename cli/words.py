@@ -1,0 +1,34 @@
+"""Errors in the words of the command line: ``--tokenizer`` in place of ``tokenizer=``, and what was perhaps meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable
+
+_VALUE = r"(?:'[^']*'|\"[^\"]*\"|[\w.+-]+(?:\([^()]*\))?)"
+
+
+def option_words(message: str, options: Iterable[str]) -> str:
+    """A message of the library with its arguments as options; ``options`` are the command's, named as fields are."""
+    # What names both has the command line's word already.
+    message = re.sub(rf"\b\w+={_VALUE}? \((--[\w-]+(?: [\w./-]+)?)\)", r"\1", message)
+    message = re.sub(rf"\b\w+={_VALUE}, or (--[\w-]+(?: [\w./-]+)?) on the command line", r"\1", message)
+    for name in options:
+        word = "--" + name.replace("_", "-")
+        message = re.sub(rf"(?<![\w.-]){name}=(?:True)?(?![\w'\"\[{{(.-])", word, message)
+        message = re.sub(rf"(?<![\w.-]){name}=('?)([^\s;,:'\"]+)\1", rf"{word} \2", message)
+    return re.sub(r"(--[\w-]+ [\w.-]+) or '([\w.-]+)'", r"\1 or \2", message)
+
+
+def options_of(kind: type) -> list[str]:
+    """The names of a command's options, the longest first."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return sorted(names, key=len, reverse=True)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question to append to an error, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,151 @@
+"""A folder of loose files as samples: files whose names differ only after the first dot belong together."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from ....storage import ObjectInfo, Store
+from ...columns import KEY_COLUMN
+from ...errors import DatasetError
+from .source import Batch
+
+_GROUP = 64  # samples read by one thread at a time
+_THREADS = 8
+_IMAGES = ("jpg", "jpeg", "png", "webp")
+
+
+class FolderSource:
+    """Samples of a folder, in the order of their keys; with two or more folders of files alone, these are classes."""
+
+    def __init__(self, store: Store, listing: Iterable[ObjectInfo], *, follow_links: bool = False) -> None:
+        self._store = store
+        files = [info for info in listing if not any(part.startswith(".") for part in info.key.split("/"))]
+        if not files:
+            raise DatasetError(f"{store.url}: the folder holds no files; there is nothing to pack")
+        if store.url.startswith("file://") and not follow_links:
+            _refuse_links(store.url.removeprefix("file://"), files)
+        self.classes = find_classes(info.key for info in files)
+        self._ordinals = {name: ordinal for ordinal, name in enumerate(self.classes)}
+        self._samples = group_files(files, store.url)
+        self.total: int | None = len(self._samples)
+        self.identity: Any = ["folder", [[info.key, info.size, info.etag] for info in files]]
+        self.has_members = True
+        self.hints: Mapping[str, pa.DataType] = {}
+        self.notes, self._names = name_images([fields for _, fields in self._samples])
+
+    def batches(self, first_piece: int = 0) -> Iterator[Batch]:
+        running: deque[tuple[int, Future[list[dict[str, Any]]]]] = deque()
+        pool = ThreadPoolExecutor(_THREADS, "penstock-files")
+        try:
+            for piece in range(first_piece, -(-len(self._samples) // _GROUP)):
+                if len(running) >= _THREADS:
+                    number, done = running.popleft()
+                    yield Batch(number, done.result())
+                running.append((piece, pool.submit(self._read, piece)))
+            while running:
+                number, done = running.popleft()
+                yield Batch(number, done.result())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def before(self, piece: int) -> int:
+        return piece * _GROUP
+
+    def _read(self, piece: int) -> list[dict[str, Any]]:
+        return [self._sample(*each) for each in self._samples[piece * _GROUP : (piece + 1) * _GROUP]]
+
+    def _sample(self, key: str, fields: Mapping[str, ObjectInfo]) -> dict[str, Any]:
+        sample: dict[str, Any] = {KEY_COLUMN: key}
+        if self.classes:
+            sample["cls"] = self._ordinals[key.partition("/")[0]]
+        for field, info in fields.items():
+            sample[self._names.get(field, field)] = bytes(self._store.get(info.key, etag=info.etag))
+        return sample
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def key_of(path: str) -> tuple[str, str]:
+    """(key, field) of a file: 'a/b.seg.png' is field 'seg.png' of sample 'a/b', as in WebDataset."""
+    folder, slash, name = path.rpartition("/")
+    stem, _, field = name.partition(".")
+    return f"{folder}{slash}{stem}", field.lower()
+
+
+def group_files(files: Sequence[ObjectInfo], url: str) -> list[tuple[str, dict[str, ObjectInfo]]]:
+    """The samples, sorted by key: each a key and its files by field.
+
+    Raises:
+        DatasetError: a file has no extension, or two files are one field of a sample.
+    """
+    samples: dict[str, dict[str, ObjectInfo]] = {}
+    for info in sorted(files, key=lambda info: key_of(info.key)):
+        key, field = key_of(info.key)
+        if not field:
+            raise DatasetError(f"{url}/{info.key}: has no extension to name its field; rename or remove it")
+        fields = samples.setdefault(key, {})
+        if field in fields:
+            raise DatasetError(f"{url}/{info.key}: sample {key!r} has two files for field {field!r}")
+        fields[field] = info
+    return list(samples.items())
+
+
+def find_classes(keys: Iterable[str]) -> tuple[str, ...]:
+    """The sorted names of the folders if every file lies in one of two or more folders; otherwise nothing."""
+    folders: set[str] = set()
+    for key in keys:
+        folder, slash, name = key.partition("/")
+        if not slash or "/" in name:
+            return ()
+        folders.add(folder)
+    return tuple(sorted(folders)) if len(folders) > 1 else ()
+
+
+def name_images(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """One name for images in several formats, where each sample has one at most, and what to say of fields.
+
+    Decoders look at the bytes, so that a PNG may be in a field named ``jpg``; a field that half of the samples lack
+    could not be read as a batch.
+    """
+    kinds = Counter(field for fields in samples for field in fields if field in _IMAGES)
+    notes: list[str] = []
+    names: dict[str, str] = {}
+    if len(kinds) > 1 and all(sum(kind in fields for kind in kinds) <= 1 for fields in samples):
+        chosen = max(kinds, key=lambda kind: (kinds[kind], -_IMAGES.index(kind)))
+        names = dict.fromkeys(kinds, chosen)
+        told = ", ".join(f"{count:,} .{kind}" for kind, count in kinds.most_common())
+        notes.append(f"images of several kinds ({told}) are one field, {chosen!r}")
+    counts = Counter(names.get(field, field) for fields in samples for field in fields)
+    partial = [f"{name!r} ({count:,} of {len(samples):,})" for name, count in counts.items() if count < len(samples)]
+    if partial:
+        shown = ", ".join(partial[:5]) + (f" and {len(partial) - 5} more" if len(partial) > 5 else "")
+        notes.append(f"only some samples have the fields {shown}")
+    return notes, names
+
+
+def _refuse_links(root: str, files: Iterable[ObjectInfo]) -> None:
+    """Raise DatasetError for a link, of a file or a folder, to a place outside of the folder."""
+    home = os.path.realpath(root)
+    checked: dict[str, bool] = {}
+    for info in files:
+        folder = info.key.rpartition("/")[0]
+        if folder not in checked:
+            checked[folder] = _is_inside(Path(root, folder), home)
+        if not checked[folder] or (Path(root, info.key).is_symlink() and not _is_inside(Path(root, info.key), home)):
+            raise DatasetError(
+                f"{root}/{info.key}: a link leads out of the folder, to {os.path.realpath(Path(root, info.key))}; "
+                "give follow_links=True (--follow-links) to pack what it leads to"
+            )
+
+
+def _is_inside(path: Path, home: str) -> bool:
+    real = os.path.realpath(path)
+    return real == home or real.startswith(home.rstrip("/") + "/")

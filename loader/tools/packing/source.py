@@ -1,0 +1,214 @@
+"""What ``pack`` reads: the source of a URL is chosen by what lies there, and gives batches of samples."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from ....storage import NotFoundError, ObjectInfo, Store
+from ...dataset.index import open_manifest
+from ...dataset.source import select
+from ...dataset.splits import Split
+from ...errors import ConfigError, DatasetError
+from ...formats.detect import FORMAT_NAMES, format_by_name, make_format
+from ...formats.names import is_hidden
+from ...formats.shard import ShardFormat
+from ...formats.tokens import index_keys
+
+_URL = re.compile(r"[a-z0-9+.-]+://\S+")
+CSV_SUFFIXES = (".csv", ".csv.gz")
+# What other tools leave beside shards; no samples.
+_BESIDE = ("index.json", "dataset_info.json", "state.json", "dataset_dict.json", "license", "readme.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some items: samples, or the rows of a record batch. A source can begin anew at any ``piece``."""
+
+    piece: int
+    items: Sequence[Any] | pa.RecordBatch
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class SampleSource(Protocol):
+    """A stream of samples in a fixed order.
+
+    ``total``: the samples, None if not known. ``identity``: JSON-able, changes with the content; None if the content
+    cannot be told again. ``hints``: types that tables should have. ``classes``: the names for the numbers in ``cls``.
+    ``has_members``: values are the bytes of files, named as files are. ``notes``: what the user should know of how the
+    source was understood.
+    """
+
+    @property
+    def total(self) -> int | None: ...
+    @property
+    def identity(self) -> Any: ...
+    @property
+    def hints(self) -> Mapping[str, pa.DataType]: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    @property
+    def has_members(self) -> bool: ...
+
+    def batches(self, first_piece: int = 0) -> Iterator[Batch]: ...
+
+    def before(self, piece: int) -> int:
+        """How many samples lie before a piece, as far as that is known."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class IterableSource:
+    """Samples, texts, lists of integers or record batches from Python."""
+
+    def __init__(self, items: Iterable[Any], group: int) -> None:
+        self.total = len(items) if isinstance(items, Sequence) else None
+        self.identity = None
+        self.hints: Mapping[str, pa.DataType] = {}
+        self.classes: tuple[str, ...] = ()
+        self.notes: Sequence[str] = ()
+        self.has_members = False
+        self._items = items
+        self._group = group
+
+    def batches(self, first_piece: int = 0) -> Iterator[Batch]:
+        items = iter(self._items)
+        number = 0
+        for is_table, run in itertools.groupby(items, lambda item: isinstance(item, pa.RecordBatch)):
+            if is_table:
+                for batch in run:
+                    yield Batch(number, batch)
+                    number += 1
+            else:
+                while some := list(itertools.islice(run, self._group)):
+                    yield Batch(number, some)
+                    number += 1
+
+    def before(self, piece: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def open_source(
+    source: Any,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    format: ShardFormat | str | None,  # noqa: A002 - the word that users know
+    split: Split | None,
+    follow_links: bool,
+    progress: bool,
+    group: int,
+) -> SampleSource:
+    """The source of a URL, a path, a list of them, or an iterable; the caller closes it.
+
+    ``format`` "files" takes every file as a field of a sample, "csv" tables, and a format's name shards of it. An
+    iterable is read ``group`` items at a time.
+
+    Raises:
+        DatasetError: there is nothing, or shards lie among other files.
+    """
+    if not _is_url(source):
+        if format is not None or split is not None:
+            raise ConfigError("source_format= and split= apply to URLs and paths, not to an iterable of samples")
+        return IterableSource(source, group)
+    from .dataset import DatasetSource
+    from .delimited import CsvSource
+    from .folder import FolderSource
+
+    given = make_format(format) if isinstance(format, str) and format in FORMAT_NAMES else format
+    if isinstance(given, str) and given not in ("files", "csv"):
+        raise ConfigError(f"source_format={given!r} is none of files, csv, {', '.join(FORMAT_NAMES)}")
+    if given is None or isinstance(given, str):
+        try:
+            store, selection = select(source, storage_options, split=split, progress=progress)
+        except NotFoundError as exc:
+            raise NotFoundError(f"{source}: no such file or folder; there is nothing to pack") from exc
+        kind = given or choose_kind(store, selection.listing, selection.saved is not None)
+        if kind == "files":
+            return FolderSource(store, selection.listing, follow_links=follow_links)
+        if kind == "csv":
+            return CsvSource(store, [info for info in selection.listing if info.key.lower().endswith(CSV_SUFFIXES)])
+        store.close()
+    manifest = open_manifest(
+        source, split=split, storage_options=storage_options, format=given or None, progress=progress
+    )
+    return DatasetSource(manifest, storage_options)
+
+
+def _is_url(source: Any) -> bool:
+    if isinstance(source, (str, Path)):
+        return True
+    # A list of texts is samples for tokens, unless they all look like places.
+    return (
+        isinstance(source, (list, tuple))
+        and bool(source)
+        and all(isinstance(each, Path) or (isinstance(each, str) and _is_place(each)) for each in source)
+    )
+
+
+def _is_place(text: str) -> bool:
+    if _URL.fullmatch(text):
+        return True
+    try:
+        return "/" in text and Path(text).exists()
+    except (OSError, ValueError):  # no path at all
+        return False
+
+
+def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool) -> str:
+    """'shards', 'csv' or 'files': what the objects of a source are.
+
+    Raises:
+        DatasetError: shards lie among other files, so that it cannot be told what is wanted.
+    """
+    keys = [info.key for info in listing if not is_hidden(info.key)]
+    if has_manifest:
+        return "shards"
+    companions = {index for key in keys for index in index_keys(key)}
+    shards: dict[str, list[str]] = {}
+    others: list[str] = []
+    for key in keys:
+        name = format_by_name(key)
+        # A file of tokens is told from a field named "bin" only by the index that Megatron keeps beside it.
+        if name == "tokens" and not companions.intersection(keys):
+            name = None
+        if name is not None:
+            shards.setdefault(name, []).append(key)
+        elif key not in companions and key.rpartition("/")[2].lower() not in _BESIDE:
+            others.append(key)
+    if not shards:
+        tables = [key for key in others if key.lower().endswith(CSV_SUFFIXES)]
+        if tables and len(tables) < len(others):
+            raise DatasetError(_mixed(store, "csv", tables[0], next(key for key in others if key not in tables)))
+        if others and all(format_by_name(key) == "tokens" for key in others):
+            raise DatasetError(
+                f"{store.url}: holds nothing but {others[0]} and the like; give "
+                "source_format=TokensFormat(seq_len=2048) (--source-seq-len 2048) if these are tokens, or "
+                "source_format='files' (--source-format files) for each file as a field of a sample"
+            )
+        return "csv" if tables else "files"
+    if others:
+        name = sorted(shards)[0]
+        raise DatasetError(_mixed(store, name, shards[name][0], others[0]))
+    return "shards"
+
+
+def _mixed(store: Store, name: str, shard: str, other: str) -> str:
+    return (
+        f"{store.url}: holds {name} files ({shard}) and others ({other}); say what to pack with "
+        f"source_format={name!r} (--source-format {name}) for the {name} files, or source_format='files' "
+        "(--source-format files) for every file as a field of a sample"
+    )

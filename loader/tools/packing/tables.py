@@ -1,0 +1,193 @@
+"""Parquet and Arrow shards: columns, written from record batches or from rows."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from ...errors import DatasetError
+from ...formats.shard import CHUNK_BYTES
+from .values import arrow_value
+from .writer import SampleWriter, Shard
+
+_ROW_GROUP_ROWS = 65_536
+_TABLE_ROWS = 256
+
+
+class TableWriter(SampleWriter):
+    """Takes dicts, or record batches of many samples; cuts them into groups of about a chunk's size.
+
+    A record batch, or the first rows, determine the schema; ``hints`` are types that the source knows.
+    """
+
+    takes_batches = True
+
+    def __init__(self, shard_bytes: int, hints: Mapping[str, pa.DataType] | None = None) -> None:
+        super().__init__()
+        self._shard_bytes = shard_bytes
+        self._hints = dict(hints or {})
+        self._group_bytes = min(CHUNK_BYTES, shard_bytes)
+        self._schema: pa.Schema | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._tables: list[pa.Table] = []
+        self._written = 0
+        self._sink: io.BytesIO | None = None
+        self._writer: Any = None
+
+    def _open(self, sink: io.BytesIO, schema: pa.Schema) -> Any:
+        raise NotImplementedError
+
+    def _write(self, table: pa.Table) -> None:
+        raise NotImplementedError
+
+    def resume(self, state: Mapping[str, Any], units: int) -> None:
+        super().resume(state, units)
+        self._written = units
+        self._schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(state["schema"])))
+
+    def units(self, item: Any) -> int:
+        return int(item.num_rows) if isinstance(item, pa.RecordBatch) else 1
+
+    def rest(self, item: Any, units: int) -> Any:
+        return item.slice(units) if isinstance(item, pa.RecordBatch) else item
+
+    def add(self, item: Any) -> list[Shard]:
+        if isinstance(item, pa.RecordBatch):
+            full = self._add_table(self._take_rows()) if self._rows else []
+            self.added += item.num_rows
+            return full + self._add_table(self._fit(pa.Table.from_batches([item])))
+        if not isinstance(item, Mapping):
+            raise DatasetError(f"sample {self.added} is a {type(item).__name__}; tables need dicts")
+        self._rows.append({str(name): arrow_value(value) for name, value in item.items()})
+        self.added += 1
+        return self._add_table(self._take_rows()) if len(self._rows) >= _TABLE_ROWS else []
+
+    def finish(self) -> list[Shard]:
+        full = self._add_table(self._take_rows()) if self._rows else []
+        if self._tables:
+            self._write_group()
+        return full + self._close_shard()
+
+    def _take_rows(self) -> pa.Table:
+        rows, self._rows = self._rows, []
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        first, last = self.added - len(rows), self.added - 1
+        if self._schema is not None and (unknown := sorted(set(names) - set(self._schema.names))):
+            raise DatasetError(
+                f"samples {first} to {last} have the fields {unknown}, which the first {_TABLE_ROWS} lack; "
+                "all samples need the same fields (use None where there is no value)"
+            )
+        try:
+            if self._schema is not None:
+                return pa.Table.from_pylist(rows, schema=self._schema)
+            names += [name for name in self._hints if name not in names] if self._is_hinted(names) else []
+            columns = {name: self._first_array(name, [row.get(name) for row in rows]) for name in names}
+            return self._fit(pa.table(columns))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as exc:
+            raise DatasetError(f"samples {first} to {last} do not fit the columns of earlier samples: {exc}") from exc
+
+    def _is_hinted(self, names: list[str]) -> bool:
+        """Whether the rows are those of the source, some of whose columns may come later."""
+        return set(names) <= set(self._hints)
+
+    def _first_array(self, name: str, values: list[Any]) -> pa.Array:
+        if name in self._hints:
+            try:
+                return pa.array(values, self._hints[name])
+            except (pa.ArrowException, OverflowError, TypeError, ValueError):
+                pass  # a function has changed the column's type
+        return pa.array(values)
+
+    def _fit(self, table: pa.Table) -> pa.Table:
+        if self._schema is None:
+            empty = [field.name for field in table.schema if pa.types.is_null(field.type)]
+            if empty:
+                raise DatasetError(f"the fields {empty} have no value in the first {len(table)} samples; drop them")
+            self._schema = table.schema
+            return table
+        if table.schema.equals(self._schema):
+            return table
+        if set(table.schema.names) != set(self._schema.names):
+            raise DatasetError(
+                f"rows {self.added - len(table)} to {self.added - 1} have the columns {table.schema.names}, earlier "
+                f"ones {self._schema.names}; pack them as two data sets, or make them alike with a map"
+            )
+        try:
+            return table.select(self._schema.names).cast(self._schema)
+        except (pa.ArrowException, ValueError) as exc:
+            raise DatasetError(
+                f"rows {self.added - len(table)} to {self.added - 1} do not fit the columns of earlier ones: {exc}"
+            ) from exc
+
+    def _add_table(self, table: pa.Table) -> list[Shard]:
+        full: list[Shard] = []
+        rows = max(1, -(-len(table) * self._group_bytes // max(1, table.nbytes)))
+        for first in range(0, len(table), rows):
+            self._tables.append(table.slice(first, rows))
+            held = sum(part.nbytes for part in self._tables)
+            if held >= self._group_bytes or sum(map(len, self._tables)) >= _ROW_GROUP_ROWS:
+                self._write_group()
+                if self._sink is not None and self._sink.tell() >= self._shard_bytes:
+                    full += self._close_shard()
+        return full
+
+    def _write_group(self) -> None:
+        assert self._schema is not None
+        if self._writer is None:
+            self._sink = io.BytesIO()
+            self._writer = self._open(self._sink, self._schema)
+        table = pa.concat_tables(self._tables)
+        self._write(table)
+        self._written += len(table)
+        self._tables = []
+
+    def _close_shard(self) -> list[Shard]:
+        if self._writer is None or self._sink is None:
+            return []
+        self._writer.close()
+        data = self._sink.getvalue()
+        self._sink = self._writer = None
+        assert self._schema is not None
+        schema = base64.b64encode(self._schema.serialize().to_pybytes()).decode()
+        return [Shard(data, self._written, {"schema": schema})]
+
+
+class ParquetWriter(TableWriter):
+    """Parquet with zstd pages; a row group is a chunk, read by one GET."""
+
+    suffix = ".parquet"
+
+    def _open(self, sink: io.BytesIO, schema: pa.Schema) -> Any:
+        return pyarrow.parquet.ParquetWriter(sink, schema, compression="zstd")
+
+    def _write(self, table: pa.Table) -> None:
+        self._writer.write_table(table, row_group_size=len(table))
+
+
+class ArrowWriter(TableWriter):
+    """Arrow IPC files, not compressed, so that batches are read in place; a record batch is a chunk."""
+
+    suffix = ".arrow"
+
+    def _fit(self, table: pa.Table) -> pa.Table:
+        fitted = TableWriter._fit(self, table)
+        if any(pa.types.is_dictionary(field.type) for field in fitted.schema):
+            # A file can hold one dictionary a column; batches come with their own.
+            plain = [
+                field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+                for field in fitted.schema
+            ]
+            self._schema = pa.schema(plain, metadata=fitted.schema.metadata)
+            fitted = fitted.cast(self._schema)
+        return fitted
+
+    def _open(self, sink: io.BytesIO, schema: pa.Schema) -> Any:
+        return pa.ipc.new_file(sink, schema)
+
+    def _write(self, table: pa.Table) -> None:
+        self._writer.write_table(table.combine_chunks())

@@ -1,0 +1,216 @@
+"""The target of ``pack``: shards put one by one, and in the manifest's place a note of how far they go.
+
+The note is the line that tells readers of an unfinished data set, then one line of JSON, then the manifest of the
+shards so far. A pack that is run again with the same source and options goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ....storage import NotFoundError, ObjectInfo, Store
+from ....storage.memory import MemoryStore
+from ...dataset.build import shard_indexes
+from ...dataset.manifest import MANIFEST_NAME, Manifest
+from ...dataset.source import UNFINISHED, is_unfinished
+from ...errors import DatasetError
+from ...formats.detect import format_by_name
+from ...formats.shard import ShardFormat, ShardIndex, ShardTask
+from .writer import Shard
+
+_UPLOADS = 4
+_SAVE_EVERY_S = 5.0
+_OURS = re.compile(r"shard-\d{6,}\.(tar|parquet|bin|mds|jsonl|arrow)|index\.json")
+
+Sums = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a pack goes on: after ``units`` units, ``into`` of which came of part ``number`` of the source's ``piece``.
+
+    ``state`` is the writer's.
+    """
+
+    units: int
+    piece: int
+    number: int
+    into: int
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A shard that was put, with its index and its chunks' checksums."""
+
+    info: ObjectInfo
+    index: ShardIndex
+    sums: Sums
+
+
+class Target:
+    """The folder that is packed into. ``job`` tells the source and options from others; None: never to be gone on."""
+
+    def __init__(self, store: Store, shard_format: ShardFormat, suffix: str, *, job: str | None, checksums: bool):
+        self.written: list[Written] = []
+        self.cursor: Cursor | None = None
+        self.earlier: set[str] = set()
+        self._store = store
+        self._format = shard_format
+        self._suffix = suffix
+        self._job = job
+        self._checksums = checksums
+        self._saved_at = 0.0
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Check that the target may be written to, find out where to go on, and mark it as unfinished.
+
+        Raises:
+            DatasetError: it holds something else.
+        """
+        try:
+            listing = {info.key: info for info in self._store.list()}
+        except NotFoundError:
+            listing = {}  # the first put creates the folder or bucket, or fails
+        note = bytes(self._store.get(MANIFEST_NAME)) if MANIFEST_NAME in listing else b""
+        others = [key for key in listing if key != MANIFEST_NAME and not _OURS.fullmatch(key)]
+        if listing and not overwrite and (others or not is_unfinished(note)):
+            named = ", ".join(sorted(listing)[:2])
+            objects = "1 object" if len(listing) == 1 else f"{len(listing):,} objects"
+            raise DatasetError(
+                f"{self._store.url}: not empty (it holds {objects}: {named}{', ...' if len(listing) > 2 else ''}); "
+                "choose another target, or give overwrite=True (--overwrite) to replace its shards"
+            )
+        self.earlier = {key for key in listing if key != MANIFEST_NAME and format_by_name(key) is not None}
+        if not overwrite and is_unfinished(note):
+            self._go_on(note, listing)
+        self._save()
+
+    def _go_on(self, note: bytes, listing: Mapping[str, ObjectInfo]) -> None:
+        """Take over what an interrupted pack of this very job has written, if all of it is still there."""
+        line, _, data = note[len(UNFINISHED) :].partition(b"\n")
+        if not line or self._job is None:
+            return
+        try:
+            about = json.loads(line)
+            if about["job"] != self._job:
+                return
+            manifest = Manifest.from_bytes(data, self._store.url)
+            cursor = Cursor(**about["cursor"])
+        except (ValueError, TypeError, KeyError, DatasetError):
+            return
+        if any(listing.get(shard.key) != shard for shard in manifest.shards):
+            return
+        sums = manifest.checksums
+        for place, (info, index) in enumerate(zip(manifest.shards, shard_indexes(manifest), strict=True)):
+            chunks = np.flatnonzero(manifest.shard_index == place)
+            self.written.append(Written(info, index, np.empty(0, np.uint64) if sums is None else sums[chunks]))
+        self.cursor = cursor
+
+    def _save(self) -> None:
+        note = UNFINISHED
+        if self._job is not None and self.cursor is not None:
+            cursor = {name: getattr(self.cursor, name) for name in Cursor.__slots__}
+            note += json.dumps({"job": self._job, "cursor": cursor}).encode() + b"\n" + self.manifest().to_bytes()
+        self._store.put(MANIFEST_NAME, note)
+        self._saved_at = time.monotonic()
+
+    def put_all(self, shards: Iterable[tuple[Shard, Cursor]]) -> None:
+        """Put shards, a few at a time, and keep note of those before which none is missing."""
+        for written, cursor in self._put(shards):
+            self.written.append(written)
+            self.cursor = cursor
+            if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
+                self._save()
+
+    def _put(self, shards: Iterable[tuple[Shard, Cursor]]) -> Iterator[tuple[Written, Cursor]]:
+        running: deque[tuple[Future[Written], Cursor]] = deque()
+        pool = ThreadPoolExecutor(_UPLOADS, "penstock-pack")
+        try:
+            for number, (shard, cursor) in enumerate(shards, start=len(self.written)):
+                # Bounded, so that a slow store does not fill memory with shards.
+                if len(running) >= _UPLOADS:
+                    yield _first(running)
+                running.append((pool.submit(self._put_one, number, shard), cursor))
+            while running:
+                yield _first(running)
+        except (Exception, KeyboardInterrupt):
+            # What is put already shall count when the pack is run again, but nothing behind a shard that is missing.
+            while running and running[0][0].exception() is None:
+                written, self.cursor = _first(running)
+                self.written.append(written)
+            self._save_quietly()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _save_quietly(self) -> None:
+        try:
+            self._save()
+        except Exception:  # noqa: BLE001 - the error that is under way tells more
+            return
+
+    def _put_one(self, number: int, shard: Shard) -> Written:
+        name = f"shard-{number:06d}{self._suffix}"
+        memory = MemoryStore()
+        index = self._format.index_shard(memory, ShardTask(memory.put(name, shard.data), shard.hint))
+        view = memoryview(shard.data)
+        spans = index.chunks if self._checksums else ()
+        sums = [xxhash.xxh3_64_intdigest(view[span.offset : span.offset + span.length]) for span in spans]
+        return Written(self._store.put(name, shard.data), index, np.array(sums, np.uint64))
+
+    def manifest(self) -> Manifest:
+        """The manifest of the shards so far."""
+        schema: Mapping[str, Any] = self.written[0].index.schema
+        for each in self.written[1:]:
+            if each.index.schema != schema:
+                schema = self._format.merge_schema(schema, each.index.schema, each.info.key)
+        return Manifest.build(
+            self._store.url,
+            self._format.name,
+            self._format.config(),
+            schema,
+            [(each.info, each.index) for each in self.written],
+            np.concatenate([each.sums for each in self.written]) if self._checksums else None,
+        )
+
+    def finish(self, samples: int, companions: Mapping[str, bytes]) -> Manifest:
+        """Put the companions, and the manifest in place of the note.
+
+        Raises:
+            DatasetError: shards of before would be read along, or readers would find another number of samples.
+        """
+        left = sorted(self.earlier - {each.info.key for each in self.written})
+        if left:
+            raise DatasetError(
+                f"{self._store.url}: packed, but {len(left)} earlier shards are still there ({', '.join(left[:3])}"
+                f"{', ...' if len(left) > 3 else ''}) and would be read as part of it; delete them and pack again"
+            )
+        manifest = self.manifest()
+        if manifest.num_samples != samples:
+            raise DatasetError(
+                f"{self._store.url}: readers would find {manifest.num_samples:,} samples, but {samples:,} were packed; "
+                "the data set is left unfinished, please report the keys and fields that did this"
+            )
+        for name, data in companions.items():
+            self._store.put(name, data)
+        self._store.put(MANIFEST_NAME, manifest.to_bytes())
+        return manifest
+
+
+def _first(running: deque[tuple[Future[Written], Cursor]]) -> tuple[Written, Cursor]:
+    """Take the result of the first put; one that failed stays."""
+    done, cursor = running[0]
+    written = done.result()
+    running.popleft()
+    return written, cursor

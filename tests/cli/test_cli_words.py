@@ -1,0 +1,41 @@
+"""Errors in the command line's words."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cli import run
+from penstock.cli.words import option_words
+
+OPTIONS = ("global_batch_size", "last_batch", "tokenizer", "overwrite", "seq_len", "format", "dtype", "lanes")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("give tokenizer=, a function", "give --tokenizer, a function"),
+        ("use dtype='uint32'", "use --dtype uint32"),
+        ("lanes=12 is not a power of two", "--lanes 12 is not a power of two"),
+        ("last_batch='drop' leaves nothing; use last_batch='pad' or 'partial'",
+         "--last-batch drop leaves nothing; use --last-batch pad or partial"),
+        ("give overwrite=True (--overwrite) to replace", "give --overwrite to replace"),
+        ("give overwrite=True to replace", "give --overwrite to replace"),
+        ("give it with format=TokensFormat(seq_len=2048), or --seq-len 2048 on the command line",
+         "give it with --seq-len 2048"),
+        ("choose one with format='jsonl' (--format), or", "choose one with --format, or"),
+        ("a key a=b, my_lanes=3, x.lanes=4", "a key a=b, my_lanes=3, x.lanes=4"),
+    ],
+)  # fmt: skip
+def test_arguments_are_told_as_options(message: str, told: str) -> None:
+    assert option_words(message, OPTIONS) == told
+
+
+def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspct"]) == 2
+    assert "did you mean 'inspect'?" in capsys.readouterr().err
+
+
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["pack", "a", "b", "--tokeniser", "x:y"])
+    assert "--tokenizer" in capsys.readouterr().err
