@@ -16,14 +16,16 @@ from .memory import GradientMemory
 from .wire import WireCounter, reduce_scatter_bytes, reduce_scatter_flat
 
 
-class CastReduceScatter(ReduceScatter):
+class _InOrdinaryMemory(ReduceScatter):
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CastReduceScatter(_InOrdinaryMemory):
     """Reduces in bf16 or fp16, or in the given format ("none"), and counts the bytes."""
 
     def __init__(self, scheme: Literal["none", "bf16", "fp16"], wire: WireCounter) -> None:
         self._dtype, self._wire = CAST_TYPES.get(scheme), wire
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -45,7 +47,7 @@ class CastReduceScatter(ReduceScatter):
         output_tensor.copy_(part)
 
 
-class Int8ReduceScatter(ReduceScatter):
+class Int8ReduceScatter(_InOrdinaryMemory):
     """Sends each rank its part as int8 with error feedback, and sums in full precision.
 
     The rounding error is kept for the whole module, in the type in which gradients are reduced: one more copy of the
@@ -54,9 +56,6 @@ class Int8ReduceScatter(ReduceScatter):
 
     def __init__(self, name: str, wire: WireCounter, memory: GradientMemory) -> None:
         self._key, self._wire, self._memory = f"int8.owed.{name or 'root'}", wire, memory
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
