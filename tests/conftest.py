@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: torch's threads on busy cores wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
 settings.register_profile("penstock", deadline=None)
