@@ -1,5 +1,6 @@
 """What ``penstock.loader`` exports, imported when it is first used; names are added here alone."""
 
+from . import integrations as integrations
 from .arguments import LastBatch as LastBatch
 from .data_loader import DistributedDataLoader as DistributedDataLoader
 from .dataset.build import StaleManifestWarning as StaleManifestWarning

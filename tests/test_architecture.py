@@ -40,6 +40,7 @@ FLOORS = {
         {"tools"},
         {"views"},
         {"data_loader"},
+        {"integrations"},
     ),
     "trainer": (
         {"batches", "computing", "errors", "modes", "randomness", "stopwatch"},

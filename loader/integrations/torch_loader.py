@@ -1,0 +1,120 @@
+"""The loader as an instance of torch's DataLoader, for frameworks that take nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ..data_loader import DistributedDataLoader
+from ..errors import ConfigError
+
+
+class TorchLoader(DataLoader[Any]):
+    """A ``DistributedDataLoader`` that passes for a ``torch.utils.data.DataLoader``.
+
+    A loop over it is a pass over ``loader`` itself: no worker, sampler or collation of torch's comes between. Frameworks
+    see a loader that is dealt out over the ranks already, and leave it so: its ``sampler`` is a ``DistributedSampler``,
+    and it is marked as prepared by Accelerate. What they build out of its ``dataset`` and ``batch_sampler`` to skip the
+    first n batches of an epoch goes to batch n at once, and reads none of those before it.
+
+    ``len(dataset)`` is the samples of all ranks. ``state_dict``, ``load_state_dict`` and ``set_epoch`` are the loader's.
+    """
+
+    _is_accelerate_prepared = True  # Accelerate would deal out this rank's batches once more, in silence
+
+    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
+        self._batches = _Batches(loader)
+        super().__init__(self._batches, sampler=_Steps(loader), collate_fn=_only)
+        self.__dict__["batch_size"] = loader.batch_size  # for those who read it; torch's would be 1, a step
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._batches.forget()
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on every rank."""
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position, the same on every rank."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was called; a framework that skips batches then must skip to the same place."""
+        self.loader.load_state_dict(state)
+        self._batches.expect(self.loader.state_dict()["consumed"])
+
+
+class _Steps(DistributedSampler[int]):
+    """The numbers of an epoch's steps, for every rank alike: which samples of a step are its own the loader knows."""
+
+    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
+        super().__init__(range(len(loader)), num_replicas=loader.world_size, rank=loader.rank, shuffle=False)  # type: ignore[arg-type]
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._loader)))
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: Fabric counts epochs from 0 after a resume, too, and the loader knows its own."""
+
+
+class _Batches(Dataset[Any]):
+    """The batches of the loader's epoch by their step; any step may come first, and then one after another.
+
+    Mutable state: the pass under way and its next step; where a loaded state is, until a pass begins.
+    """
+
+    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
+        self._loader = loader
+        self._pass: Iterator[Any] = iter(())
+        self._next: int | None = None
+        self._loaded: int | None = None
+
+    def __len__(self) -> int:
+        return self._loader.manifest.num_samples
+
+    def __getitem__(self, step: int) -> Any:
+        if step != self._next:
+            self._pass = self._begin_at(step)
+        self._next = step + 1
+        return next(self._pass)
+
+    def expect(self, consumed: int) -> None:
+        """Note that a state was loaded, at ``consumed`` samples of its epoch."""
+        self._next, self._loaded = None, consumed
+
+    def forget(self) -> None:
+        """Note that a pass begins elsewhere."""
+        self._next = self._loaded = None
+
+    def _begin_at(self, step: int) -> Iterator[Any]:
+        state = self._loader.state_dict()
+        consumed = step * self._loader.global_batch_size
+        if self._loaded not in (None, consumed):
+            raise ConfigError(
+                f"the loaded state is at sample {self._loaded} of epoch {state['epoch']}, and the framework skips "
+                f"{step} batches of {self._loader.global_batch_size}, to sample {consumed}: the global batch is not what "
+                "it was when the state was saved; give the loader the global_batch_size of that run, and keep the "
+                "framework's accumulation steps"
+            )
+        if state["consumed"] != consumed or self._loaded is None:
+            self._loader.load_state_dict({**state, "consumed": consumed})
+        self._loaded = None
+        return iter(self._loader)
+
+
+def _only(batches: list[Any]) -> Any:
+    """The batch in a list of one: it is collated already."""
+    return batches[0]
