@@ -25,8 +25,8 @@ class LightningCallback(Callback):
     repeats the order of epoch 0. And where Lightning leaves an epoch early (``limit_train_batches``) or makes its loaders
     anew, a loader begins the same epoch again.
 
-    The number of ranks may change as long as the global batch does not. Mutable state: the trainer, for whoever saves after training; the
-    states to load, until training starts.
+    The number of ranks may change as long as the global batch does not. Mutable state: the trainer, for whoever saves
+    after training; the states to load, until training starts; and whether any were, until an epoch starts.
 
     Raises, when training starts:
         ConfigError: the checkpoint has another number of loaders, or is in mid-epoch with another number of batches;
@@ -37,6 +37,7 @@ class LightningCallback(Callback):
     def __init__(self) -> None:
         self._to_load: list[dict[str, Any]] | None = None
         self._trainer: Trainer | None = None
+        self._has_loaded = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the states of a checkpoint into the loaders of this run."""
@@ -49,7 +50,7 @@ class LightningCallback(Callback):
             )
         if self._to_load:  # a checkpoint from before training holds none
             _load(loaders, self._to_load)
-        self._to_load = None
+        self._has_loaded, self._to_load = bool(self._to_load), None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go to an epoch that was not begun yet; Lightning does not call this when it resumes in mid-epoch."""
@@ -57,8 +58,13 @@ class LightningCallback(Callback):
             return  # the same batches again are what is wanted
         for loader in _find_loaders(trainer):
             state = loader.state_dict()
+            if state["consumed"] and self._has_loaded and trainer.limit_train_batches == 1.0:
+                # With max_steps Lightning takes an epoch's end that it resumes from for an epoch of one more batch.
+                loader.load_state_dict(state)
+                continue
             upcoming = state["epoch"] + (1 if state["consumed"] else 0)
             loader.set_epoch(max(trainer.current_epoch, upcoming))
+        self._has_loaded = False
 
     def state_dict(self) -> dict[str, Any]:
         """The training loaders' positions, the same on every rank."""

@@ -27,7 +27,7 @@ class TorchLoader(DataLoader[Any]):
 
     def __init__(self, loader: DistributedDataLoader[Any]) -> None:
         self._batches = _Batches(loader)
-        super().__init__(self._batches, sampler=_Steps(loader), collate_fn=_only)
+        super().__init__(self._batches, sampler=_Steps(loader, self._batches), collate_fn=_only)
         self.__dict__["batch_size"] = loader.batch_size  # for those who read it; torch's would be 1, a step
         self.loader = loader
 
@@ -56,12 +56,13 @@ class TorchLoader(DataLoader[Any]):
 class _Steps(DistributedSampler[int]):
     """The numbers of an epoch's steps, for every rank alike: which samples of a step are its own the loader knows."""
 
-    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
-        super().__init__(range(len(loader)), num_replicas=loader.world_size, rank=loader.rank, shuffle=False)  # type: ignore[arg-type]
-        self._loader = loader
+    def __init__(self, loader: DistributedDataLoader[Any], batches: _Batches) -> None:
+        super().__init__(batches, num_replicas=loader.world_size, rank=loader.rank, shuffle=False)
+        self._loader, self._batches = loader, batches
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._loader)))
+        yield from range(len(self._loader))
+        self._batches.check_begun(len(self._loader))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -89,11 +90,19 @@ class _Batches(Dataset[Any]):
         if step != self._next:
             self._pass = self._begin_at(step)
         self._next = step + 1
-        return next(self._pass)
+        batch = next(self._pass)
+        if self._next == len(self._loader):
+            next(self._pass, None)  # nobody asks for more, and the loader's epoch ends with its pass
+        return batch
 
     def expect(self, consumed: int) -> None:
         """Note that a state was loaded, at ``consumed`` samples of its epoch."""
         self._next, self._loaded = None, consumed
+
+    def check_begun(self, steps: int) -> None:
+        """Raise ConfigError if all steps of an epoch were skipped, though the loaded state is inside it."""
+        if self._loaded:
+            raise self._misplaced(steps)
 
     def forget(self) -> None:
         """Note that a pass begins elsewhere."""
@@ -103,16 +112,20 @@ class _Batches(Dataset[Any]):
         state = self._loader.state_dict()
         consumed = step * self._loader.global_batch_size
         if self._loaded not in (None, consumed):
-            raise ConfigError(
-                f"the loaded state is at sample {self._loaded} of epoch {state['epoch']}, and the framework skips "
-                f"{step} batches of {self._loader.global_batch_size}, to sample {consumed}: the global batch is not what "
-                "it was when the state was saved; give the loader the global_batch_size of that run, and keep the "
-                "framework's accumulation steps"
-            )
+            raise self._misplaced(step)
         if state["consumed"] != consumed or self._loaded is None:
             self._loader.load_state_dict({**state, "consumed": consumed})
         self._loaded = None
         return iter(self._loader)
+
+    def _misplaced(self, step: int) -> ConfigError:
+        batch = self._loader.global_batch_size
+        return ConfigError(
+            f"the loaded state is at sample {self._loaded} of epoch {self._loader.state_dict()['epoch']}, and the "
+            f"framework skips {step} batches of {batch}, to sample {step * batch}: the global batch is not what it was "
+            "when the state was saved, or the framework's count is not; give the loader the global_batch_size of that "
+            "run, and keep the accumulation steps"
+        )
 
 
 def _only(batches: list[Any]) -> Any:

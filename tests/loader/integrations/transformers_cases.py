@@ -1,0 +1,124 @@
+"""Runs of Hugging Face's Trainer, each told as a line of JSON: a program, as importing transformers takes seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from without_torchvision import hide
+
+hide()
+import torch  # noqa: E402
+from made_rows import write_rows  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
+
+from penstock import DistributedDataLoader  # noqa: E402
+from penstock.loader.integrations import TorchLoader, TransformersCallback  # noqa: E402
+
+BATCH, STEPS, ACCUMULATED = 10, 12, 5  # an epoch of 12 batches is steps of 5, 5 and 2
+
+
+class Killed(Exception):
+    """Ends training where a kill would."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(1, 1)
+        self.dropout = torch.nn.Dropout(0.2)
+
+    def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": (self.dropout(self.line(batch["x"].float()[:, None])) - batch["y"].float()[:, None]).square().mean()}
+
+
+class RowsTrainer(Trainer):
+    """Trains on penstock's rows, and notes the ids of each batch."""
+
+    def __init__(self, folder: Path, kill_at: int | None, view: Callable[[Any], Any], loader: dict[str, Any], **given: Any):
+        super().__init__(**given)
+        options = {"batch_size": BATCH, "seed": 5, "with_ids": True, "rank": 0, "world_size": 1, **loader}
+        self.rows: DistributedDataLoader[dict[str, Any]] = DistributedDataLoader(str(folder / "rows"), **options)
+        self.kill_at, self.view = kill_at, view
+        self.batches: list[list[int]] = []
+
+    def get_train_dataloader(self) -> Any:
+        return self.view(self.rows)
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any) -> torch.Tensor:
+        if self.state.global_step == self.kill_at:
+            raise Killed
+        self.batches.append(inputs["__id__"].tolist())
+        return super().training_step(model, inputs, *rest)
+
+
+def train(
+    folder: Path,
+    *,
+    kill_at: int | None = None,
+    callback: bool = True,
+    view: Callable[[Any], Any] = TorchLoader,
+    loader: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """What a run that goes on from the folder's newest checkpoint did: its batches, weights, last epoch or error."""
+    given: dict[str, Any] = {
+        "num_train_epochs": 3,
+        "gradient_accumulation_steps": ACCUMULATED,
+        "per_device_train_batch_size": BATCH,
+        "save_steps": 2,
+        "learning_rate": 0.1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **arguments,
+    }
+    callbacks: list[Any] = [TransformersCallback()] if callback else []
+    saved = folder / "saved"
+    trainer = RowsTrainer(
+        folder, kill_at, view, loader or {}, model=Model(), args=TrainingArguments(str(saved), **given), callbacks=callbacks
+    )
+    told: dict[str, Any] = {}
+    try:
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(saved)) if saved.exists() else None)
+    except Killed:
+        pass
+    except (ValueError, AttributeError) as exc:
+        told["error"] = f"{type(exc).__name__}: {exc}"
+    trainer.rows.close()
+    weights = [float(value.detach()) for value in trainer.model.parameters()]
+    return {"batches": trainer.batches, "weights": weights, "epoch": trainer.state.epoch, **told}
+
+
+def main(folder: Path) -> None:
+    def fresh(name: str) -> Path:
+        write_rows(folder / name / "rows")
+        return folder / name
+
+    def tell(case: str, told: dict[str, Any]) -> None:
+        print(json.dumps({"case": case, **told}))
+
+    tell("unbroken", train(fresh("unbroken")))
+    for kill_at in (3, 5, 6):  # of three steps an epoch; saved at 2 (in mid-epoch), 4 (in mid-epoch), 6 (its end)
+        resumed = fresh(f"resumed-{kill_at}")
+        tell(f"killed at {kill_at}", train(resumed, kill_at=kill_at))
+        tell(f"resumed at {kill_at}", train(resumed))
+    tell("bare loader", train(fresh("bare"), view=lambda rows: rows))
+
+    killed = fresh("killed")
+    train(killed, kill_at=3)
+    tell("ignore_data_skip", train(killed, ignore_data_skip=True))
+    tell("another global batch", train(killed, loader={"batch_size": 20}))
+    tell("another seed", train(killed, loader={"seed": 6}))
+    silent = fresh("silent")
+    train(silent, kill_at=3, callback=False)
+    tell("saved without the callback", train(silent))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
