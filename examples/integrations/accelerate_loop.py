@@ -1,7 +1,7 @@
 """Accelerate: gradient accumulation and checkpoints around the loader, which ``prepare`` does not shard again.
 
-    torchrun --nproc-per-node=2 examples/integrations/accelerate_loop.py --kill-at 13   killed at step 13
-    python examples/integrations/accelerate_loop.py                                     resumes on one rank
+torchrun --nproc-per-node=2 examples/integrations/accelerate_loop.py --kill-at 13   killed at step 13
+python examples/integrations/accelerate_loop.py                                     resumes on one rank
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Progress:
 
 def main() -> None:
     options = parse_options(__doc__)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)  # an epoch's last step is of 2 batches: 20 = 6 * 3 + 2
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)  # an epoch of 20 batches ends with a step of 2
     make_rows(options.folder)
     rows = open_rows(options.folder)
     account = Account(options.folder, rows.rank, options.kill_at)
@@ -54,6 +54,7 @@ def main() -> None:
             progress.step += 1
             if accelerator.sync_gradients:  # not while gradients are being accumulated: they are in no checkpoint
                 accelerator.save_state(str(checkpoint))
+                accelerator.wait_for_everyone()  # nobody goes on, and is killed, before all is saved
     if accelerator.num_processes == 1:
         report(options.folder)
     accelerator.end_training()

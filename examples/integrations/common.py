@@ -1,7 +1,7 @@
 """What these examples share: made-up rows, a small model, a kill, and an account of what was trained on.
 
-The account is what they show: a run is killed in mid-epoch on two ranks and resumed on one, and every sample was trained on
-exactly once an epoch.
+The account is what they show: a run is killed in mid-epoch on two ranks and resumed on one, and every sample was
+trained on exactly once an epoch.
 """
 
 from __future__ import annotations

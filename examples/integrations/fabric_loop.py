@@ -1,7 +1,7 @@
 """Lightning Fabric: a loop of one's own, with the loader set up and saved like model and optimizer.
 
-    torchrun --nproc-per-node=2 examples/integrations/fabric_loop.py --ranks 2 --kill-at 13   killed at step 13
-    python examples/integrations/fabric_loop.py                                               resumes on one rank
+torchrun --nproc-per-node=2 examples/integrations/fabric_loop.py --ranks 2 --kill-at 13   killed at step 13
+python examples/integrations/fabric_loop.py                                               resumes on one rank
 """
 
 from __future__ import annotations

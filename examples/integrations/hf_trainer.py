@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer: ``resume_from_checkpoint`` in mid-epoch, on another number of ranks, with nothing read to skip.
+"""Hugging Face's Trainer: ``resume_from_checkpoint`` in mid-epoch, on another number of ranks; skipping reads nothing.
 
-    torchrun --nproc-per-node=2 examples/integrations/hf_trainer.py --kill-at 13   killed at step 13
-    python examples/integrations/hf_trainer.py                                     resumes on one rank
+torchrun --nproc-per-node=2 examples/integrations/hf_trainer.py --kill-at 13   killed at step 13
+python examples/integrations/hf_trainer.py                                     resumes on one rank
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def main() -> None:
     callbacks: list[TrainerCallback] = [TransformersCallback()]
     account = Account(folder, rows.rank, options.kill_at)
     trainer = RowsTrainer(rows, account, model=Model(), args=arguments, callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if (folder / "hf").exists() else None)
+    saved = get_last_checkpoint(arguments.output_dir) if (folder / "hf").exists() else None
+    trainer.train(resume_from_checkpoint=saved)
     if arguments.world_size == 1:
         report(folder)
 

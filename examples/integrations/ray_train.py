@@ -10,7 +10,6 @@ Data nor ``prepare_data_loader``, which fetches a batch ahead on GPUs that no ch
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any

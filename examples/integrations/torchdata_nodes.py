@@ -1,7 +1,7 @@
 """torchdata: the loader as the source of a graph of nodes, whose state holds the loader's.
 
-    torchrun --nproc-per-node=2 examples/integrations/torchdata_nodes.py --kill-at 13   killed at step 13
-    python examples/integrations/torchdata_nodes.py                                     resumes on one rank
+torchrun --nproc-per-node=2 examples/integrations/torchdata_nodes.py --kill-at 13   killed at step 13
+python examples/integrations/torchdata_nodes.py                                     resumes on one rank
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python examples/integrations/torchtitan_tokens.py                                     resumes on one rank
 
 In a configuration of torchtitan the config below is the ``dataloader`` of ``Trainer.Config``, and ``Trainer`` builds it
-and puts it into its checkpoints. This script does the same with a model of one table, and ends after two epochs, on a data
-parallel degree other than it began with: torchtitan's own loader refuses both.
+and puts it into its checkpoints. This script does the same with a model of one table. It ends after two epochs, on a
+data-parallel degree other than it began with; torchtitan's own loader cannot change the degree.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class AccelerateLoader(DataLoaderStateMixin, TorchLoader):  # type: ignore[misc]
         self.device = accelerator.device
         self.gradient_state = GradientState()
 
-    def __iter__(self) -> Iterator[Any]:
-        batches = super().__iter__()
+    def _begin(self) -> Iterator[Any]:
+        batches = super()._begin()
         self.begin()
         try:
             for batch in batches:

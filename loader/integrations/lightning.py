@@ -22,8 +22,8 @@ class LightningCallback(Callback):
 
     Without it Lightning resumes a loader in mid-epoch, too, but drops its state where a checkpoint was saved at an
     epoch's end, or where ``configure_optimizers`` asked for ``trainer.estimated_stepping_batches``; a resumed run then
-    repeats the order of epoch 0. And where Lightning leaves an epoch early (``limit_train_batches``) or makes its loaders
-    anew, a loader begins the same epoch again.
+    repeats the order of epoch 0. And where Lightning leaves an epoch early (``limit_train_batches``), or makes its
+    loaders anew, a loader begins the same epoch again.
 
     The number of ranks may change as long as the global batch does not. Mutable state: the trainer, for whoever saves
     after training; the states to load, until training starts; and whether any were, until an epoch starts.
@@ -45,8 +45,8 @@ class LightningCallback(Callback):
         loaders = _find_loaders(trainer)
         if loaders and math.isinf(trainer.num_training_batches):
             raise ConfigError(
-                "LightningCallback: an iterable without __len__ stands beside a penstock loader, so Lightning fetches a "
-                "batch ahead, and a checkpoint would lose it; give the iterable a __len__"
+                "LightningCallback: an iterable without __len__ stands beside a penstock loader, so Lightning fetches "
+                "a batch ahead, and a checkpoint would lose it; give the iterable a __len__"
             )
         if self._to_load:  # a checkpoint from before training holds none
             _load(loaders, self._to_load)
@@ -54,7 +54,7 @@ class LightningCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go to an epoch that was not begun yet; Lightning does not call this when it resumes in mid-epoch."""
-        if trainer.overfit_batches:
+        if trainer.overfit_batches:  # type: ignore[attr-defined]
             return  # the same batches again are what is wanted
         for loader in _find_loaders(trainer):
             state = loader.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -15,29 +15,34 @@ from ..errors import ConfigError
 class TorchLoader(DataLoader[Any]):
     """A ``DistributedDataLoader`` that passes for a ``torch.utils.data.DataLoader``.
 
-    A loop over it is a pass over ``loader`` itself: no worker, sampler or collation of torch's comes between. Frameworks
-    see a loader that is dealt out over the ranks already, and leave it so: its ``sampler`` is a ``DistributedSampler``,
-    and it is marked as prepared by Accelerate. What they build out of its ``dataset`` and ``batch_sampler`` to skip the
-    first n batches of an epoch goes to batch n at once, and reads none of those before it.
+    A loop over it is a pass over ``loader`` itself: no worker, sampler or collation of torch's comes between.
+    Frameworks see a loader that is dealt out over the ranks already, and leave it so: its ``sampler`` is a
+    ``DistributedSampler``, and it is marked as prepared by Accelerate. What they build out of its ``dataset`` and
+    ``batch_sampler`` to skip the first n batches of an epoch goes to batch n at once, and reads none of those before.
 
-    ``len(dataset)`` is the samples of all ranks. ``state_dict``, ``load_state_dict`` and ``set_epoch`` are the loader's.
+    ``len(dataset)`` is the samples of all ranks. ``state_dict``, ``load_state_dict`` and ``set_epoch`` are the
+    loader's.
     """
 
     _is_accelerate_prepared = True  # Accelerate would deal out this rank's batches once more, in silence
 
     def __init__(self, loader: DistributedDataLoader[Any]) -> None:
-        self._batches = _Batches(loader)
+        self._batches = _Batches(loader, self._begin)
         super().__init__(self._batches, sampler=_Steps(loader, self._batches), collate_fn=_only)
         self.__dict__["batch_size"] = loader.batch_size  # for those who read it; torch's would be 1, a step
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._batches.forget()
-        return iter(self.loader)
+        return self._begin()
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on every rank."""
         return len(self.loader)
+
+    def _begin(self) -> Iterator[Any]:
+        """A pass, from the epoch's beginning or from where a framework skips to."""
+        return iter(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless a state that was just loaded is inside it."""
@@ -62,7 +67,7 @@ class _Steps(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from range(len(self._loader))
-        self._batches.check_begun(len(self._loader))
+        self._batches.finish(len(self._loader))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -77,8 +82,8 @@ class _Batches(Dataset[Any]):
     Mutable state: the pass under way and its next step; where a loaded state is, until a pass begins.
     """
 
-    def __init__(self, loader: DistributedDataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DistributedDataLoader[Any], begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
         self._pass: Iterator[Any] = iter(())
         self._next: int | None = None
         self._loaded: int | None = None
@@ -90,23 +95,25 @@ class _Batches(Dataset[Any]):
         if step != self._next:
             self._pass = self._begin_at(step)
         self._next = step + 1
-        batch = next(self._pass)
-        if self._next == len(self._loader):
-            next(self._pass, None)  # nobody asks for more, and the loader's epoch ends with its pass
-        return batch
+        return next(self._pass)
 
     def expect(self, consumed: int) -> None:
         """Note that a state was loaded, at ``consumed`` samples of its epoch."""
         self._next, self._loaded = None, consumed
 
-    def check_begun(self, steps: int) -> None:
-        """Raise ConfigError if all steps of an epoch were skipped, though the loaded state is inside it."""
+    def finish(self, steps: int) -> None:
+        """End the pass, and so the loader's epoch, when all its steps were asked for.
+
+        Raises:
+            ConfigError: all were skipped, though the loaded state is inside the epoch.
+        """
         if self._loaded:
             raise self._misplaced(steps)
+        next(self._pass, None)
 
     def forget(self) -> None:
         """Note that a pass begins elsewhere."""
-        self._next = self._loaded = None
+        self._pass, self._next, self._loaded = iter(()), None, None
 
     def _begin_at(self, step: int) -> Iterator[Any]:
         state = self._loader.state_dict()
@@ -116,7 +123,7 @@ class _Batches(Dataset[Any]):
         if state["consumed"] != consumed or self._loaded is None:
             self._loader.load_state_dict({**state, "consumed": consumed})
         self._loaded = None
-        return iter(self._loader)
+        return self._begin()
 
     def _misplaced(self, step: int) -> ConfigError:
         batch = self._loader.global_batch_size

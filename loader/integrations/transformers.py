@@ -18,9 +18,9 @@ _KEY = "penstock_loader"  # in the stateful_callbacks of trainer_state.json
 class TransformersCallback(TrainerCallback):
     """Saves the training loader's position in ``trainer_state.json``, and loads it when the Trainer resumes.
 
-    The Trainer's ``get_train_dataloader`` must return a ``TorchLoader``. Resume with ``resume_from_checkpoint`` and leave
-    ``ignore_data_skip`` False: the Trainer then skips to the batch at which the loader is, which reads nothing. The
-    number of ranks may change as long as the global batch does not.
+    The Trainer's ``get_train_dataloader`` must return a ``TorchLoader``. Resume with ``resume_from_checkpoint`` and
+    leave ``ignore_data_skip`` False: the Trainer then skips to the batch at which the loader is, which reads nothing.
+    The number of ranks may change as long as the global batch does not.
 
     Raises, when training begins:
         ConfigError: the training loader is not a ``TorchLoader``; or a checkpoint cannot be continued exactly.
@@ -71,7 +71,7 @@ def _read(state: TrainerState) -> dict[str, Any]:
 
 
 def _check_steps(saved: dict[str, Any], loader: TorchLoader, args: TrainingArguments) -> None:
-    """The Trainer's own counts of epochs and steps, which a checkpoint holds as global_step alone, must still be true."""
+    """Raise ConfigError unless the Trainer, which counts an epoch's steps from global_step alone, counts right."""
     then = saved["attributes"]["steps_per_epoch"]
     if then != len(loader):
         raise ConfigError(

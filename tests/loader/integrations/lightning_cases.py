@@ -17,7 +17,7 @@ from penstock.loader.integrations import LightningCallback, TorchLoader
 BATCH, STEPS = 10, 12
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Ends training where a kill would."""
 
 
@@ -45,7 +45,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if self.global_step == self.kill_at:
-            raise Killed
+            raise KilledError
         self.trained[self.global_step] = batch["__id__"].tolist()
         return self.line(batch["x"].float()[:, None]).square().mean()
 
@@ -109,7 +109,7 @@ def fit(
 def killed_and_resumed(folder: Path, kind: type[Module] = Module, *, kill_at: int, **options: Any) -> list[list[int]]:
     """The ids of each step, of a run that was killed before a step and resumed from its last checkpoint."""
     first = kind(folder, kill_at=kill_at)
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         fit(first, folder, **options)
     second = kind(folder)
     fit(second, folder, resume=True, **options)

@@ -58,11 +58,11 @@ def test_a_prepared_torch_view_is_not_sharded_either(accelerator: Any, loader: D
     assert accelerator.prepare(view) is view
 
 
-def steps_taken(accelerator: Any, batches: Any) -> list[int]:
-    """After which batches the optimizer took a step, in two epochs."""
+def steps_taken(accelerator: Any, *passes: Any) -> list[int]:
+    """After which batches the optimizer took a step."""
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     taken, count = [], 0
-    for _ in range(2):
+    for batches in passes:
         for batch in batches:
             count += 1
             with accelerator.accumulate(model):
@@ -73,7 +73,10 @@ def steps_taken(accelerator: Any, batches: Any) -> list[int]:
 
 
 def test_what_is_left_over_at_an_epochs_end_makes_a_step(accelerator: Any, loader: DistributedDataLoader[Any]) -> None:
-    assert steps_taken(accelerator, prepare(accelerator, loader)) == [5, 10, 12, 17, 22, 24]
+    prepared = prepare(accelerator, loader)
+    assert steps_taken(accelerator, prepared, prepared) == [5, 10, 12, 17, 22, 24]
+    rest = accelerator.skip_first_batches(prepared, 5)
+    assert steps_taken(accelerator, rest, prepared) == [5, 7, 12, 17, 19]
 
 
 def test_a_loop_left_early_leaves_no_trace_in_accelerates_state(
@@ -83,7 +86,9 @@ def test_a_loop_left_early_leaves_no_trace_in_accelerates_state(
     for _ in prepared:
         break
     assert not accelerator.gradient_state.in_dataloader
-    assert steps_taken(accelerator, prepared) == [5, 10, 12, 17, 22, 24]
+    for _ in accelerator.skip_first_batches(prepared, 5):
+        break
+    assert steps_taken(accelerator, prepared, prepared) == [5, 10, 12, 17, 22, 24]
 
 
 def test_a_saved_state_and_a_skip_to_it_skip_once(

@@ -1,4 +1,4 @@
-"""Lightning's own Trainer on the loader: epochs, early ends, validation, and exact resumes, whatever saved the checkpoint."""
+"""Lightning's own Trainer on the loader: epochs, early ends, validation, exact resumes from whatever was saved."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ SAVED = {
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_a_resume_trains_on_what_an_unbroken_run_does(lightning: Any, folder: Path, unbroken: list[list[int]], case: str) -> None:
+def test_a_resume_trains_on_what_an_unbroken_run_does(
+    lightning: Any, folder: Path, unbroken: list[list[int]], case: str
+) -> None:
     kill_at, options = SAVED[case]
     assert lightning.killed_and_resumed(folder, kill_at=kill_at, **options) == unbroken
 
@@ -105,7 +107,9 @@ def test_overfitting_takes_the_same_batches_each_time(lightning: Any, folder: Pa
     assert steps[:4] == steps[4:8] == steps[8:]
 
 
-def test_a_shorter_loader_beside_another_goes_on_to_new_epochs(lightning: Any, folder: Path, unbroken: list[list[int]]) -> None:
+def test_a_shorter_loader_beside_another_goes_on_to_new_epochs(
+    lightning: Any, folder: Path, unbroken: list[list[int]]
+) -> None:
     module = lightning.Several(folder)
     lightning.fit(module, folder)
     assert list(module.trained.values()) == unbroken
@@ -113,7 +117,9 @@ def test_a_shorter_loader_beside_another_goes_on_to_new_epochs(lightning: Any, f
     assert len({tuple(ids) for ids in module.short}) == len(module.short), "an epoch was repeated"
 
 
-def test_a_checkpoint_saved_after_training_goes_on_behind_it(lightning: Any, folder: Path, unbroken: list[list[int]]) -> None:
+def test_a_checkpoint_saved_after_training_goes_on_behind_it(
+    lightning: Any, folder: Path, unbroken: list[list[int]]
+) -> None:
     lightning.fit(lightning.Module(folder), folder, max_epochs=2).save_checkpoint(folder / "saved" / "last.ckpt")
     module = lightning.Module(folder)
     lightning.fit(module, folder, resume=True)
@@ -121,11 +127,13 @@ def test_a_checkpoint_saved_after_training_goes_on_behind_it(lightning: Any, fol
 
 
 def test_another_global_batch_is_refused_in_mid_epoch_and_taken_at_an_epochs_end(lightning: Any, folder: Path) -> None:
-    with pytest.raises(lightning.Killed):
+    with pytest.raises(lightning.KilledError):
         lightning.fit(lightning.Module(folder, kill_at=17), folder)
-    with pytest.raises(ConfigError, match=r"had 12 batches .* has 6 now, with a global batch of 20; .*global_batch_size"):
+    with pytest.raises(
+        ConfigError, match=r"had 12 batches .* has 6 now, with a global batch of 20; .*global_batch_size"
+    ):
         lightning.fit(lightning.Module(folder, batch_size=20), folder, resume=True)
-    with pytest.raises(lightning.Killed):
+    with pytest.raises(lightning.KilledError):
         lightning.fit(lightning.Module(folder, kill_at=17), folder, saving=AT_EPOCHS_END)
     (folder / "saved" / "last.ckpt").unlink(missing_ok=True)
     module = lightning.Module(folder, batch_size=20)
@@ -134,7 +142,7 @@ def test_another_global_batch_is_refused_in_mid_epoch_and_taken_at_an_epochs_end
 
 
 def test_another_data_set_or_seed_is_refused(lightning: Any, folder: Path) -> None:
-    with pytest.raises(lightning.Killed):
+    with pytest.raises(lightning.KilledError):
         lightning.fit(lightning.Module(folder, kill_at=17), folder)
     with pytest.raises(StateMismatchError, match="seed: 5 in the state, 6 here"):
         lightning.fit(lightning.Module(folder, seed=6), folder, resume=True)

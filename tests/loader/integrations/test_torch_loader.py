@@ -1,4 +1,4 @@
-"""A loader that passes for torch's DataLoader is the loader itself, and what is built out of its parts skips for free."""
+"""A loader that passes for torch's DataLoader is the loader itself, and what is made of its parts skips for free."""
 
 from __future__ import annotations
 
@@ -103,6 +103,8 @@ def test_a_skip_to_another_place_than_the_loaded_state_is_refused(rows: str, loa
     with open_loader(rows, batch_size=20) as opened:
         resumed = TorchLoader(opened)
         resumed.load_state_dict(loader.state_dict())
-        with pytest.raises(ConfigError, match=r"sample 60 of epoch 0.*skips 6 batches of 20, to sample 120.*global_batch_size"):
+        with pytest.raises(
+            ConfigError, match=r"sample 60 of epoch 0.*skips 6 batches of 20, to sample 120.*global_batch_size"
+        ):
             ids(skip(resumed, 6))
         assert len(ids(resumed)) == 3, "without a skip the rest is delivered"

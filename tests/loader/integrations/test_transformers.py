@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -54,7 +55,10 @@ def test_a_resume_is_the_rest_of_an_unbroken_run(
 def test_what_cannot_be_continued_exactly_is_refused_before_a_batch(
     told: dict[str, dict[str, Any]], case: str, error: str
 ) -> None:
-    import re
-
     assert re.search(error, told[case].get("error", "no error")), told[case]
     assert told[case]["batches"] == []
+
+
+def test_an_evaluation_is_over_every_row_each_time(told: dict[str, dict[str, Any]]) -> None:
+    first, second = told["evaluated"]["told"]
+    assert first == second == pytest.approx(told["evaluated"]["loss"])

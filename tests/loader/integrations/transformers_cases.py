@@ -22,7 +22,7 @@ from penstock.loader.integrations import TorchLoader, TransformersCallback  # no
 BATCH, STEPS, ACCUMULATED = 10, 12, 5  # an epoch of 12 batches is steps of 5, 5 and 2
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Ends training where a kill would."""
 
 
@@ -34,13 +34,17 @@ class Model(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0.2)
 
     def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
-        return {"loss": (self.dropout(self.line(batch["x"].float()[:, None])) - batch["y"].float()[:, None]).square().mean()}
+        return {
+            "loss": (self.dropout(self.line(batch["x"].float()[:, None])) - batch["y"].float()[:, None]).square().mean()
+        }
 
 
 class RowsTrainer(Trainer):
     """Trains on penstock's rows, and notes the ids of each batch."""
 
-    def __init__(self, folder: Path, kill_at: int | None, view: Callable[[Any], Any], loader: dict[str, Any], **given: Any):
+    def __init__(
+        self, folder: Path, kill_at: int | None, view: Callable[[Any], Any], loader: dict[str, Any], **given: Any
+    ) -> None:
         super().__init__(**given)
         options = {"batch_size": BATCH, "seed": 5, "with_ids": True, "rank": 0, "world_size": 1, **loader}
         self.rows: DistributedDataLoader[dict[str, Any]] = DistributedDataLoader(str(folder / "rows"), **options)
@@ -50,9 +54,13 @@ class RowsTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         return self.view(self.rows)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        options: dict[str, Any] = {"shuffle": False, "rank": 0, "world_size": 1}
+        return self.view(DistributedDataLoader(self.rows.manifest, batch_size=40, **options))
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *rest: Any) -> torch.Tensor:
         if self.state.global_step == self.kill_at:
-            raise Killed
+            raise KilledError
         self.batches.append(inputs["__id__"].tolist())
         return super().training_step(model, inputs, *rest)
 
@@ -76,23 +84,46 @@ def train(
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
+        "label_names": ["y"],
         **arguments,
     }
     callbacks: list[Any] = [TransformersCallback()] if callback else []
     saved = folder / "saved"
     trainer = RowsTrainer(
-        folder, kill_at, view, loader or {}, model=Model(), args=TrainingArguments(str(saved), **given), callbacks=callbacks
+        folder,
+        kill_at,
+        view,
+        loader or {},
+        model=Model(),
+        args=TrainingArguments(str(saved), **given),
+        callbacks=callbacks,
     )
     told: dict[str, Any] = {}
     try:
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(saved)) if saved.exists() else None)
-    except Killed:
+    except KilledError:
         pass
     except (ValueError, AttributeError) as exc:
         told["error"] = f"{type(exc).__name__}: {exc}"
     trainer.rows.close()
     weights = [float(value.detach()) for value in trainer.model.parameters()]
     return {"batches": trainer.batches, "weights": weights, "epoch": trainer.state.epoch, **told}
+
+
+def evaluate(folder: Path) -> dict[str, Any]:
+    """The Trainer's loss over all rows, twice, and the loss itself."""
+    trainer = RowsTrainer(
+        folder,
+        None,
+        TorchLoader,
+        {},
+        model=Model(),
+        args=TrainingArguments(str(folder / "saved"), report_to=[], use_cpu=True, label_names=["y"]),
+    )
+    told = [trainer.evaluate()["eval_loss"] for _ in range(2)]
+    rows = list(trainer.rows)
+    fields = {name: torch.cat([batch[name] for batch in rows]) for name in ("x", "y")}
+    return {"told": told, "loss": float(trainer.model(**fields)["loss"])}
 
 
 def main(folder: Path) -> None:
@@ -108,6 +139,7 @@ def main(folder: Path) -> None:
         resumed = fresh(f"resumed-{kill_at}")
         tell(f"killed at {kill_at}", train(resumed, kill_at=kill_at))
         tell(f"resumed at {kill_at}", train(resumed))
+    tell("evaluated", evaluate(fresh("evaluated")))
     tell("bare loader", train(fresh("bare"), view=lambda rows: rows))
 
     killed = fresh("killed")

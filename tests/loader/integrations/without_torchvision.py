@@ -1,5 +1,6 @@
-"""Runs a program as if torchvision were not installed: a wheel of it that does not fit torch's build cannot be imported,
-and transformers imports what it finds. With no program, gives ``hide`` to one that imports this.
+"""Runs a program as if torchvision were not installed, where it cannot be imported.
+
+A wheel of it that does not fit torch's build is such a one, and transformers imports what it finds installed.
 """
 
 from __future__ import annotations
