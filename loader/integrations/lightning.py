@@ -13,8 +13,11 @@ from .torch_loader import TorchLoader
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError as exc:
-    raise ImportError("LightningCallback needs lightning; install penstock[integrations]") from exc
+except ImportError:
+    try:  # the same under its other name
+        from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+    except ImportError as exc:
+        raise ImportError("LightningCallback needs lightning; install penstock[integrations]") from exc
 
 
 class LightningCallback(Callback):

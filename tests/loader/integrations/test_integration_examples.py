@@ -97,7 +97,7 @@ def test_every_example_is_tried() -> None:
 
 MISSING = """
 import sys
-for name in ("lightning", "accelerate", "transformers", "torchdata", "torchtitan"):
+for name in ("lightning", "pytorch_lightning", "accelerate", "transformers", "torchdata", "torchtitan"):
     sys.modules[name] = None
 import penstock.loader.integrations as integrations
 print(len(dir(integrations)))
