@@ -17,21 +17,28 @@ except ImportError as exc:
 class LoaderNode(BaseNode[BatchT]):  # type: ignore[misc]
     """The batches of a loader as a ``torchdata.nodes`` source; ``torchdata.nodes.Loader`` makes passes over it.
 
-    Its state is the loader's, so a graph over it resumes exactly. Nodes above it may work in threads (``Prefetcher``,
-    ``ParallelMapper`` with ``method="thread"``). What such nodes hold of their own belongs to a rank and a graph: their
-    states must be loaded into the same graph.
+    Its state is the loader's, so a graph over it resumes exactly, and on another number of ranks, if the graph is the
+    same. Nodes above it may work in threads (``Prefetcher``, ``ParallelMapper`` with ``method="thread"``). They are
+    ahead of the loop, so where a loop was left cannot be known here: each pass begins a new epoch, whether the one
+    before was left early or not.
+
+    Mutable state: the newest pass, and the epoch in which it began. Used by one thread at a time.
     """
 
     def __init__(self, loader: DistributedDataLoader[BatchT]) -> None:
         super().__init__()
         self._loader = loader
         self._pass: Iterator[BatchT] = iter(())
+        self._epoch: int | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin a pass: at a state, else at an epoch's beginning."""
+        """Begin a pass: at a state, else in the next epoch; the first pass, where the loader is."""
         super().reset(initial_state)
         if initial_state is not None:
             self._loader.load_state_dict(initial_state)
+        elif self._epoch is not None:
+            self._loader.set_epoch(self._epoch + 1)
+        self._epoch = self._loader.state_dict()["epoch"]
         self._pass = iter(self._loader)
 
     def next(self) -> BatchT:

@@ -77,6 +77,7 @@ def test_what_is_left_over_at_an_epochs_end_makes_a_step(accelerator: Any, loade
     assert steps_taken(accelerator, prepared, prepared) == [5, 10, 12, 17, 22, 24]
     rest = accelerator.skip_first_batches(prepared, 5)
     assert steps_taken(accelerator, rest, prepared) == [5, 7, 12, 17, 19]
+    assert steps_taken(accelerator, loader, loader) == [5, 10, 15, 20], "not known to Accelerate, it mixes epochs"
 
 
 def test_a_loop_left_early_leaves_no_trace_in_accelerates_state(

@@ -82,6 +82,18 @@ def test_a_graphs_state_continues_on_another_number_of_ranks(rows: str) -> None:
         assert once_an_epoch(seen + ids(graph), 1)
 
 
+@pytest.mark.parametrize("left_at", [1, 9, 12])
+def test_a_pass_left_early_is_followed_by_the_next_epoch_however_far_the_threads_are(rows: str, left_at: int) -> None:
+    with open_loader(rows) as loader:
+        unbroken = ids(loader) + ids(loader)
+    with open_loader(rows) as loader:
+        graph = open_graph(loader, "prefetched")
+        for step, _ in enumerate(graph, start=1):
+            if step == left_at:
+                break
+        assert ids(graph) == unbroken[STEPS:]
+
+
 def loop(loader: Any, steps: int, state: Any = None) -> tuple[list[list[int]], Any]:
     """Code as it is written for torchdata's ``StatefulDataLoader``."""
     if state is not None:
