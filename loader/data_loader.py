@@ -133,7 +133,7 @@ class DistributedDataLoader(Generic[BatchT]):
         max_bad_chunks: int = 0,
     ) -> None:
         self._resources = Resources()
-        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._finalizer = weakref.finalize(self, self._resources.abandon)
         check_shuffle(shuffle)
         check_last_batch(last_batch)
         self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")

@@ -39,6 +39,17 @@ class Resources:
             finally:
                 self.pipeline = None
 
+    def abandon(self) -> None:
+        """Release everything, when the loader's last reference is gone.
+
+        The garbage collector runs in whichever thread allocates. One of the loader's own, which cannot wait for itself
+        and may hold a lock that closing needs, leaves it to a thread that ends with it.
+        """
+        if threading.current_thread().name.startswith("penstock-"):
+            threading.Thread(target=self.close, name="penstock-close", daemon=True).start()
+        else:
+            self.close()
+
     def close(self) -> None:
         """Release everything; safe at any time, and twice. Waits where another thread is closing."""
         self._is_closed = True
