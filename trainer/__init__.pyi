@@ -22,6 +22,7 @@ from .evaluate import MetricFunction as MetricFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
+from .parallel.ema import EmaConfig as EmaConfig
 from .parallel.materialise import Initialiser as Initialiser
 from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory

@@ -13,6 +13,7 @@ from .evaluate import EvaluateConfig, good_end
 from .options import check_choice, check_range
 from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
+from .parallel.ema import EmaConfig
 from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.observers import ReportConfig
@@ -47,7 +48,7 @@ class TrainerConfig:
     """Start with the weights of this run, safetensors file or Hugging Face folder; ignored when the run resumes."""
 
     export: str | None = None
-    """Write the final weights to this safetensors file inside output_dir."""
+    """Write the final weights, with ema.decay their average, to this safetensors file inside output_dir."""
 
     shares: Literal["equal", "auto"] = "equal"
     """auto: slower ranks get smaller shares of each global batch."""
@@ -71,6 +72,7 @@ class TrainerConfig:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

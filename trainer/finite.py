@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,10 @@ def name_on_all_ranks(named: Iterable[tuple[str, Tensor]], world: World) -> str:
     return ", ".join(dict.fromkeys(name for names in everywhere for name in names))
 
 
-def refuse_weights(model: nn.Module, step: int, world: World) -> None:
-    """Raise a NonFiniteLossError, on every rank, where a weight is not finite on any; a collective."""
-    named = list(model.named_parameters())
+def refuse_weights(model: nn.Module, step: int, world: World, averages: Mapping[str, Tensor] | None = None) -> None:
+    """Raise a NonFiniteLossError, on every rank, where a weight or an average is not finite on any; a collective."""
+    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    named += [(f"{name} (its average)", average) for name, average in (averages or {}).items()]
     bad = any_not_finite((parameter for _, parameter in named), world.device)
     if world.world_size > 1:
         dist.all_reduce(bad, dist.ReduceOp.MAX)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from .compression.compression import Compression
 from .config import TrainerConfig
 from .finite import refuse_weights
 from .parallel.averaging import PeriodicAverager
+from .parallel.ema import WeightEma
 from .parallel.model import ParallelModel
 from .report.recorder import Recorder
 from .stopwatch import Stopwatch
@@ -23,7 +24,7 @@ from .weights.warm_start import load_weights
 
 
 class Saver:
-    """Owns the checkpointer, where checkpoints are asked for, and the averager of local SGD.
+    """Owns the checkpointer, the moving average of the weights and the averager of local SGD, each where asked for.
 
     Its methods are collectives. ``checkpointer`` is None in a run that keeps no checkpoints.
     """
@@ -44,12 +45,18 @@ class Saver:
         self._compression = compression
         self._recorder = recorder
         self._stopwatch = stopwatch
+        self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
         self.checkpointer: Checkpointer | None = None
         world = parallel.world
         if config.averaging is not None:
             self.averager = PeriodicAverager(
-                parallel.inner, optimizer, config.averaging, world, count_sum=compression.wire.add_ring
+                parallel.inner,
+                optimizer,
+                config.averaging,
+                world,
+                also=tuple if self.ema is None else self.ema.parts,
+                count_sum=compression.wire.add_ring,
             )
         if config.keeps_checkpoints:
             given = config.checkpoint
@@ -58,7 +65,7 @@ class Saver:
             try:
                 self.checkpointer = Checkpointer(resolved, world)
                 self.checkpointer.entered = stopwatch.enter
-                self.checkpointer.check_room(parallel.inner)
+                self.checkpointer.check_room(parallel.inner, 0 if self.ema is None else self.ema.nbytes)
             except BaseException:
                 self.close()
                 raise
@@ -73,11 +80,20 @@ class Saver:
             self._parallel.agree_on_buffers()
             yield
 
-    def average_if_due(self, step: int) -> None:
-        """Average what local SGD averages after this step."""
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """As ``agreed``; where there is a moving average of the weights, it is the model's weights."""
+        with self.agreed(), nullcontext() if self.ema is None else self.ema.swapped():
+            yield
+
+    def end_step(self, step: int, *, updated: bool) -> None:
+        """Average what local SGD averages after this step; then the moving average follows weights that changed."""
         if self.averager is not None:
             with self._stopwatch.phase("average"):
                 self.averager.average_if_due(step)
+        if self.ema is not None and updated:
+            with self._stopwatch.phase("ema"):
+                self.ema.update()
 
     def save(self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None) -> None:
         """Save the run after ``step``, where checkpoints are kept; ``state`` is the same on every rank.
@@ -89,16 +105,18 @@ class Saver:
         if self.checkpointer is None:
             return
         with self.agreed():
-            refuse_weights(self._parallel.inner, step, self._parallel.world)
+            averages = None if self.ema is None else self.ema.named()
+            refuse_weights(self._parallel.inner, step, self._parallel.world, averages)
             with self._stopwatch.phase("checkpoint"):
                 is_new = self.checkpointer.save(
                     step,
                     self._parallel.inner,
                     self._optimizer,
-                    state,
+                    state if self.ema is None else state | {"ema": self.ema.state_dict()},
                     blocking=blocking,
                     metric=metric,
                     rank_state=self._compression.state_dict(),
+                    averages=averages,
                 )
         self.note()
         if is_new:
@@ -110,7 +128,9 @@ class Saver:
         if self.checkpointer is None:
             return None
         self._stopwatch.enter("resume")
-        found = self.checkpointer.load_newest(self._parallel.inner, self._optimizer)
+        found = self.checkpointer.load_newest(
+            self._parallel.inner, self._optimizer, averages=None if self.ema is None else self.ema.named()
+        )
         self.note()
         for step, damage in self.checkpointer.passed_over.items():
             self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
@@ -118,6 +138,7 @@ class Saver:
             for change in self.checkpointer.changed_settings:
                 self._recorder.note(change)
             self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])
+            self._load_ema(self.checkpointer, found[1])
         return found
 
     def settle_weights(self, *, resumed: bool) -> None:
@@ -141,6 +162,24 @@ class Saver:
             materialiser.loaded(found.loaded)
             self._recorder.note(found.describe())
         materialiser.refuse()
+        if self.ema is not None and not resumed:
+            self.ema.begin()
+
+    def _load_ema(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
+        """Continue the moving average; what the checkpoint has none of starts from the weights, and that is noted."""
+        if self.ema is None:
+            if "ema" in state:
+                self._recorder.note("the checkpoint's average of the weights is dropped; set ema.decay to keep it")
+            return
+        self.ema.begin()
+        lacking, alone = checkpointer.load_averages(self.ema.named())
+        if "ema" in state:
+            self.ema.load_state_dict(state["ema"])
+        if lacking:
+            what = f"for {_some(lacking)}" if "ema" in state else "of the weights"
+            self._recorder.note(f"the checkpoint has no average {what}: it starts from the checkpoint's weights")
+        if alone:
+            self._recorder.note(f"the checkpoint's average is dropped for what is not trained now: {_some(alone)}")
 
     def finish(self, step: int, state: dict[str, Any], *, stopped: bool) -> None:
         """Leave all ranks with one model, save it, and export it where that is asked for."""
@@ -152,8 +191,9 @@ class Saver:
         if self.checkpointer is None:
             return
         if self._config.export is not None and self._parallel.world.is_first:
+            path = Path(self._config.output_dir) / self._config.export
             newest = self.checkpointer.name_of(step)
-            export_safetensors(newest, Path(self._config.output_dir) / self._config.export)
+            export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
         if stopped:
             self._recorder.note(f"asked to stop: saved after step {step}")
 
@@ -169,3 +209,8 @@ class Saver:
                 stack.callback(self.averager.close)
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"

@@ -182,7 +182,7 @@ class DistributedTrainer:
                 self.compression.end_step()
                 self.progress.count(result)
                 self._recorder.add(result)
-                self._saver.average_if_due(self.progress.step)
+                self._saver.end_step(self.progress.step, updated=result.outcome == "updated")
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
                 if self.progress.step % self.config.report.every == 0:
@@ -211,7 +211,7 @@ class DistributedTrainer:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
-        with self._saver.agreed():
+        with self._saver.evaluated():
             seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
             found = evaluate(
                 self.parallel,
@@ -222,7 +222,7 @@ class DistributedTrainer:
             )
         if found is not None:
             self._metrics = found
-            self._recorder.record("evaluate", found)
+            self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
             self._keep_best(found)
         return found
 
