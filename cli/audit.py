@@ -19,8 +19,9 @@ class AuditArguments:
     """Account for every sample that a run delivered, across all attempts and world sizes.
 
     Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. Samples that a killed attempt delivered
-    after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Exits with 0 if
-    every sample was delivered exactly once, and with 1 if any is missing or duplicated.
+    after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Batches that the
+    run skipped on purpose are counted as skipped. Exits with 0 if every other sample was delivered exactly once, and
+    with 1 if any is missing or duplicated.
 
     example:  penstock audit runs/digits/audit
     """
@@ -53,16 +54,21 @@ def show_report(report: AuditReport) -> None:
     screen.print(attempts)
     screen.print()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"):
+    names = ["epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"]
+    skipped = sum(account.skipped for account in report.epochs)
+    for name in (*names, "skipped") if skipped else names:
         table.add_column(name, justify="right")
     for account in report.epochs:
         numbers = (account.samples, account.reached, account.delivered, account.missing, account.duplicated)
         bad = account.missing or account.duplicated
-        cells = [f"{number:,}" for number in (*numbers, account.replayed)]
+        others = (account.replayed, account.skipped) if skipped else (account.replayed,)
+        cells = [f"{number:,}" for number in (*numbers, *others)]
         table.add_row(str(account.epoch), *cells, style="red" if bad else None)
     screen.print(table)
     screen.print()
-    if report.is_exact:
+    if report.is_exact and skipped:
+        screen.print(f"every sample reached was delivered exactly once, but for {skipped:,} skipped", style="green")
+    elif report.is_exact:
         screen.print("every sample reached was delivered exactly once", style="green")
     else:
         screen.print("samples are missing or were delivered more than once", style="red")
