@@ -50,6 +50,7 @@ FLOORS = {
         {"report"},
         {"config", "guard"},
         {"recipes", "run_length", "saver"},
+        {"rewinder"},
         {"trainer"},
         {"__main__"},
     ),

@@ -10,6 +10,7 @@ from .errors import CheckpointMismatchError as CheckpointMismatchError
 from .errors import CheckpointRoomError as CheckpointRoomError
 from .errors import CheckpointUploadError as CheckpointUploadError
 from .errors import CompressionError as CompressionError
+from .errors import LossSpikeError as LossSpikeError
 from .errors import NonFiniteLossError as NonFiniteLossError
 from .errors import RecipeError as RecipeError
 from .errors import StallError as StallError
@@ -38,6 +39,7 @@ from .schedule import ScheduleConfig as ScheduleConfig
 from .step import LossFunction as LossFunction
 from .step import StepConfig as StepConfig
 from .trainer import DistributedTrainer as DistributedTrainer
+from .watch.spike import SpikeConfig as SpikeConfig
 from .watch.watchdog import EXIT_STALLED as EXIT_STALLED
 from .weights.export import Export as Export
 from .weights.export import export_run as export_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from .checkpoint.checkpointer import Checkpointer, export_safetensors
 from .compression.compression import Compression
 from .config import TrainerConfig
+from .errors import NonFiniteLossError, TrainerConfigError
 from .finite import refuse_weights
 from .parallel.averaging import PeriodicAverager
 from .parallel.ema import WeightEma
 from .parallel.model import ParallelModel
+from .report.progress import Progress
 from .report.recorder import Recorder
 from .stopwatch import Stopwatch
 from .weights.warm_start import load_weights
@@ -95,18 +97,29 @@ class Saver:
             with self._stopwatch.phase("ema"):
                 self.ema.update()
 
-    def save(self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None, again: bool = False
+    ) -> None:
         """Save the run after ``step``, where checkpoints are kept; ``state`` is the same on every rank.
 
+        The step that was saved or loaded last is saved only with a metric, or ``again``.
+
         Raises:
-            NonFiniteLossError: on every rank, where a weight is not finite; nothing is saved then.
+            NonFiniteLossError: on every rank, where a weight is not finite; nothing is saved then. A save that is not
+                ``blocking`` leaves a note instead where training goes back after such a loss.
             CheckpointError: the save failed.
         """
         if self.checkpointer is None:
             return
         with self.agreed():
             averages = None if self.ema is None else self.ema.named()
-            refuse_weights(self._parallel.inner, step, self._parallel.world, averages)
+            try:
+                refuse_weights(self._parallel.inner, step, self._parallel.world, averages)
+            except NonFiniteLossError as exc:
+                if blocking or self._config.step.on_nan != "rewind":
+                    raise
+                self._recorder.note(f"{exc}")  # the next loss will not be finite either, and training goes back then
+                return
             with self._stopwatch.phase("checkpoint"):
                 is_new = self.checkpointer.save(
                     step,
@@ -117,19 +130,63 @@ class Saver:
                     metric=metric,
                     rank_state=self._compression.state_dict(),
                     averages=averages,
+                    again=again,
                 )
         self.note()
         if is_new:
             is_written = blocking or not self._config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
 
-    def load_newest(self) -> tuple[int, dict[str, Any]] | None:
+    def keep_best(
+        self, found: Mapping[str, float], progress: Progress, gather_state: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Judge an evaluation by ``evaluate.best``, and save the run where it is the best so far and those are kept.
+
+        Raises:
+            TrainerConfigError: the evaluation has no such metric.
+        """
+        config = self._config.evaluate
+        if config.best is None:
+            return
+        if config.best not in found:
+            raise TrainerConfigError(
+                f"evaluate.best={config.best!r} is no metric of the evaluation; it returns {', '.join(sorted(found))}"
+            )
+        metric = found[config.best]
+        is_best = progress.improve(metric, best_is=self._config.best_end)
+        if progress.evaluations_without_better == config.patience:
+            self._recorder.note(
+                f"training ends: no better {config.best} than {progress.best} of step {progress.best_step} in "
+                f"{config.patience} evaluations"
+            )
+        if is_best and self._config.checkpoint.keep_best:
+            self.save(progress.step, gather_state(), blocking=False, metric=metric)
+
+    def go_back(self, at_most: int) -> tuple[int, dict[str, Any]] | None:
+        """Restore as ``load_newest`` does, from a step no later than ``at_most``, and delete later checkpoints."""
+        found = self.load_newest(at_most)
+        if found is not None and self.checkpointer is not None:
+            if self.averager is not None:
+                self.averager.are_alike = True
+            for step in self.checkpointer.delete_after(found[0]):
+                self._recorder.note(f"the checkpoint of step {step} is deleted: training goes back before it")
+        return found
+
+    def save_again(self, step: int, state: dict[str, Any]) -> None:
+        """Save the step that was loaded last with another ``state``, behind training; its metric stays."""
+        if self.checkpointer is not None:
+            self.save(step, state, blocking=False, metric=self.checkpointer.loaded_metric(), again=True)
+
+    def load_newest(self, at_most: int | None = None) -> tuple[int, dict[str, Any]] | None:
         """Restore weights, optimizer and compression from the newest checkpoint; returns its step and state, if any."""
         if self.checkpointer is None:
             return None
         self._stopwatch.enter("resume")
         found = self.checkpointer.load_newest(
-            self._parallel.inner, self._optimizer, averages=None if self.ema is None else self.ema.named()
+            self._parallel.inner,
+            self._optimizer,
+            at_most=at_most,
+            averages=None if self.ema is None else self.ema.named(),
         )
         self.note()
         for step, damage in self.checkpointer.passed_over.items():

@@ -40,16 +40,16 @@ class StepConfig:
     clip_norm: float | None = None
     """Largest global norm of the gradients."""
 
-    on_nan: Literal["stop", "skip"] = "stop"
-    """Stop at a loss that is NaN or infinite, or skip the update."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Stop at a loss or gradient that is NaN or infinite, skip the update, or rewind as for a loss spike."""
 
     max_skipped: int = 10
-    """With on_nan=skip, stop after more skipped updates than this."""
+    """With on_nan=skip or rewind, stop after more skipped updates than this."""
 
     def __post_init__(self) -> None:
         check_range("step.accumulate", self.accumulate, low=1)
         check_range("step.clip_norm", self.clip_norm, low=0.0, above=True)
-        check_choice("step.on_nan", self.on_nan, ("stop", "skip"))
+        check_choice("step.on_nan", self.on_nan, ("stop", "skip", "rewind"))
         check_range("step.max_skipped", self.max_skipped, low=0)
 
 
@@ -97,6 +97,7 @@ class StepRunner:
         self._scaler = LossScaler(precision, self._world)
         self._expected_count: float | None = None
         self._skipped = 0
+        self.last_problem = ""
 
     @property
     def loss_scale(self) -> float | None:
@@ -291,6 +292,7 @@ class StepRunner:
                 f"{problem}; look at these samples, lower the rate, set step.clip_norm, or set step.on_nan='skip' "
                 "to skip such steps"
             )
+        self.last_problem = problem
         self._skipped += 1
         if self._skipped > self._config.max_skipped:
             raise NonFiniteLossError(

@@ -148,10 +148,16 @@ class Checkpointer:
         return blocking or self.config.background or self._settle()
 
     def load_newest(
-        self, model: nn.Module, optimizer: Optimizer, *, averages: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        at_most: int | None = None,
+        averages: Mapping[str, Tensor] | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
 
+        With ``at_most`` those of later steps are left out.
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
         The optimizer's settings stay as they are now; ``changed_settings`` says what the checkpoint had otherwise.
         ``averages`` are those that ``load_averages`` will ask for.
@@ -160,8 +166,8 @@ class Checkpointer:
             CheckpointMismatchError: that checkpoint is of another model or optimizer.
             CheckpointError: there are checkpoints and none verifies.
         """
-        self.wait()
-        steps = self._place.list_steps()
+        self._settle()
+        steps = [step for step in self._place.list_steps() if at_most is None or step <= at_most]
         for step in steps:
             folder, damage = self._place.verify(
                 step, lambda folder: self._find_needs(folder, model, optimizer, averages), self._alone
@@ -180,6 +186,16 @@ class Checkpointer:
                 f"{self.passed_over[steps[0]]}. Give another folder to start from scratch"
             )
         return None
+
+    def loaded_metric(self) -> float | None:
+        """Return the metric that the checkpoint loaded last was saved with, if any; before the next save."""
+        folder = self._loaded_folder
+        return None if folder is None else read_manifest(folder).metric
+
+    def delete_after(self, step: int) -> list[int]:
+        """Delete the checkpoints of later steps but for damaged ones, and return their steps; a collective."""
+        assert isinstance(self._place, SharedFolder), "the config refuses rewinds in object stores"
+        return self._place.delete_after(step, spare=self.passed_over)
 
     def load_averages(self, averages: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Fill averaged weights by name from the checkpoint loaded last; a collective.

@@ -52,7 +52,10 @@ class Observer(Protocol):
     """
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        """Record ``values`` at ``step``; ``kind`` is "train", "evaluate", "checkpoint", "note" or "end"."""
+        """Record ``values`` at ``step``; ``kind`` is "train", "evaluate", "checkpoint", "rewind", "note" or "end".
+
+        After a rewind ``step`` is an earlier one.
+        """
         ...
 
     def close(self) -> None:
