@@ -166,6 +166,7 @@ def rewind_and_compare(world: World, folder: str, options: dict[str, Any]) -> di
         "as expected": (found.state, found.average) == (expected.state, expected.average),
         "resumed": (found.state, found.average) == (parts.state, parts.average),
         "broken off": (broken.error, (found.state, found.average) == (after.state, after.average)),
+        "went on with batch": after.steps[0][1] // GLOBAL_BATCH,
         "moved": found.state != found.average,
         "state": found.state,
     }
@@ -186,6 +187,7 @@ def test_a_rewound_run_is_one_that_jumped_over_the_batches(tmp_path: Path, optio
         assert found["as expected"]
         assert found["resumed"] or "average_every" in options, "local SGD goes on from the mean"
         assert found["broken off"] == ("ZeroDivisionError", True)
+        assert found["went on with batch"] == 17
         assert found["moved"]
     assert all(len({tuple(rank["state"]["0.line.weight"]) for rank in ranks}) == 1 for _ in ranks)
     firsts = [GLOBAL_BATCH * batch for batch in [*range(15), *range(17, 25)]]
