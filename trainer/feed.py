@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -74,11 +74,11 @@ class Feed:
         self._found_none = True
         return []
 
-    def skip(self, steps: int, epoch: int) -> int:
+    def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
         """Go on after the batches of that many more steps; returns how many epochs ended among them.
 
-        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others they are drawn and dropped; a
-        collective where ``take`` is one.
+        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others they are drawn, which
+        ``draws`` is told before each step, and dropped; a collective where ``take`` is one.
         """
         if not steps:
             return 0
@@ -89,6 +89,7 @@ class Feed:
             return self._epoch - before
         ended = 0
         while steps:
+            draws()
             if self.take(epoch + ended):
                 steps -= 1
             else:

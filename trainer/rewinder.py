@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from .config import TrainerConfig
@@ -124,7 +125,8 @@ class Rewinder:
         self._record_steps()
         from_step, updates, epoch = self._progress.step, self._progress.updates, self._progress.epoch
         with self._stopwatch.phase("fetch"):
-            epochs_ended = self._feed.skip(self._config.skip_batches, epoch)
+            drawing = partial(self._stopwatch.enter, "fetch")  # each is progress in the eyes of the watchdog
+            epochs_ended = self._feed.skip(self._config.skip_batches, epoch, drawing)
         self._rewinds.append(
             {"from_step": from_step, "to_step": step, "skipped": self._config.skip_batches, "epoch": epoch}
         )

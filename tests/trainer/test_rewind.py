@@ -150,11 +150,9 @@ def rewind_and_compare(world: World, folder: str, options: dict[str, Any]) -> di
 
     train(world, f"{folder}/expected", steps=12, bad=bad, **options)
 
-    def move_on(trainer: DistributedTrainer) -> None:
-        trainer._feed.loader.skip_batches(5)
-
-    expected = train(world, f"{folder}/expected", steps=20, bad=bad, before=move_on, **options)
-
+    loader = load(world)
+    moved = {"loader": loader, "before": lambda trainer: loader.skip_batches(5)}
+    expected = train(world, f"{folder}/expected", steps=20, bad=bad, **moved, **options)
     first_part = train(world, f"{folder}/parts", steps=14, bad=bad, **options)
     train(world, f"{folder}/parts", steps=15, bad=bad, **options)
     parts = train(world, f"{folder}/parts", steps=20, bad=bad, **options)
