@@ -24,6 +24,7 @@ from penstock.trainer import (
     export_safetensors,
 )
 from penstock.trainer.parallel.ema import WeightEma
+from penstock.trainer.parallel.precision import local_part
 
 State = dict[str, torch.Tensor]
 EVERY_STEP = {"every_steps": 1, "keep_last": 99}
@@ -153,6 +154,8 @@ def train_and_evaluate(
         world, folder, rows(world, size=12), net, evaluation=evaluation, steps=steps, **options
     ) as trainer:
         trainer.train()
+        trained = [local_part(one).shape for one in trainer.parallel.inner.parameters() if one.requires_grad]
+        assert [part.shape for part in trainer._saver.ema.parts()] == trained, "a rank holds more than its shards"
         before = whole_state(trainer.parallel.inner)
         trainer.evaluate()
         after = whole_state(trainer.parallel.inner)
