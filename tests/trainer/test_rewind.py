@@ -254,6 +254,7 @@ def train_on_shards(world: World, folder: Path, steps: int, bad: int) -> Run:
         )
 
 
+@pytest.mark.slow
 def test_the_audit_tells_skipped_samples_from_lost_ones(world: World, tmp_path: Path) -> None:
     """The skip passes an epoch's end, and the run is broken off and resumed after it."""
     with shards(tmp_path, world) as loader:
@@ -293,6 +294,7 @@ def test_batches_of_any_iterable_are_drawn_and_dropped(world: World, tmp_path: P
     assert drawn.state == skipped.state
 
 
+@pytest.mark.slow
 def test_saves_wait_while_a_spike_is_undecided_and_checkpoints_in_it_do_not_count(world: World, tmp_path: Path) -> None:
     """The batches of steps 10 and 11 are bad: the checkpoint of step 10 is too near, and that of 11 is put off."""
     spike = {**SPIKE, "patience": 2, "margin": 1, "window": 8}
