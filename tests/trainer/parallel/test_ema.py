@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from together_cases import Line, make_trainer, overflow, rows
 from torch import nn
 
@@ -286,3 +286,13 @@ def test_the_best_checkpoint_and_the_export_are_the_averages(world: World, tmp_p
     assert same(seen[0], exported(tmp_path, 4, "ema"))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["weights"] for line in lines if line["kind"] == "evaluate"] == ["ema"]
+
+
+def test_the_average_begins_with_the_weights_that_a_run_starts_from(world: World, tmp_path: Path) -> None:
+    torch.manual_seed(8)
+    first = whole_state(Net())
+    save_file(first, tmp_path / "first.safetensors")
+    options: dict[str, Any] = {"init_from": str(tmp_path / "first.safetensors"), "ema": {"decay": 0.8}, "steps": 2}
+    with make_trainer(world, str(tmp_path), model=make_net(), checkpoint=EVERY_STEP, **options) as trainer:
+        trainer.train()
+    check_run(tmp_path, first, 2, EmaConfig(decay=0.8))
