@@ -19,8 +19,9 @@ class AuditArguments:
     """Account for every sample that a run delivered, across all attempts and world sizes.
 
     Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. Samples that a killed attempt delivered
-    after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Exits with 0 if
-    every sample was delivered exactly once, and with 1 if any is missing or duplicated.
+    after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Batches that the
+    run skipped on purpose are counted as skipped. Exits with 0 if every other sample was delivered exactly once, and
+    with 1 if any is missing or duplicated.
 
     example:  penstock audit runs/digits/audit
     """
@@ -51,15 +52,19 @@ def show_report(report: AuditReport) -> None:
     ]
     print_grid(screen, ("attempt", "ranks", "from epoch", "from position"), attempts)
     screen.print()
+    skipped = sum(account.skipped for account in report.epochs)
     rows, styles = [], []
     for account in report.epochs:
-        numbers = (account.samples, account.reached, account.delivered, account.missing, account.duplicated)
-        rows.append([str(account.epoch), *(f"{number:,}" for number in (*numbers, account.replayed))])
+        numbers = [account.samples, account.reached, account.delivered, account.missing, account.duplicated]
+        numbers += [account.replayed, account.skipped] if skipped else [account.replayed]
+        rows.append([str(account.epoch), *(f"{number:,}" for number in numbers)])
         styles.append("red" if account.missing or account.duplicated else "")
-    header = ("epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed")
-    print_grid(screen, header, rows, styles=styles)
+    header = ["epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"]
+    print_grid(screen, [*header, "skipped"] if skipped else header, rows, styles=styles)
     screen.print()
-    if report.is_exact:
+    if report.is_exact and skipped:
+        screen.print(f"every sample reached was delivered exactly once, but for {skipped:,} skipped", style="green")
+    elif report.is_exact:
         screen.print("every sample reached was delivered exactly once", style="green")
     else:
         screen.print("samples are missing or were delivered more than once", style="red")

@@ -311,6 +311,22 @@ class DistributedDataLoader(Generic[BatchT]):
         self._resources.stop_pipeline()
         self._position.load(loaded)
 
+    def skip_batches(self, count: int) -> None:
+        """Go on ``count`` global batches further, without reading them; past an epoch's end in the next epoch.
+
+        As after ``load_state_dict``, the next pass begins there; a running one goes on from there, or ends if that is
+        in another epoch, whose end is then not told by a pass. Every rank must skip as many after the same batch. An
+        audit counts their samples as skipped.
+
+        Raises:
+            ConfigError: the count is negative or no integer.
+        """
+        check_at_least("count", count, 0)
+        self._resources.check_open()
+        self._resources.stop_pipeline()
+        log = self._resources.log
+        self._position.skip(count, (lambda *_: None) if log is None else log.record_skip)
+
     # -- running --------------------------------------------------------------------------------------------------
 
     def metrics(self) -> LoaderMetrics:

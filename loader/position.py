@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .dataset.manifest import Manifest
@@ -99,6 +99,23 @@ class Position:
     def skip_end(self) -> None:
         """Go to the next epoch's beginning if no batch is left here."""
         self.epoch, self.consumed = self.upcoming
+
+    def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
+        """Go to where a loaded state would be that is ``steps`` batches on, through the ends of epochs.
+
+        ``tell`` gets the positions passed over as (epoch, start, stop); if it raises, this stays where it was. What
+        ``last_batch="drop"`` drops is not among them.
+        """
+        samples, size = self._manifest.num_samples, self._global_batch_size
+        epoch, consumed = self.upcoming
+        while steps:
+            left = count_steps(samples, consumed, size, self._last_batch)
+            taken = min(steps, left)
+            stop = min(consumed + taken * size, samples)
+            tell(epoch, consumed, stop)
+            steps -= taken
+            epoch, consumed = (epoch, stop) if taken < left else (epoch + 1, 0)
+        self.epoch, self.consumed, self.is_loaded = epoch, consumed, True
 
     def to_state(self) -> LoaderState:
         """The upcoming position with what makes it good for another loader: the data set's identity and the order."""

@@ -51,6 +51,7 @@ FLOORS = {
         {"report"},
         {"config", "guard"},
         {"recipes", "run_length", "saver"},
+        {"rewinder"},
         {"trainer"},
         {"__main__"},
     ),

@@ -10,6 +10,7 @@ from .errors import CheckpointMismatchError as CheckpointMismatchError
 from .errors import CheckpointRoomError as CheckpointRoomError
 from .errors import CheckpointUploadError as CheckpointUploadError
 from .errors import CompressionError as CompressionError
+from .errors import LossSpikeError as LossSpikeError
 from .errors import NonFiniteLossError as NonFiniteLossError
 from .errors import RecipeError as RecipeError
 from .errors import StallError as StallError
@@ -22,6 +23,7 @@ from .evaluate import MetricFunction as MetricFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
+from .parallel.ema import EmaConfig as EmaConfig
 from .parallel.materialise import Initialiser as Initialiser
 from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory
@@ -49,6 +51,7 @@ from .schedule import ScheduleConfig as ScheduleConfig
 from .step import LossFunction as LossFunction
 from .step import StepConfig as StepConfig
 from .trainer import DistributedTrainer as DistributedTrainer
+from .watch.spike import SpikeConfig as SpikeConfig
 from .watch.watchdog import EXIT_STALLED as EXIT_STALLED
 from .weights.export import Export as Export
 from .weights.export import export_run as export_run

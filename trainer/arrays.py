@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .batches import IDS, VALID
 from .errors import TrainerConfigError
-from .options import check_choice
+from .options import check_choice, check_range
 
 _VERSION = 1
 
@@ -130,6 +130,21 @@ class ArrayLoader:
                 f"has version={_VERSION}, seed={self._seed}; build it with the same seed"
             )
         self._epoch, self._consumed, self._is_loaded = int(state["epoch"]), int(state["consumed"]), True
+        self._skip_end()
+
+    def skip_batches(self, count: int) -> None:
+        """Go on ``count`` global batches further, past an epoch's end in the next epoch, as if that state were loaded.
+
+        A running pass goes on from there, or ends if that is in another epoch, whose end is then not told by a pass.
+        """
+        check_range("count", count, low=0)
+        self._skip_end()
+        for _ in range(count):
+            self._consumed = min(self._consumed + self.global_batch_size, self._rows)
+            self._skip_end()
+        self._is_loaded = True
+
+    def _skip_end(self) -> None:
         if not self._has_more:
             self._epoch, self._consumed = self._epoch + 1, 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,6 +14,7 @@ from .evaluate import EvaluateConfig, good_end
 from .options import check_choice, check_range
 from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
+from .parallel.ema import EmaConfig
 from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.config import ReportConfig
@@ -20,6 +22,7 @@ from .report.tracing import ProfileConfig
 from .schedule import ScheduleConfig
 from .shares import check_speed_shares
 from .step import StepConfig
+from .watch.spike import SpikeConfig
 from .weights.warm_start import WarmStartConfig
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib leaves one slash of two
@@ -51,7 +54,7 @@ class TrainerConfig:
     """Start with the weights of this run, safetensors file or Hugging Face folder; ignored when the run resumes."""
 
     export: str | None = None
-    """Write the final weights to this safetensors file inside output_dir."""
+    """Write the final weights, with ema.decay their average, to this safetensors file inside output_dir."""
 
     shares: Literal["equal", "auto"] = "equal"
     """auto: slower ranks get smaller shares of each global batch."""
@@ -71,10 +74,12 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     step: StepConfig = field(default_factory=StepConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
@@ -106,6 +111,7 @@ class TrainerConfig:
                 )
         self._check_averaging()
         self._check_compression()
+        self._check_spikes()
         if self.export is not None and not self.keeps_checkpoints:
             raise TrainerConfigError(
                 f"export={self.export!r} is made from the last checkpoint, and checkpoint.every_steps=0 keeps none; "
@@ -158,12 +164,36 @@ class TrainerConfig:
                 f"average_every={self.average_every} exchanges no gradients that compression.scheme="
                 f"{self.compression.scheme!r} could compress; leave one of them out"
             )
-        if self.step.on_nan == "skip" and self.step.clip_norm is not None:
+        if self.step.on_nan != "stop" and self.step.clip_norm is not None:
             raise TrainerConfigError(
-                f"step.on_nan='skip' with average_every={self.average_every} and step.clip_norm={self.step.clip_norm} "
-                "would skip updates on some ranks only; use step.on_nan='stop'"
+                f"step.on_nan={self.step.on_nan!r} with average_every={self.average_every} and step.clip_norm="
+                f"{self.step.clip_norm} would skip updates on some ranks only; use step.on_nan='stop'"
             )
         _ = self.averaging
+
+    def _check_spikes(self) -> None:
+        if self.spike.on_spike == "rewind":
+            if not self.checkpoint.every_steps:
+                raise TrainerConfigError(
+                    "spike.on_spike='rewind' goes back to checkpoints, and checkpoint.every_steps=0 keeps none; set "
+                    "checkpoint.every_steps, or spike.on_spike='note'"
+                )
+            if self.checkpoint.is_remote:
+                raise TrainerConfigError(
+                    f"spike.on_spike='rewind' deletes checkpoints, and can do so in a file system only: give a path as "
+                    f"checkpoint.folder instead of {self.checkpoint.folder!r}, or set spike.on_spike='note'"
+                )
+            kept = 1 + math.ceil(self.spike.margin / self.checkpoint.every_steps)
+            if self.checkpoint.keep_last < kept:
+                raise TrainerConfigError(
+                    f"spike.margin={self.spike.margin} wants a checkpoint of so many steps before the spike, and "
+                    f"checkpoint.keep_last={self.checkpoint.keep_last} may keep none; give checkpoint.keep_last={kept}"
+                )
+        elif self.step.on_nan == "rewind":
+            raise TrainerConfigError(
+                f"step.on_nan='rewind' rewinds as for a loss spike, and spike.on_spike={self.spike.on_spike!r}; set "
+                "spike.on_spike='rewind' too, or step.on_nan='skip'"
+            )
 
     def _check_compression(self) -> None:
         """Schemes with error feedback would keep a NaN for ever."""
@@ -177,7 +207,7 @@ class TrainerConfig:
             )
         for key, value, cure in (
             ("precision.dtype", self.precision.dtype == "fp16", "bf16"),
-            ("step.on_nan", self.step.on_nan == "skip", "stop"),
+            ("step.on_nan", self.step.on_nan != "stop", "stop"),
         ):
             if value:
                 raise TrainerConfigError(

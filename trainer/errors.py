@@ -45,5 +45,9 @@ class NonFiniteLossError(TrainerError):
     """The loss became NaN or infinite; the message names the step, the rank and the samples if they are known."""
 
 
+class LossSpikeError(TrainerError):
+    """The loss spiked, and training cannot be rewound, or was rewound too often; the message names step and limit."""
+
+
 class WorldError(TrainerError):
     """The ranks cannot be brought together, or the environment describes no possible world."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -73,6 +73,28 @@ class Feed:
             )
         self._found_none = True
         return []
+
+    def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
+        """Go on after the batches of that many more steps; returns how many epochs ended among them.
+
+        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others they are drawn, which
+        ``draws`` is told before each step, and dropped; a collective where ``take`` is one.
+        """
+        if not steps:
+            return 0
+        if self._epoch is not None and callable(getattr(self.loader, "skip_batches", None)):
+            before = self._epoch
+            self.loader.skip_batches(steps * self._accumulate)  # type: ignore[attr-defined]
+            self._batches, self._epoch = None, int(self.loader.epoch)  # type: ignore[attr-defined]
+            return self._epoch - before
+        ended = 0
+        while steps:
+            draws()
+            if self.take(epoch + ended):
+                steps -= 1
+            else:
+                ended += 1
+        return ended
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state if it has one, the epoch of its last batch, and whether the caller saw its end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -55,9 +55,10 @@ def name_on_all_ranks(named: Iterable[tuple[str, Tensor]], world: World) -> str:
     return ", ".join(dict.fromkeys(name for names in everywhere for name in names))
 
 
-def refuse_weights(model: nn.Module, step: int, world: World) -> None:
-    """Raise a NonFiniteLossError, on every rank, where a weight is not finite on any; a collective."""
-    named = list(model.named_parameters())
+def refuse_weights(model: nn.Module, step: int, world: World, averages: Mapping[str, Tensor] | None = None) -> None:
+    """Raise a NonFiniteLossError, on every rank, where a weight or an average is not finite on any; a collective."""
+    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    named += [(f"{name} (its average)", average) for name, average in (averages or {}).items()]
     bad = any_not_finite((parameter for _, parameter in named), world.device)
     if world.world_size > 1:
         dist.all_reduce(bad, dist.ReduceOp.MAX)
@@ -76,6 +77,7 @@ class NonFinitePolicy:
         self._may_skip = may_skip
         self._max_skipped = max_skipped
         self.skipped = 0
+        self.last_problem = ""
 
     def meet_losses(self, step: int, microbatches: Sequence[Any], losses: Sequence[Tensor]) -> None:
         """Skip a step whose losses are not finite on some rank, or raise, with the samples; a collective."""
@@ -118,6 +120,7 @@ class NonFinitePolicy:
                 f"{problem}; look at these samples, lower the rate, set step.clip_norm, or set step.on_nan='skip' "
                 "to skip such steps"
             )
+        self.last_problem = problem
         self.skipped += 1
         if self.skipped > self._max_skipped:
             raise NonFiniteLossError(

@@ -41,16 +41,16 @@ class StepConfig:
     clip_norm: float | None = None
     """Largest global norm of the gradients."""
 
-    on_nan: Literal["stop", "skip"] = "stop"
-    """Stop at a loss that is NaN or infinite, or skip the update."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Stop at a loss or gradient that is NaN or infinite, skip the update, or rewind as for a loss spike."""
 
     max_skipped: int = 10
-    """With on_nan=skip, stop after more skipped updates than this."""
+    """With on_nan=skip or rewind, stop after more skipped updates than this."""
 
     def __post_init__(self) -> None:
         check_range("step.accumulate", self.accumulate, low=1)
         check_range("step.clip_norm", self.clip_norm, low=0.0, above=True)
-        check_choice("step.on_nan", self.on_nan, ("stop", "skip"))
+        check_choice("step.on_nan", self.on_nan, ("stop", "skip", "rewind"))
         check_range("step.max_skipped", self.max_skipped, low=0)
 
 
@@ -114,12 +114,17 @@ class StepRunner:
         self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
         self._unread: tuple[int, torch.Tensor] | None = None  # the step before, and whether its gradients are bad
         self._expected_count: float | None = None
-        self._policy = NonFinitePolicy(self._world, may_skip=config.on_nan == "skip", max_skipped=config.max_skipped)
+        self._policy = NonFinitePolicy(self._world, may_skip=config.on_nan != "stop", max_skipped=config.max_skipped)
 
     @property
     def loss_scale(self) -> float | None:
         """The current factor on the loss for fp16; None otherwise."""
         return float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
+
+    @property
+    def last_problem(self) -> str:
+        """In words, what was not finite in the step that was skipped last."""
+        return self._policy.last_problem
 
     def state_dict(self) -> dict[str, Any]:
         """JSON, and the same for any number of ranks."""

@@ -32,6 +32,7 @@ from .report.progress import Progress, Summary
 from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
 from .report.tracing import Tracer
+from .rewinder import Rewinder
 from .run_length import agree_on_length, count_steps, effective_batch_size
 from .saver import Saver
 from .schedule import Schedule
@@ -158,6 +159,17 @@ class DistributedTrainer:
                 stopwatch=self.stopwatch,
                 settle=self.steps.settle,
             )
+            self._rewinder = Rewinder(
+                config,
+                saver=self._saver,
+                feed=self._feed,
+                steps=self.steps,
+                progress=self.progress,
+                recorder=self._recorder,
+                stopwatch=self.stopwatch,
+                gather_state=self._gather_state,
+                record_steps=self._record_steps,
+            )
             self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
             self._resume()
         except BaseException:
@@ -197,17 +209,19 @@ class DistributedTrainer:
                 self._recorder.add(result)
                 if result.trace_requested:
                     self._tracer.request(self.progress.step)
-                self._saver.average_if_due(self.progress.step)
+                self._saver.end_step(self.progress.step, updated=result.outcome == "updated")
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
                 if self.progress.step % self.config.report.every == 0:
                     self._record_steps()
                 stopped = result.stop_requested
+                if self._rewinder.follow(result) and not stopped:
+                    continue
                 if not stopped and self._is_multiple(self.config.evaluate.every):
                     stopped = self._is_asked_to_stop_in_evaluation()
                 if stopped:
                     break
-                if self._is_multiple(self.config.checkpoint.every_steps):
+                if self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
                     self._save(blocking=False)
             self._tracer.finish()
             self._finish(stopped)
@@ -227,7 +241,7 @@ class DistributedTrainer:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
         if self._evaluation is None:
             return None
-        with self._saver.agreed(), deterministic_kernels(self.config.deterministic):
+        with self._saver.evaluated(), deterministic_kernels(self.config.deterministic):
             seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
             found = evaluate(
                 self.parallel,
@@ -238,8 +252,8 @@ class DistributedTrainer:
             )
         if found is not None:
             self._metrics = found
-            self._recorder.record("evaluate", found)
-            self._keep_best(found)
+            self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
+            self._saver.keep_best(found, self.progress, self._gather_state)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,6 +263,7 @@ class DistributedTrainer:
             "progress": self.progress.state_dict(),
             "steps": self.steps.state_dict(),
             "feed": self._feed.state_dict(),
+            "spikes": self._rewinder.state_dict(),
             "sent": self.compression.wire.state_dict(),
             "random": {"policy": "seed, step, rank", "seed": self.config.seed},
         }
@@ -260,6 +275,7 @@ class DistributedTrainer:
         self.progress.load_state_dict(state["progress"])
         self.steps.load_state_dict(state["steps"])
         self._feed.load_state_dict(state["feed"])
+        self._rewinder.load_state_dict(state.get("spikes"))
         if "sent" in state:  # states of before do not have it
             self.compression.wire.load_state_dict(state["sent"])
 
@@ -339,25 +355,8 @@ class DistributedTrainer:
             with self.stopwatch.phase("shares"):
                 shares.rebalance()
 
-    def _keep_best(self, found: dict[str, float]) -> None:
-        name = self.config.evaluate.best
-        if name is None:
-            return
-        if name not in found:
-            raise TrainerConfigError(
-                f"evaluate.best={name!r} is no metric of the evaluation; it returns {', '.join(sorted(found))}"
-            )
-        is_best = self.progress.improve(found[name], best_is=self.config.best_end)
-        if self.progress.evaluations_without_better == self.config.evaluate.patience:
-            self._recorder.note(
-                f"training ends: no better {name} than {self.progress.best} of step {self.progress.best_step} in "
-                f"{self.config.evaluate.patience} evaluations"
-            )
-        if is_best and self.config.checkpoint.keep_best:
-            self._save(blocking=False, metric=found[name])
-
-    def _save(self, *, blocking: bool, metric: float | None = None) -> None:
-        self._saver.save(self.progress.step, self._gather_state(), blocking=blocking, metric=metric)
+    def _save(self, *, blocking: bool) -> None:
+        self._saver.save(self.progress.step, self._gather_state(), blocking=blocking)
 
     def _gather_state(self) -> dict[str, Any]:
         return self.state_dict() | {"feed": self._feed.gather_state()}

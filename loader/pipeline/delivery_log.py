@@ -14,12 +14,15 @@ from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
 
 MAGIC = 0x70656E73746F636B
+SKIP_MAGIC = 0x70656E736B697070
 SUFFIX = ".deliveries"
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 class DeliveryLog:
     """One rank's log: a line of JSON, then one record per batch: (magic, epoch, start, stop, n, n sample ids) as int64.
+
+    Batches that were skipped on purpose have one record together, of another magic number and without sample ids.
 
     Every record is one unbuffered write, so a SIGKILL loses none; at most it truncates the last one. Used by the
     training loop's thread.
@@ -50,7 +53,14 @@ class DeliveryLog:
             DatasetError: it cannot be written; nothing of it is in the log.
         """
         head = np.array((MAGIC, epoch, start, stop, len(ids)), np.int64)
-        record = np.concatenate((head, ids)).astype("<i8").tobytes()
+        self._write(np.concatenate((head, ids)))
+
+    def record_skip(self, epoch: int, start: int, stop: int) -> None:
+        """Record that the positions ``start`` to ``stop`` are handed out on no rank, on purpose."""
+        self._write(np.array((SKIP_MAGIC, epoch, start, stop, 0), np.int64))
+
+    def _write(self, words: IntArray) -> None:
+        record = words.astype("<i8").tobytes()
         before = self._file.tell()
         try:
             written = self._file.write(record)

@@ -2,7 +2,8 @@
 
 A run that is killed has delivered batches after its last checkpoint; the attempt that resumes from the checkpoint
 delivers them again. So does a pass that is left early and begun again. The account counts those first deliveries as
-replayed, not as delivered. What remains must be every sample exactly once.
+replayed, not as delivered. Batches that were skipped on purpose count as skipped. What remains must be every sample
+exactly once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..errors import DatasetError
-from ..pipeline.delivery_log import MAGIC, SUFFIX
+from ..pipeline.delivery_log import MAGIC, SKIP_MAGIC, SUFFIX
 
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
@@ -30,6 +31,7 @@ class _Delivered:
     start: int
     stop: int
     ids: IntArray
+    is_skip: bool = False
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class EpochAccount:
     An epoch that a later one followed has been reached to its end, less what does not fill a batch: what it did not
     deliver is missing. ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``:
     rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
-    again.
+    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``.
     """
 
     epoch: int
@@ -57,6 +59,7 @@ class EpochAccount:
     missing: int
     duplicated: int
     replayed: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class AuditReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample reached was delivered exactly once."""
+        """Whether every sample reached was delivered exactly once, or skipped on purpose."""
         return all(not account.missing and not account.duplicated for account in self.epochs)
 
 
@@ -92,10 +95,19 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     counted, replayed = _settle(groups)
     by_epoch, again = _by_epoch(counted), _by_epoch(replayed)
     epochs = range(min(by_epoch), max(by_epoch) + 1)
+    usual_batch = max((record.stop - record.start for record in counted if not record.is_skip), default=1)
     return AuditReport(
         attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
         epochs=[
-            _account(epoch, num_samples, by_epoch[epoch], again[epoch], is_last=epoch == epochs[-1]) for epoch in epochs
+            _account(
+                epoch,
+                num_samples,
+                by_epoch[epoch],
+                again[epoch],
+                is_last=epoch == epochs[-1],
+                usual_batch=usual_batch,
+            )
+            for epoch in epochs
         ],
     )
 
@@ -108,24 +120,42 @@ def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered
 
 
 def _account(
-    epoch: int, num_samples: int, records: Sequence[_Delivered], replayed: Sequence[_Delivered], *, is_last: bool
+    epoch: int,
+    num_samples: int,
+    records: Sequence[_Delivered],
+    replayed: Sequence[_Delivered],
+    *,
+    is_last: bool,
+    usual_batch: int,
 ) -> EpochAccount:
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     times = np.bincount(ids, minlength=num_samples)
     reached = max((record.stop for record in records), default=0)
-    batch = max((record.stop - record.start for record in records), default=1)
+    batches = [record.stop - record.start for record in records if not record.is_skip]
+    batch = max(batches, default=usual_batch if records else 1)
     if not is_last and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
     unique = int(np.count_nonzero(times))
+    skipped = _length_of_union((record.start, record.stop) for record in records if record.is_skip)
     return EpochAccount(
         epoch=epoch,
         samples=num_samples,
         reached=reached,
         delivered=len(ids),
-        missing=max(0, reached - unique),
+        missing=max(0, reached - skipped - unique),
         duplicated=len(ids) - unique,
         replayed=sum(len(record.ids) for record in replayed),
+        skipped=skipped,
     )
+
+
+def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many positions lie in one range at least: each rank tells the same skips."""
+    length = end = 0
+    for start, stop in sorted(ranges):
+        length += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return length
 
 
 def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
@@ -159,6 +189,8 @@ def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_D
             for record in reversed(log.records):
                 here = (record.epoch, record.start)
                 stands = until is None or here < until
+                if stands and record.is_skip and until is not None and until[0] == record.epoch:
+                    record = replace(record, stop=min(record.stop, until[1]))
                 (counted if stands else replayed).append(record)
                 until = here if stands else until
             began += [min((record.epoch, record.start) for record in log.records)] if log.records else []
@@ -198,14 +230,14 @@ def _read_log(path: Path) -> _Log | None:
     at = 0
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
-        if magic != MAGIC or count < 0:
+        if magic not in (MAGIC, SKIP_MAGIC) or count < 0 or (magic == SKIP_MAGIC and count):
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; expected a record")
         if at + 5 + count > len(words):
             break  # a record that a kill truncated was not handed out
         ids = words[at + 5 : at + 5 + count]
         if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or _any_outside(ids, header["num_samples"]):
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
-        records.append(_Delivered(epoch, start, stop, ids))
+        records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC))
         at += 5 + count
     return _Log(header, records)
 

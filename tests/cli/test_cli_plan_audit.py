@@ -166,6 +166,22 @@ def test_audit_proves_a_resumed_run_and_ends_with_zero(capsys: pytest.CaptureFix
     assert ["0", "300", "300", "300", "0", "0", "18"] in rows
 
 
+def test_audit_tells_what_was_skipped_on_purpose(
+    capsys: pytest.CaptureFixture[str], tokens: Path, tmp_path: Path
+) -> None:
+    with open_loader(tokens, tmp_path / "skips", 0, 1) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.skip_batches(2)
+        for _ in batches:
+            pass
+    code, out, _ = call(capsys, "audit", tmp_path / "skips")
+    assert code == 0
+    assert "every sample reached was delivered exactly once, but for 12 skipped" in " ".join(out.split())
+    assert ["0", "300", "300", "288", "0", "0", "0", "12"] in [line.split() for line in out.splitlines()]
+    assert call_json(capsys, "audit", tmp_path / "skips")[1]["epochs"][0]["skipped"] == 12
+
+
 def test_audit_ends_with_one_when_a_ranks_deliveries_are_missing(
     capsys: pytest.CaptureFixture[str], logs: Path
 ) -> None:

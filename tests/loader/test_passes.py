@@ -196,3 +196,43 @@ def test_the_smallest_data_sets_give_whole_epochs_again_and_again(tmp_path, size
         for epoch in range(30):
             assert loader.epoch == epoch
             assert sorted(ids(loader)) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("last_batch", ["drop", "partial"])
+@pytest.mark.parametrize(("at_step", "count"), [(1, 0), (1, 3), (4, 1), (4, 2), (5, 1), (2, 13), (5, 12)])
+def test_skipping_is_drawing_and_dropping(tars, tmp_path, at_step, count, last_batch):
+    with load(tars, global_batch_size=22, batch_size=None, last_batch=last_batch) as loader:
+        expected = [ids([batch]) for _ in range(6) for batch in loader]
+    ranks = [
+        load(
+            tars,
+            global_batch_size=22,
+            batch_size=None,
+            last_batch=last_batch,
+            rank=rank,
+            world_size=2,
+            audit_dir=tmp_path,
+        )
+        for rank in range(2)
+    ]
+    found: list[list[int]] = []
+    for loader in ranks:
+        running = iter(loader)
+        mine = [ids([next(running)]) for _ in range(min(at_step, len(loader)))]
+        loader.skip_batches(count)
+        mine += [ids([batch]) for batch in running]
+        while len(mine) < 2 * len(loader):
+            mine += [ids([batch]) for batch in loader]
+        found = [before + now for before, now in zip(found, mine, strict=True)] if found else mine
+        loader.close()
+    begun = min(at_step, len(expected) // 6)
+    dropped = expected[:begun] + expected[begun + count :]
+    assert [sorted(batch) for batch in found] == [sorted(batch) for batch in dropped[: len(found)]]
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert sum(account.skipped for account in report.epochs) == sum(map(len, expected[begun : begun + count]))
+
+
+def test_a_count_that_is_none_is_refused(tars):
+    with load(tars) as loader, pytest.raises(ConfigError, match="count=-1"):
+        loader.skip_batches(-1)

@@ -249,3 +249,23 @@ def test_an_evaluation_that_was_broken_off_sees_every_row_the_next_time(make: Ma
     assert evaluate(parallel, evaluation, stop_requested=stop, **how) is None
     for _ in range(2):
         assert evaluate(parallel, evaluation, **how) == {"n": (ROWS - 1) / 2}
+
+
+@pytest.mark.parametrize(("begun", "count"), [(0, 3), (2, 0), (2, 3), (5, 1), (3, 9)])
+def test_skipped_batches_are_passed_over_through_the_ends_of_epochs(
+    make: Make, epochs: list[list[int]], begun: int, count: int
+) -> None:
+    loader, later = make(), make()
+    order = [row for epoch in epochs for row in epoch]
+    batches = [
+        order[47 * epoch + first : 47 * epoch + min(first + 10, 47)] for epoch in range(3) for first in range(0, 47, 10)
+    ]
+    running = iter(loader)
+    seen = rows(next(running) for _ in range(begun))
+    loader.skip_batches(count)
+    later.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    for one in (loader, later):
+        found = seen + rows(running if one is loader and begun and begun + count < 5 else one)
+        ended = begun + count - (begun + count) % 5 + 5
+        assert found == [row for batch in batches[:begun] + batches[begun + count : ended] for row in batch]
+        assert one.epoch == ended // 5

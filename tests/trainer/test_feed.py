@@ -130,3 +130,25 @@ def test_a_feed_dropped_midway_closes_the_loaders_iteration() -> None:
     assert loader.closed == 0
     del feed
     assert loader.closed == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_skipped_steps_are_as_if_drawn_and_dropped_and_a_resumed_feed_goes_on_after_them(steps: int) -> None:
+    feed = Feed(rows(12), accumulate=2, world=alone(CPU))  # three steps an epoch
+    assert take(feed) == [[0, 1], [2, 3]]
+    ended = feed.skip(steps, 0)
+    again = Feed(rows(12), accumulate=2, world=alone(CPU))
+    again.load_state_dict(feed.state_dict())
+    following = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]][(1 + steps) % 3]
+    assert ended == (1 + steps) // 3
+    assert take(feed, ended) == take(again, ended) == following
+
+
+def test_batches_of_a_loader_that_cannot_skip_are_drawn_each_with_a_sign_of_life() -> None:
+    loader = Loader(batches=4)
+    feed = Feed(loader, accumulate=2, world=alone(CPU))
+    drawn: list[None] = []
+    feed.take(0)
+    assert feed.skip(4, 0, lambda: drawn.append(None)) == 2
+    assert len(drawn) == 4 + 2, "the ends of two epochs are looked at too"
+    assert loader.epochs == [0, 1, 2]

@@ -34,6 +34,7 @@ from .state import (
     export_safetensors,
     find_needs,
     gather_state,
+    restore_averages,
     restore_rank_state,
     restore_state,
 )
@@ -83,9 +84,12 @@ class Checkpointer:
             self._control.close()
             raise
 
-    def check_room(self, model: nn.Module) -> None:
-        """Raise a CheckpointRoomError, on every rank, if the disk cannot hold the checkpoints that are to be kept."""
-        one_bytes, kept = estimate_bytes(model), self.config.keep_last + self.config.keep_best
+    def check_room(self, model: nn.Module, more_bytes: int = 0) -> None:
+        """Raise a CheckpointRoomError, on every rank, if the disk cannot hold the checkpoints that are to be kept.
+
+        Each has ``more_bytes`` besides model and optimizer.
+        """
+        one_bytes, kept = estimate_bytes(model) + more_bytes, self.config.keep_last + self.config.keep_best
         self._place.check_room(one_bytes, kept=kept)
 
     def name_of(self, step: int) -> str:
@@ -102,13 +106,16 @@ class Checkpointer:
         blocking: bool = False,
         metric: float | None = None,
         rank_state: Mapping[str, Tensor] | None = None,
+        averages: Mapping[str, Tensor] | None = None,
+        again: bool = False,
     ) -> bool:
         """Save training as it is after ``step``; return when the state is copied, or with ``blocking`` when written.
 
         ``extra`` is JSON, the same on every rank and for any world (loader, schedule, scaler); rank 0's is kept.
-        ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size. A save
-        that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
-        is a metric to add; returns whether there was something to save, and nothing has failed so far.
+        ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size;
+        ``averages`` are averaged weights by name. A save that is under way is waited for first. Saving the step that
+        was saved or loaded last does nothing, unless there is a metric to add or it is asked for ``again``; returns
+        whether there was something to save, and nothing has failed so far.
 
         On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, or if an object
         store does not take it, a save that is not ``blocking`` leaves a note, so that training can go on.
@@ -117,7 +124,7 @@ class Checkpointer:
             CheckpointError: the state cannot be written, or the save before this one failed.
         """
         self._settle()
-        if step == self._current_step and metric is None:
+        if step == self._current_step and metric is None and not again:
             return False
         self._loaded_folder = None
         self._place.release()
@@ -129,7 +136,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"extra cannot be written as JSON: {exc}; keep tensors in model or rank_state"
             ) from exc
-        state = gather_state(model, optimizer, rank=self._world.rank, rank_state=rank_state)
+        state = gather_state(model, optimizer, rank=self._world.rank, rank_state=rank_state, averages=averages)
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was told to copy at once"
         self._thread = threading.Thread(
@@ -140,21 +147,30 @@ class Checkpointer:
             self.wait()
         return blocking or self.config.background or self._settle()
 
-    def load_newest(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]] | None:
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        at_most: int | None = None,
+        averages: Mapping[str, Tensor] | None = None,
+    ) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
 
+        With ``at_most`` those of later steps are left out.
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
         The optimizer's settings stay as they are now; ``changed_settings`` says what the checkpoint had otherwise.
+        ``averages`` are those that ``load_averages`` will ask for.
 
         Raises:
             CheckpointMismatchError: that checkpoint is of another model or optimizer.
             CheckpointError: there are checkpoints and none verifies.
         """
-        self.wait()
-        steps = self._place.list_steps()
+        self._settle()
+        steps = [step for step in self._place.list_steps() if at_most is None or step <= at_most]
         for step in steps:
             folder, damage = self._place.verify(
-                step, lambda folder: self._find_needs(folder, model, optimizer), self._alone
+                step, lambda folder: self._find_needs(folder, model, optimizer, averages), self._alone
             )
             if damage:
                 self.passed_over[step] = damage
@@ -170,6 +186,30 @@ class Checkpointer:
                 f"{self.passed_over[steps[0]]}. Give another folder to start from scratch"
             )
         return None
+
+    def loaded_metric(self) -> float | None:
+        """Return the metric that the checkpoint loaded last was saved with, if any; before the next save."""
+        folder = self._loaded_folder
+        return None if folder is None else read_manifest(folder).metric
+
+    def delete_after(self, step: int) -> list[int]:
+        """Delete the checkpoints of later steps but for damaged ones, and return their steps; a collective."""
+        assert isinstance(self._place, SharedFolder), "the config refuses rewinds in object stores"
+        return self._place.delete_after(step, spare=self.passed_over)
+
+    def load_averages(self, averages: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+        """Fill averaged weights by name from the checkpoint loaded last; a collective.
+
+        Returns the names that it lacks, whose tensors are left alone, and those that it alone has.
+        """
+        folder = self._loaded_folder
+        assert folder is not None, "a checkpoint was loaded"
+
+        @self._alone()
+        def restore() -> tuple[list[str], list[str]]:
+            return restore_averages(folder, averages)
+
+        return self._control.gather(f"{folder} cannot be loaded", restore)[0]
 
     def load_rank_state(self) -> dict[str, Tensor]:
         """Return this rank's ``rank_state`` of the checkpoint loaded last; empty if another world size saved it.
@@ -244,9 +284,11 @@ class Checkpointer:
     def _is_of_this_world(self, folder: Path) -> bool:
         return read_manifest(folder).world_size == self._world.world_size
 
-    def _find_needs(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, list[ByteRange]]:
+    def _find_needs(
+        self, folder: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None
+    ) -> dict[str, list[ByteRange]]:
         rank = self._world.rank if self._is_of_this_world(folder) else None
-        return find_needs(folder, model, optimizer, rank=rank)
+        return find_needs(folder, model, optimizer, rank=rank, averages=averages)
 
     def _restore(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         what = f"{folder} cannot be loaded"

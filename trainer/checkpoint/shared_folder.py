@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .config import CheckpointConfig
-from .folder import find_damage, list_steps, probe_folder, read_manifest, remove_leftovers, step_folder
+from .folder import (
+    find_damage,
+    list_steps,
+    probe_folder,
+    read_manifest,
+    remove_checkpoint,
+    remove_leftovers,
+    step_folder,
+)
 from .lock import FolderLock
 from .place import Alone, Needs, Snapshot
 from .room import check_room
@@ -69,6 +77,17 @@ class SharedFolder:
 
         shares = self._control.gather(f"{folder} cannot be verified", check)
         return folder, "; ".join(dict.fromkeys(damage for share in shares for damage in share))
+
+    def delete_after(self, step: int, *, spare: Collection[int]) -> list[int]:
+        """Delete the checkpoints of later steps but for those in ``spare``, and return their steps; a collective."""
+
+        def delete() -> list[int]:
+            gone = [later for later in list_steps(self.folder) if later > step and later not in spare]
+            for later in gone:
+                remove_checkpoint(step_folder(self.folder, later))
+            return gone
+
+        return self._control.decide(f"checkpoints cannot be deleted from {self.folder}", delete)
 
     def release(self) -> None:
         """Do nothing: nothing was brought here."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: model, optimizer and each rank's own tensors as one state dict, and how it is restored.
+"""What a checkpoint holds: model, optimizer, averaged weights and each rank's own tensors, and how it is restored.
 
 Keys are those of the bare model, whatever wraps it (DDP, ``fully_shard``, ``torch.compile``), so a checkpoint taken at
 one zero stage and world size loads at any other. Reading is not a collective: every rank reads what it holds.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
+from ..options import check_choice
 from ..parallel.precision import local_part
 from .folder import read_manifest
 from .readable import (
@@ -40,12 +41,17 @@ from .readable import (
 from .remote.download import opened_checkpoint
 from .traffic import open_reader
 
-MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
+MODEL, OPTIMIZER, RANKS, EMA = "model", "optimizer", "ranks", "ema"
 _NAMED_DIFFERENCES = 5
 
 
 def gather_state(
-    model: nn.Module, optimizer: Optimizer, *, rank: int, rank_state: Mapping[str, Tensor] | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    rank: int,
+    rank_state: Mapping[str, Tensor] | None,
+    averages: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
@@ -61,6 +67,7 @@ def gather_state(
         MODEL: pack_extra_state(get_model_state_dict(model)),
         OPTIMIZER: described,
         RANKS: {str(rank): dict(rank_state or {})},
+        **({EMA: dict(averages)} if averages else {}),
     }
 
 
@@ -87,9 +94,14 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
 
 
 def find_needs(
-    folder: Path, model: nn.Module, optimizer: Optimizer, *, rank: int | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    rank: int | None = None,
+    averages: Mapping[str, Tensor] | None = None,
 ) -> dict[str, list[ByteRange]]:
-    """Return which bytes of which files ``restore_state`` reads, and with ``rank`` those of its own tensors.
+    """Return which bytes of which files are read: by ``restore_state``, of averages and, with ``rank``, of its tensors.
 
     Only the metadata of the checkpoint is read.
 
@@ -98,7 +110,9 @@ def find_needs(
     """
     metadata = open_reader(folder).read_metadata()
     model_state, optimizer_state, _ = _describe_wanted(folder, model, optimizer, metadata)
-    plan = _plan_reading(open_reader(folder), {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)[0]
+    wanted = {MODEL: model_state, OPTIMIZER: optimizer_state}
+    found = {name: one for name, one in (averages or {}).items() if f"{EMA}.{name}" in metadata.state_dict_metadata}
+    plan = _plan_reading(open_reader(folder), wanted | ({EMA: found} if found else {}), metadata)[0]
     needs = _ranges_of(metadata, [item.storage_index for item in plan.items])
     own = {} if rank is None else find_needs_of(folder, f"{RANKS}.{rank}.")
     return {name: [*needs.get(name, ()), *own.get(name, ())] for name in {**needs, **own}}
@@ -136,6 +150,20 @@ def _describe_wanted(
     return model_state, optimizer_state, never_stepped
 
 
+def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Fill averaged weights by name from a checkpoint, whatever its sharding.
+
+    Returns the names that the checkpoint lacks, whose tensors are left alone, and those that it alone has.
+    """
+    metadata = open_reader(folder).read_metadata()
+    prefix = f"{EMA}."
+    saved = {key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)}
+    found = {name: tensor for name, tensor in averages.items() if name in saved}
+    if found:
+        read_state(folder, {EMA: found}, metadata)
+    return [name for name in averages if name not in saved], sorted(saved - set(averages))
+
+
 def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
     """Return the tensors that this rank alone put into the checkpoint, on the CPU."""
     metadata = open_reader(folder).read_metadata()
@@ -162,15 +190,18 @@ def _plan_reading(
     return planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan())), planner
 
 
-def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
+def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Literal["model", "ema"] = "model") -> None:
     """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
 
-    The checkpoint is a folder, or a URL as ``s3://bucket/run/step-100``, of which the model alone is fetched. Needs
+    With ``weights="ema"`` trained parameters are their moving averages; frozen parameters and buffers are the model's.
+    The checkpoint is a folder, or a URL as ``s3://bucket/run/step-100``, of which the weights alone are fetched. Needs
     memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
 
+
     Raises:
-        CheckpointError: the checkpoint is damaged, or safetensors is not installed.
+        CheckpointError: the checkpoint is damaged or has no averages, or safetensors is not installed.
     """
+    check_choice("weights", weights, ("model", "ema"))
     try:
         from safetensors.torch import save_file
     except ImportError as exc:
@@ -178,14 +209,22 @@ def export_safetensors(checkpoint: str | Path, path: str | Path) -> None:
             "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
         ) from exc
     path, prefix = Path(path), f"{MODEL}."
-    with opened_checkpoint(checkpoint, lambda folder: find_needs_of(folder, prefix)) as folder:
+
+    def need(folder: Path) -> dict[str, list[ByteRange]]:
+        parts = [find_needs_of(folder, key) for key in ((prefix, f"{EMA}.") if weights == "ema" else (prefix,))]
+        return {name: [one for part in parts for one in part.get(name, ())] for part in parts for name in part}
+
+    with opened_checkpoint(checkpoint, need) as folder:
         manifest = read_manifest(folder)
         metadata = open_reader(folder).read_metadata()
         keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
         tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
-        read_state(folder, {MODEL: tensors}, metadata)
+        averaged = _allocate_averages(folder, metadata, tensors) if weights == "ema" else {}
+        read_state(folder, {MODEL: {name: one for name, one in tensors.items() if name not in averaged}}, metadata)
+        if averaged:
+            read_state(folder, {EMA: averaged}, metadata)
     partial = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step)})
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
     partial.replace(path)
 
 
@@ -196,6 +235,17 @@ def estimate_bytes(model: nn.Module) -> int:
     """
     trained = sum(2 * one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
     return trained + sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+
+
+def _allocate_averages(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{EMA}."
+    names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
+    if not names or not set(names) <= set(tensors):
+        what = "averages of other parameters than the model's" if names else "no averaged weights"
+        raise CheckpointError(
+            f"weights='ema': {folder} holds {what}; train with ema.decay, or export with weights='model'"
+        )
+    return {name: tensors[name] for name in names}
 
 
 def _is_tensor(key: str, prefix: str, kind: object) -> bool:

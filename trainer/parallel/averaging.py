@@ -43,8 +43,8 @@ class PeriodicAverager:
     buffers (a batch norm's statistics) and the optimizer's floating-point state become the exact mean over the ranks,
     summed in fp32 or better, and are then bit-equal on all ranks, so a checkpoint taken there is complete; integer
     buffers and counters become the largest. Between two averages each rank has a state of its own: save and
-    evaluate within ``averaged``. ``count_sum`` hears of each sum, of so many bytes and ranks. All mutable state besides
-    theirs: whether the ranks' states are alike now.
+    evaluate within ``averaged``. ``also`` returns further tensors that are a state of the ranks. ``count_sum`` hears of
+    each sum, of so many bytes and ranks. All mutable state besides theirs: whether the ranks' states are alike now.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class PeriodicAverager:
         config: AveragingConfig,
         world: World,
         *,
+        also: Callable[[], Iterable[Tensor]] = tuple,
         count_sum: Callable[[int, int], None] | None = None,
     ) -> None:
         if isinstance(model, DistributedDataParallel | FSDPModule):
@@ -70,6 +71,7 @@ class PeriodicAverager:
         self._optimizer = optimizer
         self._config = config
         self._world = world
+        self._also = also
         self._count_sum = count_sum
         self._node_group: dist.ProcessGroup | None = None
         if config.node_every is not None:
@@ -116,7 +118,7 @@ class PeriodicAverager:
                     tensor.copy_(own)
 
     def _tensors(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers(), *_optimizer_tensors(self._optimizer)]
+        return [*self._model.parameters(), *self._model.buffers(), *_optimizer_tensors(self._optimizer), *self._also()]
 
     def close(self) -> None:
         """Leave the node's group; closing twice is allowed."""

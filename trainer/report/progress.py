@@ -16,12 +16,16 @@ from .flops import Compute
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a run has added up: updates are the steps that changed the weights, ``best`` is the best metric so far."""
+    """What a run has added up: updates are the steps that changed the weights, ``best`` is the best metric so far.
+
+    After a rewind these are the counts of the checkpoint, but for ``rewinds``.
+    """
 
     updates: int = 0
     samples: int = 0
     overflows: int = 0
     non_finite: int = 0
+    rewinds: int = 0
     best: float | None = None
     best_step: int | None = None
 

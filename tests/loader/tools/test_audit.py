@@ -59,6 +59,34 @@ def log_attempt(
         log.close()
 
 
+def test_what_was_skipped_is_neither_missing_nor_delivered_and_a_later_attempt_replaces_it(
+    tmp_path: Path, launch: Callable[..., None]
+) -> None:
+    def attempt(first: tuple[int, int, int], skipped: tuple[int, int, int], then: tuple[int, int, int]) -> None:
+        logs = [DeliveryLog(tmp_path, manifest=MANIFEST, rank=rank, world_size=2) for rank in range(2)]
+        for epoch, start, stop in (first, then):
+            for low in range(start, stop, 10):
+                for log, share in zip(logs, np.array_split(order_of(epoch)[low : low + 10], 2), strict=True):
+                    log.record(epoch, low, low + 10, share.astype(np.int64))
+            if (epoch, start, stop) == first:
+                for log in logs:
+                    log.record_skip(*skipped)
+        for log in logs:
+            log.close()
+
+    attempt((0, 0, 40), (0, 40, 60), (0, 60, 80))
+    assert [account.skipped for account in audit(tmp_path).epochs] == [20]
+    assert accounts(tmp_path) == [(0, 80, 60, 0, 0, 0)]
+    launch(1)
+    attempt((0, 30, 50), (0, 50, 90), (0, 90, 100))  # resumed before the skip, and skipping elsewhere
+    assert [account.skipped for account in audit(tmp_path).epochs] == [40]
+    assert accounts(tmp_path) == [(0, 100, 60, 0, 0, 30)]
+    launch(2)
+    attempt((0, 60, 80), (0, 80, 90), (0, 90, 100))  # resumed inside of what was skipped
+    assert [account.skipped for account in audit(tmp_path).epochs] == [20]
+    assert audit(tmp_path).is_exact
+
+
 def accounts(folder: Path) -> list[tuple[int, ...]]:
     return [(a.epoch, a.reached, a.delivered, a.missing, a.duplicated, a.replayed) for a in audit(folder).epochs]
 

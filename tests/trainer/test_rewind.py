@@ -1,0 +1,410 @@
+"""After a loss spike training goes back to the last good checkpoint and past the batches that led to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from together_cases import Line
+from torch import nn
+
+from penstock import DistributedDataLoader, audit
+from penstock.loader import pack
+from penstock.trainer import (
+    ArrayLoader,
+    DistributedTrainer,
+    Evaluation,
+    LossSpikeError,
+    TrainerConfig,
+    TrainerConfigError,
+    World,
+)
+from penstock.trainer.options import build_config
+
+GLOBAL_BATCH, ROWS = 6, 240  # 40 steps an epoch
+SPIKE = {"on_spike": "rewind", "window": 8, "threshold": 40.0, "skip_batches": 2}
+CHECKPOINT = {"every_steps": 4, "keep_last": 99}
+
+
+def arrays() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = 1.0 + 0.05 * torch.randn(ROWS, 2, generator=generator)
+    return {"x": x, "number": torch.arange(ROWS)}
+
+
+def load(world: World, **options: Any) -> ArrayLoader:
+    options = {"global_batch_size": GLOBAL_BATCH, "rank": world.rank, "world_size": world.world_size, **options}
+    return ArrayLoader(arrays(), shuffle=False, **options)
+
+
+def batches_to_rows(*batches: int) -> tuple[int, ...]:
+    """The first row of each of these global batches."""
+    return tuple(GLOBAL_BATCH * batch for batch in batches)
+
+
+@dataclass
+class Run:
+    """One run of a trainer: the first rows of its global batches by step, and what it ended with."""
+
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    state: dict[str, list[float]] = field(default_factory=dict)
+    average: dict[str, list[float]] = field(default_factory=dict)
+    error: str = ""
+    rewinds: int = 0
+
+
+def state_of(model: nn.Module) -> dict[str, list[float]]:
+    found = getattr(model, "module", model).state_dict()
+    return {name: getattr(one, "full_tensor", lambda one=one: one)().flatten().tolist() for name, one in found.items()}
+
+
+def train(
+    world: World,
+    folder: str | Path,
+    *,
+    steps: int | None,
+    bad: tuple[int, ...] = (),
+    factor: float = 1e3,
+    loader: Any = None,
+    before: Any = None,
+    fail_at: tuple[int, int] | None = None,
+    **options: Any,
+) -> Run:
+    """Train to ``steps``; in epoch 0 batches with a row in ``bad`` have a loss that is ``factor`` times as high."""
+    found = Run()
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        first = int(batch["number"].min())
+        found.steps.append((trainer.progress.step, first))
+        if (trainer.progress.step, trainer.progress.rewinds) == fail_at:
+            raise ZeroDivisionError
+        is_bad = trainer.progress.epoch == 0 and torch.isin(batch["number"], torch.tensor(bad)).any()
+        total = (model(batch["x"].float()).float() - 1.0).square().sum()
+        return total * (factor if is_bad else 1.0), len(batch["x"])
+
+    def look(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        model(batch["x"])
+        found.average = state_of(model)
+        return {"loss": (torch.tensor(1.0), 1)}
+
+    values = {
+        "steps": steps,
+        "output_dir": str(folder),
+        "precision": {"dtype": "fp32"},
+        "report": {"quiet": True, "every": 3},
+        "checkpoint": CHECKPOINT,
+        "spike": SPIKE,
+        "ema": {"decay": 0.9},
+        "evaluate": {"every": 1000},
+        **options,
+    }
+    torch.manual_seed(1)
+    with DistributedTrainer(
+        nn.Sequential(Line(), nn.Dropout(0.1), nn.Linear(2, 1)),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        load(world) if loader is None else loader,
+        build_config(TrainerConfig, values),
+        loss=loss,
+        evaluation=Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=look),
+        world=world,
+    ) as trainer:
+        if before is not None:
+            before(trainer)
+        try:
+            found.rewinds = trainer.train().rewinds
+        except (LossSpikeError, ZeroDivisionError) as exc:
+            found.error = str(exc) or type(exc).__name__
+        found.state = state_of(trainer.parallel.inner)
+        trainer.evaluate()
+    return found
+
+
+def records(folder: str | Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def notes(folder: str | Path) -> str:
+    return "\n".join(line["note"] for line in records(folder, "note"))
+
+
+def saved_steps(folder: str | Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (Path(folder) / "checkpoints").glob("step-*"))
+
+
+def rewind_and_compare(world: World, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A spike in step 14 of 20; a run made of what that should come to; one resumed after it; one broken off after it.
+
+    The last good checkpoint is of step 12; batches 12 to 14 are not trained again and 15 and 16 are skipped.
+    """
+    bad = batches_to_rows(14)
+    found = train(world, f"{folder}/found", steps=20, bad=bad, **options)
+
+    train(world, f"{folder}/expected", steps=12, bad=bad, **options)
+
+    loader = load(world)
+    moved = {"loader": loader, "before": lambda trainer: loader.skip_batches(5)}
+    expected = train(world, f"{folder}/expected", steps=20, bad=bad, **moved, **options)
+    first_part = train(world, f"{folder}/parts", steps=14, bad=bad, **options)
+    train(world, f"{folder}/parts", steps=15, bad=bad, **options)
+    parts = train(world, f"{folder}/parts", steps=20, bad=bad, **options)
+    broken = train(world, f"{folder}/broken", steps=20, bad=bad, fail_at=(12, 1), **options)
+    after = train(world, f"{folder}/broken", steps=20, bad=bad, **options)
+    return {
+        "rewinds": [found.rewinds, expected.rewinds, first_part.rewinds, parts.rewinds, after.rewinds],
+        "steps": found.steps,
+        "as expected": (found.state, found.average) == (expected.state, expected.average),
+        "resumed": (found.state, found.average) == (parts.state, parts.average),
+        "broken off": (broken.error, (found.state, found.average) == (after.state, after.average)),
+        "went on with batch": after.steps[0][1] // GLOBAL_BATCH,
+        "moved": found.state != found.average,
+        "state": found.state,
+    }
+
+
+CASES: list[dict[str, Any]] = [
+    {"parallel": {"zero": 0}, "compression": {"scheme": "powersgd", "rank": 1}},
+    {"parallel": {"zero": 3}, "precision": {"dtype": "fp16", "init_scale": 64.0, "growth_interval": 3}},
+    {"average_every": 4},
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=["zero0", "zero3", "local"])
+def test_a_rewound_run_is_one_that_jumped_over_the_batches(tmp_path: Path, options: dict[str, Any]) -> None:
+    ranks = run_ranks(rewind_and_compare, 2, str(tmp_path), options)
+    for found in ranks:
+        assert found["rewinds"] == [1, 0, 0, 1, 1]
+        assert found["as expected"]
+        assert found["resumed"] or "average_every" in options, "local SGD goes on from the mean"
+        assert found["broken off"] == ("ZeroDivisionError", True)
+        assert found["went on with batch"] == 17
+        assert found["moved"]
+    assert all(len({tuple(rank["state"]["0.line.weight"]) for rank in ranks}) == 1 for _ in ranks)
+    firsts = [GLOBAL_BATCH * batch for batch in [*range(15), *range(17, 25)]]
+    assert ranks[0]["steps"] == list(zip([*range(15), *range(12, 20)], firsts, strict=True))
+    (told,) = records(tmp_path / "found", "rewind")
+    assert (told["step"], told["to_step"], told["first_spike_step"], told["skipped_batches"]) == (15, 12, 14, 2)
+    assert "step 14: the loss" in told["why"]
+    assert saved_steps(tmp_path / "found") == [4, 8, 12, 16, 20]
+
+
+def go_on(world: World, folder: str, steps: int) -> Run:
+    return train(world, folder, steps=steps, bad=batches_to_rows(14), parallel={"zero": 2})
+
+
+def test_a_resume_on_other_ranks_knows_of_the_rewind(tmp_path: Path) -> None:
+    """Three ranks meet the spike and rewind; three, and two, go on from what they saved."""
+    before = run_ranks(go_on, 3, str(tmp_path / "three"), 16)[0]
+    shutil.copytree(tmp_path / "three", tmp_path / "two")
+    three, two = (run_ranks(go_on, ranks, str(tmp_path / name), 20)[0] for ranks, name in ((3, "three"), (2, "two")))
+    assert [run.rewinds for run in (before, three, two)] == [1, 1, 1]
+    assert three.steps == two.steps == [(step, GLOBAL_BATCH * (step + 5)) for step in range(16, 20)]
+
+
+@contextmanager
+def shards(folder: Path, world: World, **options: Any) -> Iterator[DistributedDataLoader]:
+    given = arrays()
+    samples = ({"__key__": f"{row:04d}", "x.npy": given["x"][row].numpy(), "number.cls": row} for row in range(ROWS))
+    if not (folder / "shards").exists():
+        pack(samples, str(folder / "shards"))
+    with DistributedDataLoader(
+        str(folder / "shards"),
+        global_batch_size=GLOBAL_BATCH,
+        seed=1,
+        rank=world.rank,
+        world_size=world.world_size,
+        audit_dir=folder / "audit",
+        **options,
+    ) as loader:
+        yield loader
+
+
+def rename(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {"x": torch.as_tensor(batch["x.npy"]), "number": torch.as_tensor(batch["number.cls"])}
+
+
+class Renamed:
+    """penstock's loader with the fields that the loss knows."""
+
+    def __init__(self, loader: DistributedDataLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (rename(batch) for batch in self._loader)
+
+
+def train_on_shards(world: World, folder: Path, steps: int, bad: int) -> Run:
+    with shards(folder, world, last_batch="partial") as loader:
+        return train(
+            world, folder, steps=steps, bad=(bad,), loader=Renamed(loader), spike={**SPIKE, "skip_batches": 30}
+        )
+
+
+@pytest.mark.slow
+def test_the_audit_tells_skipped_samples_from_lost_ones(world: World, tmp_path: Path) -> None:
+    """The skip passes an epoch's end, and the run is broken off and resumed after it."""
+    with shards(tmp_path, world) as loader:
+        spoiled = [int(batch["number.cls"][0]) for batch in loader][14]
+    shutil.rmtree(tmp_path / "audit")
+    train_on_shards(world, tmp_path, 13, spoiled)
+    run = train_on_shards(world, tmp_path, 26, spoiled)
+    assert run.rewinds == 1
+    train_on_shards(world, tmp_path, 60, spoiled)
+    report = audit(tmp_path / "audit")
+    assert report.is_exact
+    assert sum(account.skipped for account in report.epochs) == 30 * GLOBAL_BATCH
+    assert [account.duplicated for account in report.epochs] == [0] * len(report.epochs)
+    assert len(report.epochs) == 3
+
+
+class Plain:
+    """An iterable without a state, of which batches can only be drawn."""
+
+    def __init__(self, loader: ArrayLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self._loader)
+
+
+def test_batches_of_any_iterable_are_drawn_and_dropped(world: World, tmp_path: Path) -> None:
+    bad = batches_to_rows(14)
+    spike = {**SPIKE, "skip_batches": 28}
+    options: dict[str, Any] = {"steps": None, "epochs": 2, "bad": bad, "spike": spike}
+    drawn = train(world, tmp_path / "drawn", loader=Plain(load(world)), **options)
+    skipped = train(world, tmp_path / "skipped", **options)
+    assert drawn.rewinds == skipped.rewinds == 1
+    assert drawn.steps == skipped.steps
+    assert skipped.steps[15] == (12, GLOBAL_BATCH * 3), "28 batches after the 15th are 3 into the next epoch"
+    assert skipped.steps[-1] == (12 + 36, GLOBAL_BATCH * 39), "the run ends with the second epoch"
+    assert drawn.state == skipped.state
+
+
+@pytest.mark.slow
+def test_saves_wait_while_a_spike_is_undecided_and_checkpoints_in_it_do_not_count(world: World, tmp_path: Path) -> None:
+    """The batches of steps 10 and 11 are bad: the checkpoint of step 10 is too near, and that of 11 is put off."""
+    spike = {**SPIKE, "patience": 2, "margin": 1, "window": 8}
+    options: dict[str, Any] = {"spike": spike, "checkpoint": {"every_steps": 1, "keep_last": 3}}
+    run = train(world, tmp_path, steps=12, bad=batches_to_rows(10, 11), **options)
+    assert run.rewinds == 1
+    (told,) = records(tmp_path, "rewind")
+    assert (told["to_step"], told["first_spike_step"], told["step"]) == (9, 10, 12)
+    assert "for 2 steps in a row" in told["why"]
+    train(world, tmp_path / "stopped", steps=11, bad=batches_to_rows(10, 11), **options)
+    assert saved_steps(tmp_path / "stopped") == [9, 10, 11], "a save that ends a run does not wait"
+    resumed = train(world, tmp_path / "stopped", steps=12, bad=batches_to_rows(10, 11), **options)
+    assert [record["to_step"] for record in records(tmp_path / "stopped", "rewind")] == [9]
+    assert (resumed.rewinds, resumed.state) == (1, run.state)
+    one = train(world, tmp_path / "calm", steps=14, bad=batches_to_rows(10), **options)
+    assert one.rewinds == 0
+    assert saved_steps(tmp_path / "calm") == [12, 13, 14]
+    assert [record["step"] for record in records(tmp_path / "calm", "checkpoint")] == [*range(1, 11), 12, 13, 14]
+
+
+def test_the_schedule_goes_back_with_the_weights_or_goes_on(world: World, tmp_path: Path) -> None:
+    rates = {}
+    for policy in ("rewind", "continue"):
+        options = {
+            "schedule": {"shape": "linear"},
+            "spike": {**SPIKE, "schedule": policy},
+            "report": {"quiet": True, "every": 1},
+        }
+        train(world, tmp_path / policy, steps=16, bad=batches_to_rows(14), **options)
+        rates[policy] = [record["rate"] for record in records(tmp_path / policy, "train")]
+    assert rates["rewind"][15] == rates["rewind"][12]
+    assert rates["continue"][15] < rates["continue"][14]
+
+
+def test_after_so_many_rewinds_training_stops_in_words(world: World, tmp_path: Path) -> None:
+    spike = {**SPIKE, "max_rewinds": 2, "skip_batches": 0}
+    options: dict[str, Any] = {"spike": spike, "bad": batches_to_rows(14, 18, 22, 26)}
+    run = train(world, tmp_path, steps=30, **options)
+    assert "training was rewound 2 times already (from step 15 to 12; from step 16 to 12)" in run.error
+    assert "spike.max_rewinds=2" in run.error
+    again = train(world, tmp_path, steps=30, **options)
+    assert "rewound 2 times already" in again.error, "a restart does not begin to count anew"
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_without_a_checkpoint_it_is_said_and_training_goes_on_or_stops(
+    world: World, tmp_path: Path, policy: str
+) -> None:
+    options: dict[str, Any] = {"spike": {**SPIKE, "without_checkpoint": policy}, "checkpoint": {"every_steps": 16}}
+    run = train(world, tmp_path, steps=18, bad=batches_to_rows(14), **options)
+    told = run.error if policy == "stop" else notes(tmp_path)
+    assert "step 14: the loss" in told
+    assert "there is no checkpoint of step 13 or before to go back to" in told
+    assert len(run.steps) == (15 if policy == "stop" else 18)
+    assert run.rewinds == 0
+
+
+def test_spikes_can_be_noted_alone(world: World, tmp_path: Path) -> None:
+    run = train(world, tmp_path, steps=18, bad=batches_to_rows(14), spike={**SPIKE, "on_spike": "note"})
+    assert len(run.steps) == 18
+    assert notes(tmp_path).count("step 14: the loss") == 1
+
+
+@pytest.mark.parametrize(("on_nan", "rewinds"), [("skip", 0), ("rewind", 1)])
+def test_a_loss_that_is_not_finite_is_skipped_or_rewound_as_asked(
+    world: World, tmp_path: Path, on_nan: str, rewinds: int
+) -> None:
+    run = train(
+        world,
+        tmp_path,
+        steps=16,
+        bad=batches_to_rows(5),
+        factor=float("nan"),
+        loader=load(world, with_ids=True),
+        step={"on_nan": on_nan},
+    )
+    assert run.rewinds == rewinds
+    for record in records(tmp_path, "rewind"):
+        assert record["to_step"] == 4
+        assert "step 5: the loss is not finite" in record["why"]
+        assert "sample ids [30, 31, 32, 33, 34, 35]" in record["why"]
+
+
+def test_weights_that_are_not_finite_are_rewound_and_never_saved(world: World, tmp_path: Path) -> None:
+    def spoil(trainer: DistributedTrainer) -> None:
+        def burst(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (trainer.progress.step, trainer.progress.rewinds) == (7, 0):
+                optimizer.param_groups[0]["params"][0].data[0] = torch.inf
+
+        trainer.optimizer.register_step_post_hook(burst)
+
+    run = train(world, tmp_path, steps=12, before=spoil, step={"on_nan": "rewind"})
+    assert "step 8: the weights 0.line.weight, 0.line.weight (its average) are not finite" in notes(tmp_path)
+    assert run.rewinds == 1
+    assert [record["to_step"] for record in records(tmp_path, "rewind")] == [4]
+    assert all(value == value for values in [*run.state.values(), *run.average.values()] for value in values)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"checkpoint": {}}, r"checkpoint\.every_steps=0 keeps none"),
+        (
+            {"checkpoint": {"every_steps": 1, "keep_last": 2}, "spike": {**SPIKE, "margin": 2}},
+            r"checkpoint\.keep_last=3",
+        ),
+        ({"checkpoint": {"every_steps": 1, "folder": "s3://b/run"}}, r"in a file system only.*s3://b/run"),
+        ({"spike": {}, "step": {"on_nan": "rewind"}}, r"step\.on_nan='rewind'.*spike\.on_spike='ignore'"),
+    ],
+)
+def test_what_could_not_be_rewound_is_refused(world: World, tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(TrainerConfigError, match=told):
+        train(world, tmp_path, steps=4, **options)
