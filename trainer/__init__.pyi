@@ -2,7 +2,7 @@
 
 from .arrays import ArrayLoader as ArrayLoader
 from .checkpoint.config import CheckpointConfig as CheckpointConfig
-from .checkpoint.state import export_safetensors as export_safetensors
+from .checkpoint.export import export_safetensors as export_safetensors
 from .compression.compression import CompressionConfig as CompressionConfig
 from .config import TrainerConfig as TrainerConfig
 from .errors import CheckpointError as CheckpointError
@@ -20,6 +20,7 @@ from .errors import WorldError as WorldError
 from .evaluate import EvaluateConfig as EvaluateConfig
 from .evaluate import Evaluation as Evaluation
 from .evaluate import MetricFunction as MetricFunction
+from .loss import LossFunction as LossFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
@@ -48,7 +49,6 @@ from .report.records import TemporaryObserverError as TemporaryObserverError
 from .report.records import TrainRecord as TrainRecord
 from .report.tracing import ProfileConfig as ProfileConfig
 from .schedule import ScheduleConfig as ScheduleConfig
-from .step import LossFunction as LossFunction
 from .step import StepConfig as StepConfig
 from .trainer import DistributedTrainer as DistributedTrainer
 from .watch.spike import SpikeConfig as SpikeConfig

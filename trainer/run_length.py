@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .config import TrainerConfig
 from .errors import TrainerConfigError
 from .ranks.world import World
+from .report.progress import Progress
 
 
 def agree_on_length(
@@ -88,3 +89,13 @@ def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: Wo
             "or set the optimizer's rate for this batch size and schedule.scaling='none'"
         )
     return None if whole is None else int(whole) * config.step.accumulate
+
+
+def is_done(config: TrainerConfig, progress: Progress) -> bool:
+    """Whether training has come to its last step or epoch, or has waited long enough for a better metric."""
+    limits = (
+        (progress.step, config.steps),
+        (progress.epoch, config.epochs),
+        (progress.evaluations_without_better, config.evaluate.patience),
+    )
+    return any(limit is not None and done >= limit for done, limit in limits)

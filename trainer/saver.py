@@ -11,7 +11,8 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from .checkpoint.checkpointer import Checkpointer, export_safetensors
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.export import export_safetensors
 from .compression.compression import Compression
 from .config import TrainerConfig
 from .errors import NonFiniteLossError, TrainerConfigError

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .batches import count_rows
 from .computing import ComputeClock
-from .errors import NonFiniteLossError, TrainerConfigError
+from .errors import NonFiniteLossError
 from .finite import NonFinitePolicy
 from .gradients import Gradients
+from .loss import LossFunction, check_loss
 from .options import check_choice, check_range
 from .parallel.limits import named_if_it_fails
 from .parallel.model import ParallelModel
@@ -26,7 +26,6 @@ from .totals import Reading, StepTotals, Totals
 # fp16's loss scale starts at 2**16 and halves at each overflow; gradients that overflow even here are not finite.
 _LEAST_LOSS_SCALE = 2.0**-24
 
-LossFunction = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 Phase = Callable[[str], AbstractContextManager[Any]]
 Outcome = Literal["updated", "overflow", "non-finite", "empty"]
 
@@ -240,7 +239,7 @@ class StepRunner:
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
-            return _check_loss(self._loss(self._parallel.module, batch))
+            return check_loss(self._loss(self._parallel.module, batch))
 
     def _expect(self, count: torch.Tensor) -> float:
         known = count.clone()
@@ -300,22 +299,3 @@ class StepRunner:
         clipped = correction * (limit / (norm + 1e-6)).clamp(max=1.0)
         # Zero leaves only those weights not finite whose gradients were not: these are named.
         return torch.where(norm.isfinite(), clipped, 0.0)
-
-
-def _check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The loss function's result, if it is a sum and a count."""
-    if not (isinstance(given, tuple) and len(given) == 2):
-        raise TrainerConfigError(
-            f"the loss function returned a {type(given).__name__}; it must return two values: the sum of the losses, "
-            "and the count of samples or tokens in it"
-        )
-    total = given[0]
-    if not (isinstance(total, torch.Tensor) and total.ndim == 0 and total.requires_grad):
-        got = f"a {type(total).__name__}"
-        if isinstance(total, torch.Tensor):
-            got = f"a tensor of shape {tuple(total.shape)}{'' if total.requires_grad else ' without a gradient'}"
-        raise TrainerConfigError(
-            f"the loss function returned {got} as the sum; it must be a tensor of shape () with a gradient, such as "
-            "losses.sum()"
-        )
-    return given

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from .checkpoint.traffic import TRAFFIC
-from .compression.compression import Compression
 from .config import TrainerConfig
 from .determinism import deterministic_kernels
 from .errors import TrainerConfigError, TrainerError
 from .evaluate import Evaluation, evaluate
 from .feed import Feed
 from .guard import Guard, list_activities
+from .loss import LossFunction
 from .modes import begin_training
-from .parallel.activation import compile_model, recompute_activations
 from .parallel.materialise import Initialiser
-from .parallel.model import OptimizerFactory, ParallelModel
+from .parallel.model import OptimizerFactory
+from .parts import make_parts
 from .randomness import seed_step
 from .ranks.world import World, open_world
 from .report.console import format_times
@@ -33,11 +33,9 @@ from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
 from .report.tracing import Tracer
 from .rewinder import Rewinder
-from .run_length import agree_on_length, count_steps, effective_batch_size
+from .run_length import agree_on_length, count_steps, is_done
 from .saver import Saver
-from .schedule import Schedule
 from .shares import SpeedShares
-from .step import LossFunction, StepRunner
 from .stopwatch import DeviceClock, Stopwatch
 
 
@@ -115,40 +113,20 @@ class DistributedTrainer:
         self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
         self._recorder.flops = FlopCount(config.report, model, loss, self.world, config.precision.dtype)
         self._tracer = Tracer(config.profile, config.output_dir, self.world, self.stopwatch, self._recorder.note)
-        compile_model(model, config.compile, config.parallel, self.world, config.activation)
-        recompute_activations(model, config.activation)
-        self.parallel = ParallelModel(
-            model,
-            config.parallel,
-            config.precision,
+        parts = make_parts(
+            config,
             self.world,
-            exchange=config.averaging is None,
-            scheme=config.compression.scheme,
-            seed=config.seed,
+            self.stopwatch,
+            model,
+            optimizer,
+            loader,
+            loss=loss,
             initialise=initialise,
+            total_steps=total_steps,
+            clock=None if self._shares is None else self._shares.clock,
         )
-        self.optimizer = self.parallel.adopt_optimizer(optimizer)
-        self.schedule = Schedule(
-            config.schedule,
-            self.optimizer,
-            total_updates=total_steps or 0,
-            effective_batch_size=effective_batch_size(loader, config, self.world),
-        )
-        clock = None if self._shares is None else self._shares.clock
-        if clock is not None:
-            clock.listen(self.parallel.module)
-        self.compression = Compression(
-            self.parallel.module, self.optimizer, config.compression, self.world, clock=clock
-        )
-        self.steps = StepRunner(
-            self.parallel,
-            self.optimizer,
-            loss,
-            config=config.step,
-            precision=config.precision,
-            phase=self.stopwatch.phase,
-            clock=clock,
-        )
+        self.parallel, self.optimizer, self.schedule = parts.parallel, parts.optimizer, parts.schedule
+        self.compression, self.steps = parts.compression, parts.steps
         try:
             self._saver = Saver(
                 config,
@@ -188,7 +166,7 @@ class DistributedTrainer:
         parallel, dtype = self.config.parallel, self.config.precision.dtype
         self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
-            while not self._is_done():
+            while not is_done(self.config, self.progress):
                 self._tracer.begin_step(self.progress.step)
                 microbatches = self._fetch()
                 if not microbatches:  # the epoch is over
@@ -313,20 +291,11 @@ class DistributedTrainer:
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
         self._recorder.record("resume", {"world_size": self.world.world_size})
-        self._recorder.note(
-            f"resumed from the checkpoint of step {step}" + (", where the run was done" if self._is_done() else "")
-        )
+        done = ", where the run was done" if is_done(self.config, self.progress) else ""
+        self._recorder.note(f"resumed from the checkpoint of step {step}{done}")
 
     def _name_module(self) -> dict[str, str]:
         return self.parallel.activity()  # made after the guard
-
-    def _is_done(self) -> bool:
-        limits = (
-            (self.progress.step, self.config.steps),
-            (self.progress.epoch, self.config.epochs),
-            (self.progress.evaluations_without_better, self.config.evaluate.patience),
-        )
-        return any(limit is not None and done >= limit for done, limit in limits)
 
     def _is_multiple(self, every: int | None) -> bool:
         return bool(every) and self.progress.step % (every or 1) == 0

@@ -31,15 +31,12 @@ from .remote.bucket import Bucket
 from .shared_folder import SharedFolder
 from .state import (
     estimate_bytes,
-    export_safetensors,
     find_needs,
     gather_state,
     restore_averages,
     restore_rank_state,
     restore_state,
 )
-
-__all__ = ["CheckpointConfig", "Checkpointer", "export_safetensors"]
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
-from ..options import check_choice
 from ..parallel.precision import local_part
-from .folder import read_manifest
 from .readable import (
     expect_extra_state,
     pack_extra_state,
@@ -38,7 +36,6 @@ from .readable import (
     refuse_unreadable_values,
     unpack_extra_state,
 )
-from .remote.download import opened_checkpoint
 from .traffic import open_reader
 
 MODEL, OPTIMIZER, RANKS, EMA = "model", "optimizer", "ranks", "ema"
@@ -169,7 +166,7 @@ def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
     metadata = open_reader(folder).read_metadata()
     prefix = f"{RANKS}.{rank}."
     names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
-    tensors = {name: _allocate(metadata, prefix + name) for name in names}
+    tensors = {name: allocate(metadata, prefix + name) for name in names}
     read_state(folder, {RANKS: {str(rank): tensors}}, metadata)
     return tensors
 
@@ -190,44 +187,6 @@ def _plan_reading(
     return planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan())), planner
 
 
-def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Literal["model", "ema"] = "model") -> None:
-    """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
-
-    With ``weights="ema"`` trained parameters are their moving averages; frozen parameters and buffers are the model's.
-    The checkpoint is a folder, or a URL as ``s3://bucket/run/step-100``, of which the weights alone are fetched. Needs
-    memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
-
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or has no averages, or safetensors is not installed.
-    """
-    check_choice("weights", weights, ("model", "ema"))
-    try:
-        from safetensors.torch import save_file
-    except ImportError as exc:
-        raise CheckpointError(
-            "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
-        ) from exc
-    path, prefix = Path(path), f"{MODEL}."
-
-    def need(folder: Path) -> dict[str, list[ByteRange]]:
-        parts = [find_needs_of(folder, key) for key in ((prefix, f"{EMA}.") if weights == "ema" else (prefix,))]
-        return {name: [one for part in parts for one in part.get(name, ())] for part in parts for name in part}
-
-    with opened_checkpoint(checkpoint, need) as folder:
-        manifest = read_manifest(folder)
-        metadata = open_reader(folder).read_metadata()
-        keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
-        tensors = {key.removeprefix(prefix): _allocate(metadata, key) for key in keys}
-        averaged = _allocate_averages(folder, metadata, tensors) if weights == "ema" else {}
-        read_state(folder, {MODEL: {name: one for name, one in tensors.items() if name not in averaged}}, metadata)
-        if averaged:
-            read_state(folder, {EMA: averaged}, metadata)
-    partial = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
-    partial.replace(path)
-
-
 def estimate_bytes(model: nn.Module) -> int:
     """Estimate the bytes of a checkpoint of the whole model with an optimizer that keeps two moments.
 
@@ -237,22 +196,8 @@ def estimate_bytes(model: nn.Module) -> int:
     return trained + sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
 
 
-def _allocate_averages(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = f"{EMA}."
-    names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
-    if not names or not set(names) <= set(tensors):
-        what = "averages of other parameters than the model's" if names else "no averaged weights"
-        raise CheckpointError(
-            f"weights='ema': {folder} holds {what}; train with ema.decay, or export with weights='model'"
-        )
-    return {name: tensors[name] for name in names}
-
-
-def _is_tensor(key: str, prefix: str, kind: object) -> bool:
-    return key.startswith(prefix) and isinstance(kind, TensorStorageMetadata)
-
-
-def _allocate(metadata: Metadata, key: str) -> Tensor:
+def allocate(metadata: Metadata, key: str) -> Tensor:
+    """Return an uninitialised tensor on the CPU for one that a checkpoint holds."""
     kind = metadata.state_dict_metadata[key]
     if not isinstance(kind, TensorStorageMetadata):
         raise CheckpointError(f"{key} is not a tensor in this checkpoint; penstock did not write it")

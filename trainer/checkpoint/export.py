@@ -1,0 +1,70 @@
+"""A checkpoint's weights, or their moving averages, as one safetensors file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ...storage.store import ByteRange
+from ..errors import CheckpointError
+from ..options import check_choice
+from .folder import read_manifest
+from .remote.download import opened_checkpoint
+from .state import EMA, MODEL, allocate, find_needs_of, read_state
+from .traffic import open_reader
+
+
+def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Literal["model", "ema"] = "model") -> None:
+    """Write the model of a checkpoint to one safetensors file, unsharded, as the bare model names its tensors.
+
+    With ``weights="ema"`` trained parameters are their moving averages; frozen parameters and buffers are the model's.
+    The checkpoint is a folder, or a URL as ``s3://bucket/run/step-100``, of which the weights alone are fetched. Needs
+    memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or has no averages, or safetensors is not installed.
+    """
+    check_choice("weights", weights, ("model", "ema"))
+    try:
+        from safetensors.torch import save_file
+    except ImportError as exc:
+        raise CheckpointError(
+            "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
+        ) from exc
+    path, prefix = Path(path), f"{MODEL}."
+
+    def need(folder: Path) -> dict[str, list[ByteRange]]:
+        parts = [find_needs_of(folder, key) for key in ((prefix, f"{EMA}.") if weights == "ema" else (prefix,))]
+        return {name: [one for part in parts for one in part.get(name, ())] for part in parts for name in part}
+
+    with opened_checkpoint(checkpoint, need) as folder:
+        manifest = read_manifest(folder)
+        metadata = open_reader(folder).read_metadata()
+        keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
+        tensors = {key.removeprefix(prefix): allocate(metadata, key) for key in keys}
+        averaged = _allocate_averages(folder, metadata, tensors) if weights == "ema" else {}
+        read_state(folder, {MODEL: {name: one for name, one in tensors.items() if name not in averaged}}, metadata)
+        if averaged:
+            read_state(folder, {EMA: averaged}, metadata)
+    partial = path.with_name(f"{path.name}.tmp")
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
+    partial.replace(path)
+
+
+def _allocate_averages(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = f"{EMA}."
+    names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
+    if not names or not set(names) <= set(tensors):
+        what = "averages of other parameters than the model's" if names else "no averaged weights"
+        raise CheckpointError(
+            f"weights='ema': {folder} holds {what}; train with ema.decay, or export with weights='model'"
+        )
+    return {name: tensors[name] for name in names}
+
+
+def _is_tensor(key: str, prefix: str, kind: object) -> bool:
+    return key.startswith(prefix) and isinstance(kind, TensorStorageMetadata)

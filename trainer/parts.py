@@ -1,0 +1,85 @@
+"""What steps are made with: the model on all ranks, its optimizer, schedule and compression, and what runs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .compression.compression import Compression
+from .computing import ComputeClock
+from .config import TrainerConfig
+from .loss import LossFunction
+from .parallel.activation import compile_model, recompute_activations
+from .parallel.materialise import Initialiser
+from .parallel.model import OptimizerFactory, ParallelModel
+from .ranks.world import World
+from .run_length import effective_batch_size
+from .schedule import Schedule
+from .step import StepRunner
+from .stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of one trainer, which hold one another; each has a file of its own."""
+
+    parallel: ParallelModel
+    optimizer: Optimizer
+    schedule: Schedule
+    compression: Compression
+    steps: StepRunner
+
+
+def make_parts(
+    config: TrainerConfig,
+    world: World,
+    stopwatch: Stopwatch,
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerFactory,
+    loader: Iterable[Any],
+    *,
+    loss: LossFunction,
+    initialise: Initialiser | None,
+    total_steps: int | None,
+    clock: ComputeClock | None,
+) -> Parts:
+    """Spread the model over the ranks and make the rest around it, in the one order that works; a collective.
+
+    ``clock``, where there is one, measures what this rank computes.
+    """
+    compile_model(model, config.compile, config.parallel, world, config.activation)
+    recompute_activations(model, config.activation)
+    parallel = ParallelModel(
+        model,
+        config.parallel,
+        config.precision,
+        world,
+        exchange=config.averaging is None,
+        scheme=config.compression.scheme,
+        seed=config.seed,
+        initialise=initialise,
+    )
+    adopted = parallel.adopt_optimizer(optimizer)
+    schedule = Schedule(
+        config.schedule,
+        adopted,
+        total_updates=total_steps or 0,
+        effective_batch_size=effective_batch_size(loader, config, world),
+    )
+    if clock is not None:
+        clock.listen(parallel.module)
+    compression = Compression(parallel.module, adopted, config.compression, world, clock=clock)
+    steps = StepRunner(
+        parallel,
+        adopted,
+        loss,
+        config=config.step,
+        precision=config.precision,
+        phase=stopwatch.phase,
+        clock=clock,
+    )
+    return Parts(parallel=parallel, optimizer=adopted, schedule=schedule, compression=compression, steps=steps)
