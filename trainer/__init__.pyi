@@ -43,6 +43,7 @@ from .report.records import EvaluationRecord as EvaluationRecord
 from .report.records import NoteRecord as NoteRecord
 from .report.records import Observer as Observer
 from .report.records import ResumeRecord as ResumeRecord
+from .report.records import RewindRecord as RewindRecord
 from .report.records import StartRecord as StartRecord
 from .report.records import StepRecord as StepRecord
 from .report.records import TemporaryObserverError as TemporaryObserverError

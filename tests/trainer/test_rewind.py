@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,12 @@ from penstock import DistributedDataLoader, audit
 from penstock.loader import pack
 from penstock.trainer import (
     ArrayLoader,
+    Callbacks,
     DistributedTrainer,
     Evaluation,
     LossSpikeError,
+    NonFiniteLossError,
+    RewindRecord,
     TrainerConfig,
     TrainerConfigError,
     World,
@@ -76,6 +79,7 @@ def train(
     loader: Any = None,
     before: Any = None,
     fail_at: tuple[int, int] | None = None,
+    observers: Sequence[Callbacks] = (),
     **options: Any,
 ) -> Run:
     """Train to ``steps``; in epoch 0 batches with a row in ``bad`` have a loss that is ``factor`` times as high."""
@@ -114,6 +118,7 @@ def train(
         build_config(TrainerConfig, values),
         loss=loss,
         evaluation=Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=look),
+        observers=observers,
         world=world,
     ) as trainer:
         if before is not None:
@@ -327,6 +332,51 @@ def test_the_schedule_goes_back_with_the_weights_or_goes_on(world: World, tmp_pa
         rates[policy] = [record["rate"] for record in records(tmp_path / policy, "train")]
     assert rates["rewind"][15] == rates["rewind"][12]
     assert rates["continue"][15] < rates["continue"][14]
+
+
+class Heard(Callbacks):
+    def __init__(self) -> None:
+        self.rewinds: list[RewindRecord] = []
+
+    def on_rewind(self, record: RewindRecord) -> None:
+        self.rewinds.append(record)
+
+
+def test_observers_hear_of_a_rewind_and_a_trace_ends_with_it(world: World, tmp_path: Path) -> None:
+    heard = Heard()
+    options = {"observers": [heard], "profile": {"steps": ["13:30"]}}
+    train(world, tmp_path, steps=20, bad=batches_to_rows(14), **options)
+    (record,) = heard.rewinds
+    assert (record.step, record.to_step, record.first_spike_step, record.discarded_steps) == (15, 12, 14, 3)
+    assert (record.skipped_batches, record.rewinds) == (2, 1)
+    assert "step 14: the loss" in record.why
+    assert record.seconds > 0
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps-000013-000015-rank-0.json.gz"]
+
+
+def read_late(trainer: DistributedTrainer) -> None:
+    trainer.steps._reads_late = True  # as on CUDA
+
+
+def test_going_back_is_the_same_where_norms_are_read_late(world: World, tmp_path: Path) -> None:
+    found = [
+        train(world, tmp_path / name, steps=20, bad=batches_to_rows(14), before=before)
+        for name, before in (("early", None), ("late", read_late))
+    ]
+    assert [one.rewinds for one in found] == [1, 1]
+    assert (found[0].state, found[0].average) == (found[1].state, found[1].average)
+
+
+def test_a_spike_with_a_norm_that_is_read_late_stops_a_run_that_stops_at_nan(world: World, tmp_path: Path) -> None:
+    def before(trainer: DistributedTrainer) -> None:
+        read_late(trainer)
+        for weight in trainer.parallel.inner.parameters():
+            weight.register_hook(lambda slope: slope * torch.inf if trainer.progress.step == 14 else slope)
+
+    with pytest.raises(NonFiniteLossError, match=r"step 14: the loss was finite and the gradient of 0\.line"):
+        train(world, tmp_path, steps=20, bad=batches_to_rows(14), before=before)
+    assert saved_steps(tmp_path) == [4, 8, 12]
+    assert not records(tmp_path, "rewind")
 
 
 def test_after_so_many_rewinds_training_stops_in_words(world: World, tmp_path: Path) -> None:

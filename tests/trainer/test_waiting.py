@@ -143,7 +143,9 @@ def read_late(world: World, folder: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{"parallel": {"zero": 0}}, {"parallel": {"zero": 3}}, {"average_every": 10}], ids=str
+    "options",
+    [{"parallel": {"zero": 0}}, {"parallel": {"zero": 3}, "ema": {"decay": 0.9}}, {"average_every": 10}],
+    ids=str,
 )
 def test_all_ranks_stop_for_gradients_that_were_read_late_and_save_none_of_it(
     tmp_path: Path, options: dict[str, Any]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
 from .charts import Chart, Line, Marks, draw, percent, short
 from .run_log import Attempt, RunLog, phases_of
 from .style import STYLE
+from .summary import clock, describe_rewinds, describe_state, duration, resume_marks
 
 _PHASES = ("fetch", "forward", "backward", "reduce", "optimizer")  # of a step; others come now and then
 _MEMORY = {
@@ -36,41 +36,12 @@ def render_page(run: RunLog, *, title: str, now_s: float) -> str:
         *_phase_table(run),
         *_evaluation_table(run),
         *_attempt_table(run),
+        *_list("Rewinds after loss spikes", describe_rewinds(run)),
         *_list("Stalls, as the watchdog of each rank told them", run.stalls),
         *_notes(run),
         f"<footer>{escape(_describe_source(run, now_s))}</footer></body></html>\n",
     ]
     return "".join(parts)
-
-
-def describe_state(run: RunLog, now_s: float) -> str:
-    """In one sentence: whether the run ended, goes on, or has not begun."""
-    if not run.attempts:
-        return "The run has no records yet: nothing was trained, or the first report.every steps are not done."
-    last = run.attempts[-1]
-    total = last.start.get("total_steps")
-    of = f" of {total:,}" if isinstance(total, int) else ""
-    if last.end is not None:
-        return f"Training ended after step {last.last_step:,}{of}, at {_clock(last.ended_s)}."
-    ago = _duration(max(0.0, now_s - last.ended_s))
-    return (
-        f"At step {last.last_step:,}{of}. No end is recorded: the run goes on, or it was ended by force or an error. "
-        f"The last record is from {_clock(last.ended_s)}, {ago} before this page."
-    )
-
-
-def resume_marks(run: RunLog) -> list[tuple[int, str]]:
-    """Where each later attempt went on, with what changed: (step, words)."""
-    found = []
-    for before, after in zip(run.attempts, run.attempts[1:], strict=False):
-        if not after.start:
-            label = "went back"
-        elif before.world_size == after.world_size or before.world_size is None:
-            label = "resumed"
-        else:
-            label = f"{before.world_size}→{after.world_size} ranks"
-        found.append((after.first_step, label))
-    return found
 
 
 def _figures(run: RunLog) -> Iterable[str]:
@@ -94,8 +65,9 @@ def _figures(run: RunLog) -> Iterable[str]:
     spent_s = sum(attempt.ended_s - attempt.began_s for attempt in run.attempts)
     tiles += [("samples", short(last["samples"]))] if isinstance(last.get("samples"), int) else []
     tiles += [
-        ("time", _duration(spent_s)),
-        ("starts", str(len(run.attempts))),
+        ("time", duration(spent_s)),
+        ("starts", str(sum(attempt.rewind is None for attempt in run.attempts))),
+        *([("rewinds", str(len(rewinds)))] if (rewinds := run.of("rewind")) else []),
         ("saves", str(len(run.of("checkpoint")))),
     ]
     yield '<dl class="tiles">'
@@ -109,7 +81,8 @@ def _charts(run: RunLog) -> Iterable[str]:
     marks = Marks(resumes=resume_marks(run), saves=[record["step"] for record in run.of("checkpoint")])
     told = ["Numbers over steps; each point is the mean since the one before."]
     if marks.resumes:
-        told.append("Dashed lines: the ranks started again. Pale lines: steps that were made again after that.")
+        again = " or training went back after a loss spike" if run.of("rewind") else ""
+        told.append(f"Dashed lines: the ranks started again{again}. Pale lines: steps that were made again after that.")
     if marks.saves:
         told.append("Triangles: saves.")
     yield f'<p class="hint">{" ".join(told)}</p><section class="charts">'
@@ -214,7 +187,7 @@ def _phase_table(run: RunLog) -> Iterable[str]:
     for name, seconds in spent.items():
         bar = f'<div class="bar" style="width:{100 * seconds / most:.1f}%"></div>'
         yield f"<tr><th>{escape(name)}</th><td class='wide'>{bar}</td>"
-        yield f"<td>{escape(_duration(seconds))}</td><td>{escape(percent(seconds / whole))}</td></tr>"
+        yield f"<td>{escape(duration(seconds))}</td><td>{escape(percent(seconds / whole))}</td></tr>"
     yield "</table></section>"
 
 
@@ -223,7 +196,7 @@ def _evaluation_table(run: RunLog) -> Iterable[str]:
     if not names:
         return
     rows = [
-        [f"{record['step']:,}", *(_cell(record.get(name)) for name in names), _duration(record.get("seconds"))]
+        [f"{record['step']:,}", *(_cell(record.get(name)) for name in names), duration(record.get("seconds"))]
         for record in run.of("evaluate")[-_SHOWN_EVALUATIONS:]
     ]
     newest = f", the last {_SHOWN_EVALUATIONS}" if len(rows) == _SHOWN_EVALUATIONS else ""
@@ -236,23 +209,24 @@ def _attempt_table(run: RunLog) -> Iterable[str]:
     if not run.attempts:
         return
     rows = []
-    for number, attempt in enumerate(run.attempts, start=1):
+    ends = [*(attempt.rewind for attempt in run.attempts[1:]), None]
+    for number, (attempt, rewind) in enumerate(zip(run.attempts, ends, strict=True), start=1):
         again = max(0, attempt.last_step - int(min(attempt.repeated_from, attempt.last_step)))
         saves = [record["seconds"] for record in attempt.of("checkpoint") if isinstance(record.get("seconds"), float)]
         rows.append(
             [
                 str(number),
-                _clock(attempt.began_s),
+                clock(attempt.began_s),
                 _cell(attempt.world_size),
                 str(attempt.start.get("device", "–")),
                 f"{attempt.first_step:,} – {attempt.last_step:,}",
                 f"{again:,}",
-                f"{len(attempt.of('checkpoint'))}" + (f", longest {_duration(max(saves))}" if saves else ""),
-                _duration(attempt.ended_s - attempt.began_s),
-                "ended" if attempt.end is not None else "no end recorded",
+                f"{len(attempt.of('checkpoint'))}" + (f", longest {duration(max(saves))}" if saves else ""),
+                duration(attempt.ended_s - attempt.began_s),
+                "rewound" if rewind is not None else "ended" if attempt.end is not None else "no end recorded",
             ]
         )
-    yield "<section><h2>Starts of the ranks</h2>"
+    yield f"<section><h2>Starts of the ranks{', and rewinds' if run.of('rewind') else ''}</h2>"
     heads = ["", "began", "ranks", "device of rank 0", "steps", "made again later", "saves", "took", "end"]
     yield _table(heads, rows)
     yield "</section>"
@@ -280,7 +254,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _describe_source(run: RunLog, now_s: float) -> str:
-    told = f"Made {_clock(now_s)} from {run.path}."
+    told = f"Made {clock(now_s)} from {run.path}."
     if run.damaged_lines:
         lines = "1 line was" if run.damaged_lines == 1 else f"{run.damaged_lines:,} lines were"
         told += f" {lines} damaged and left out."
@@ -291,51 +265,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) else short(value) if isinstance(value, float) else str(value)
-
-
-def _clock(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return "an unknown time"
-
-
-def _duration(seconds: Any) -> str:
-    if not isinstance(seconds, (int, float)):
-        return "–"
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-
-
-def summarize(run: RunLog, now_s: float) -> Mapping[str, Any]:
-    """What the page tells, as plain data for programs."""
-    trained, evaluated = run.of("train"), run.of("evaluate")
-    return {
-        "state": describe_state(run, now_s),
-        "ended": bool(run.attempts) and run.attempts[-1].end is not None,
-        "step": run.last_step,
-        "attempts": [
-            {
-                "began_s": attempt.began_s,
-                "ended_s": attempt.ended_s,
-                "world_size": attempt.world_size,
-                "first_step": attempt.first_step,
-                "last_step": attempt.last_step,
-                "ended": attempt.end is not None,
-                "saves": len(attempt.of("checkpoint")),
-            }
-            for attempt in run.attempts
-        ],
-        "phase_seconds": run.phase_seconds(),
-        "train": trained[-1] if trained else None,
-        "evaluate": evaluated[-1] if evaluated else None,
-        "notes": [record.get("note") for record in run.of("note")],
-        "stalls": list(run.stalls),
-        "damaged_lines": run.damaged_lines,
-    }

@@ -29,7 +29,7 @@ from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Va
 
 logger = logging.getLogger(__name__)
 # The phases whose seconds go into a record of this kind.
-_TIMED = {"evaluate": ("evaluate", "evaluation fetch"), "checkpoint": ("checkpoint",)}
+_TIMED = {"evaluate": ("evaluate", "evaluation fetch"), "checkpoint": ("checkpoint",), "rewind": ("rewind",)}
 
 
 class Recorder:

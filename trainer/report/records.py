@@ -96,6 +96,24 @@ class CheckpointRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewindRecord(Record):
+    """Training goes back from ``step`` to ``to_step``, whose next steps have numbers that were there before."""
+
+    kind: ClassVar[str] = "rewind"
+
+    to_step: int
+    first_spike_step: int
+    discarded_steps: int
+    skipped_batches: int
+    """Global batches left out besides those of the discarded steps, which do not come again."""
+    rewinds: int
+    """How many there were with this one, counted over restarts."""
+    why: str
+    seconds: float
+    """For which training waited until the weights were restored."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoteRecord(Record):
     """A sentence for people to read."""
 
@@ -156,7 +174,8 @@ class Observer(Protocol):
     def record(self, kind: str, step: int, values: Values) -> None:
         """Record ``values`` at ``step``.
 
-        ``kind`` is "start", "resume", "train", "evaluate", "checkpoint", "note" or "end".
+        ``kind`` is "start", "resume", "train", "evaluate", "checkpoint", "rewind", "note" or "end". After a rewind
+        ``step`` is an earlier one.
         """
         ...
 
@@ -186,6 +205,9 @@ class Callbacks:
     def on_checkpoint(self, record: CheckpointRecord) -> None:
         """A checkpoint was saved."""
 
+    def on_rewind(self, record: RewindRecord) -> None:
+        """Training goes back to an earlier step, after a loss spike."""
+
     def on_note(self, record: NoteRecord) -> None:
         """There is something that people should read."""
 
@@ -198,7 +220,16 @@ class Callbacks:
 
 RECORDS: Mapping[str, type[Record]] = {
     one.kind: one
-    for one in (StartRecord, ResumeRecord, TrainRecord, EvaluationRecord, CheckpointRecord, NoteRecord, EndRecord)
+    for one in (
+        StartRecord,
+        ResumeRecord,
+        TrainRecord,
+        EvaluationRecord,
+        CheckpointRecord,
+        RewindRecord,
+        NoteRecord,
+        EndRecord,
+    )
 }
 
 

@@ -17,9 +17,11 @@ _PHASE = "seconds_"
 
 @dataclass(kw_only=True)
 class Attempt:
-    """From one start of the ranks to the next: its records, in order."""
+    """From one start of the ranks, or one rewind, to the next: its records, in order."""
 
     records: list[Mapping[str, Any]] = field(default_factory=list)
+    ranks: Mapping[str, Any] = field(default_factory=dict)
+    """What was recorded as the ranks started, where a rewind began this."""
     repeated_from: float = float("inf")
     """Steps after this one were made again by a later attempt, which resumed from an older checkpoint."""
 
@@ -29,17 +31,22 @@ class Attempt:
     @property
     def start(self) -> Mapping[str, Any]:
         """What was recorded as training began; empty in files of older releases."""
-        return next(iter(self.of("start")), {})
+        return next(iter(self.of("start")), self.ranks)
+
+    @property
+    def rewind(self) -> Mapping[str, Any] | None:
+        """The record of the rewind that began this; None where the ranks started."""
+        return self.records[0] if self.records[0]["kind"] == "rewind" else None
 
     @property
     def first_step(self) -> int:
         """The step that it went on from."""
-        begun = self.of("resume") or self.of("start") or self.records
-        return int(begun[0]["step"])
+        begun = [self.rewind] if self.rewind is not None else self.of("resume") or self.of("start") or self.records
+        return _step_after(begun[0])
 
     @property
     def last_step(self) -> int:
-        return max(int(record["step"]) for record in self.records)
+        return max(_step_after(record) for record in self.records)
 
     @property
     def world_size(self) -> int | None:
@@ -137,6 +144,8 @@ def read_run(path: Path) -> RunLog:
                     continue
                 if not attempts:
                     attempts.append(Attempt())
+                elif record["kind"] == "rewind":
+                    attempts.append(Attempt(ranks=attempts[-1].start))
                 elif _begins_anew(attempts[-1], record):
                     attempts.append(Attempt(records=_take_first_notes(attempts[-1], record)))
                 attempts[-1].records.append(record)
@@ -161,6 +170,12 @@ def _parse(line: str) -> Mapping[str, Any] | None:
     step, at = record.get("step"), record.get("time")
     is_whole = isinstance(step, int) and step >= 0 and _number(at) is not None
     return record if is_whole else None
+
+
+def _step_after(record: Mapping[str, Any]) -> int:
+    """The step that training goes on from."""
+    to_step = record.get("to_step") if record["kind"] == "rewind" else None
+    return to_step if isinstance(to_step, int) and 0 <= to_step <= record["step"] else int(record["step"])
 
 
 def _begins_anew(attempt: Attempt, record: Mapping[str, Any]) -> bool:

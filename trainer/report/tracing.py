@@ -104,6 +104,8 @@ class Tracer:
         """Called before each step, and before the fetch for it; more than once does no harm."""
         if step == self._seen or not (self._due or self._steps):
             return
+        if step < self._seen:  # training was taken back
+            self.finish()
         self._seen = step
         if self._profile is not None and self._steps is not None:
             if step < self._steps.stop:

@@ -16,8 +16,9 @@ from together_cases import add_up, make_trainer, rows
 
 from penstock.trainer import Evaluation, World
 from penstock.trainer.report.charts import Chart, Line, draw, short, thin, ticks
-from penstock.trainer.report.page import describe_state, render_page, summarize
+from penstock.trainer.report.page import render_page
 from penstock.trainer.report.run_log import RunLog, read_run
+from penstock.trainer.report.summary import describe_state, summarize
 
 NOW_S = 2000.0
 
@@ -88,6 +89,30 @@ def test_restarts_stand_with_their_ranks_and_the_steps_that_were_made_again(tmp_
     pale = [path.get("d", "").count("L") + 1 for path in loss.findall(".//path[@class='line faint']") if path.get("d")]
     assert pale == [4, 3]
     assert "Training ended after step 20 of 20" in page
+
+
+def test_a_rewind_is_marked_and_is_no_start_of_the_ranks(tmp_path: Path) -> None:
+    """Back from step 9 to 6, then killed at 10 and gone on from 8 with two ranks of four."""
+    back = {"kind": "rewind", "step": 9, "to_step": 6, "skipped_batches": 2, "why": "step 8: the loss <9> is above 4"}
+    run = write(
+        tmp_path,
+        [
+            *(start(0, 4), *steps(1, 9), {"kind": "note", "step": 9, "note": "gone"}, back, *steps(7, 10)),
+            *({"kind": "resume", "step": 8, "world_size": 2}, start(8, 2), *steps(9, 20)),
+        ],
+    )
+    spans = [(one.first_step, one.last_step, one.world_size, one.repeated_from) for one in run.attempts]
+    assert spans == [(0, 9, 4, 6), (6, 10, 4, 8), (8, 20, 2, float("inf"))]
+    assert [len(one.of("note")) for one in run.attempts] == [1, 0, 0]
+    assert summarize(run, NOW_S)["attempts"][1]["rewound_from"] == 9
+    page = page_of(run)
+    marks = charts_of(page)["Loss"].findall(".//path[@class='resume']")
+    assert len(marks) == 2
+    assert page.count(">rewound<") > 1
+    assert "4→2 ranks" in page
+    assert "step 9: back to step 6, past 2 more batches; step 8: the loss &lt;9&gt; is above 4" in page
+    assert "<dt>starts</dt><dd>2</dd>" in page
+    assert "<dt>rewinds</dt><dd>1</dd>" in page
 
 
 def test_what_a_start_notes_first_is_its_own_and_lengthens_no_start_before(tmp_path: Path) -> None:

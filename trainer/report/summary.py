@@ -1,0 +1,106 @@
+"""What a run's records come to, in sentences and as plain data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .run_log import RunLog
+
+
+def describe_state(run: RunLog, now_s: float) -> str:
+    """In one sentence: whether the run ended, goes on, or has not begun."""
+    if not run.attempts:
+        return "The run has no records yet: nothing was trained, or the first report.every steps are not done."
+    last = run.attempts[-1]
+    total = last.start.get("total_steps")
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    if last.end is not None:
+        return f"Training ended after step {last.last_step:,}{of}, at {clock(last.ended_s)}."
+    ago = duration(max(0.0, now_s - last.ended_s))
+    return (
+        f"At step {last.last_step:,}{of}. No end is recorded: the run goes on, or it was ended by force or an error. "
+        f"The last record is from {clock(last.ended_s)}, {ago} before this page."
+    )
+
+
+def resume_marks(run: RunLog) -> list[tuple[int, str]]:
+    """Where each later attempt, or a rewind, went on, with what changed: (step, words)."""
+    found = []
+    for before, after in zip(run.attempts, run.attempts[1:], strict=False):
+        if after.rewind is not None:
+            label = "rewound"
+        elif not after.start:
+            label = "went back"
+        elif before.world_size == after.world_size or before.world_size is None:
+            label = "resumed"
+        else:
+            label = f"{before.world_size}→{after.world_size} ranks"
+        found.append((after.first_step, label))
+    return found
+
+
+def describe_rewinds(run: RunLog) -> list[str]:
+    """One sentence for each time that training went back."""
+    return [
+        f"step {one['step']:,}: back to step {_count(one, 'to_step')}, past {_count(one, 'skipped_batches')} more "
+        f"batches; {one.get('why', '')}"
+        for one in run.of("rewind")
+    ]
+
+
+def summarize(run: RunLog, now_s: float) -> Mapping[str, Any]:
+    """What the page tells, as plain data for programs."""
+    trained, evaluated = run.of("train"), run.of("evaluate")
+    return {
+        "state": describe_state(run, now_s),
+        "ended": bool(run.attempts) and run.attempts[-1].end is not None,
+        "step": run.last_step,
+        "attempts": [
+            {
+                "began_s": attempt.began_s,
+                "ended_s": attempt.ended_s,
+                "world_size": attempt.world_size,
+                "first_step": attempt.first_step,
+                "last_step": attempt.last_step,
+                "ended": attempt.end is not None,
+                "saves": len(attempt.of("checkpoint")),
+                "rewound_from": None if attempt.rewind is None else attempt.rewind["step"],
+            }
+            for attempt in run.attempts
+        ],
+        "phase_seconds": run.phase_seconds(),
+        "train": trained[-1] if trained else None,
+        "evaluate": evaluated[-1] if evaluated else None,
+        "notes": [record.get("note") for record in run.of("note")],
+        "stalls": list(run.stalls),
+        "damaged_lines": run.damaged_lines,
+    }
+
+
+def clock(seconds: float) -> str:
+    """A time since 1970, in words."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "an unknown time"
+
+
+def duration(seconds: Any) -> str:
+    """Seconds in two units at most; a dash for what is no number."""
+    if not isinstance(seconds, (int, float)):
+        return "–"
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def _count(record: Mapping[str, Any], name: str) -> str:
+    found = record.get(name)
+    return f"{found:,}" if isinstance(found, int) else "?"
