@@ -178,11 +178,6 @@ class TrainerConfig:
                     "spike.on_spike='rewind' goes back to checkpoints, and checkpoint.every_steps=0 keeps none; set "
                     "checkpoint.every_steps, or spike.on_spike='note'"
                 )
-            if self.checkpoint.is_remote:
-                raise TrainerConfigError(
-                    f"spike.on_spike='rewind' deletes checkpoints, and can do so in a file system only: give a path as "
-                    f"checkpoint.folder instead of {self.checkpoint.folder!r}, or set spike.on_spike='note'"
-                )
             kept = 1 + math.ceil(self.spike.margin / self.checkpoint.every_steps)
             if self.checkpoint.keep_last < kept:
                 raise TrainerConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,10 @@ class Place(Protocol):
 
         What lies there may be reading's share alone, and is there until ``release``.
         """
+        ...
+
+    def delete_after(self, step: int, *, spare: Collection[int]) -> list[int]:
+        """Delete the checkpoints of later steps but for those in ``spare``, and return their steps."""
         ...
 
     def release(self) -> None:

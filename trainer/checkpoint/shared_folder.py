@@ -79,8 +79,6 @@ class SharedFolder:
         return folder, "; ".join(dict.fromkeys(damage for share in shares for damage in share))
 
     def delete_after(self, step: int, *, spare: Collection[int]) -> list[int]:
-        """Delete the checkpoints of later steps but for those in ``spare``, and return their steps; a collective."""
-
         def delete() -> list[int]:
             gone = [later for later in list_steps(self.folder) if later > step and later not in spare]
             for later in gone:

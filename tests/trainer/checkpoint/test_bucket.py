@@ -18,6 +18,7 @@ import torch
 from launch_ranks import run_ranks
 from safetensors.torch import load_file
 from test_checkpoint import alone, assert_same, build, fill, step_once, whole_state  # noqa: F401 - a fixture
+from test_rewind import batches_to_rows, going_back, records, train
 from together_cases import make_trainer
 
 from penstock.storage import (
@@ -135,6 +136,22 @@ def test_a_run_trains_resumes_keeps_and_exports_as_with_a_folder(
     assert list_stored(bucket) == [9, 8]
     assert keys_in(bucket) == named_keys(bucket)
     assert sorted(path.name for path in (tmp_path / "remote").iterdir()) == ["metrics.jsonl", "weights.safetensors"]
+
+
+def test_training_goes_back_after_a_loss_spike_as_in_a_folder(
+    world: World, bucket: MemoryStore, tmp_path: Path
+) -> None:
+    """The spike is found after step 14; the checkpoint of step 12 is too near to it, and goes."""
+    found = []
+    for name, folder in (("local", "checkpoints"), ("remote", bucket.url)):
+        run = train(world, tmp_path / name, steps=20, bad=batches_to_rows(14), **going_back(folder))
+        (record,) = records(tmp_path / name, "rewind")
+        assert (record["step"], record["to_step"]) == (15, 8)
+        assert any("the checkpoint of step 12 is deleted" in note for note in notes_in(tmp_path / name))
+        found.append((run.steps, run.state, run.average))
+    assert found[1] == found[0]
+    assert list_stored(bucket) == [20, 16, 12, 8, 4]
+    assert keys_in(bucket) == named_keys(bucket)
 
 
 def test_the_command_line_takes_a_url(bucket: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks
 from test_checkpoint import assert_same, build, fill, step_once, whole_state
+from test_rewind import batches_to_rows, going_back, train
 
 from penstock import open_store
 from penstock.storage import AccessDeniedError, Store
@@ -311,3 +312,33 @@ def test_ranks_without_a_shared_disk_continue_at_other_world_sizes_and_zero_stag
     with kept_in(options["endpoint"], options):
         export_safetensors(f"{url}/step-3", tmp_path / "weights.safetensors")
     assert (tmp_path / "weights.safetensors").stat().st_size > 0
+
+
+def _go_back(world: World, url: str, options: dict[str, Any], folder: str) -> Any:
+    """A run on disk; the same one on the server; and there again, broken off after the rewind and gone on with."""
+    bad = batches_to_rows(14)
+    with kept_in(options["endpoint"], options):
+        runs = []
+        for name, place in (("disk", "checkpoints"), ("found", f"{url}/found")):
+            shared = {**going_back(place), "parallel": {"zero": 3}}
+            runs.append(train(world, f"{folder}/{name}", steps=20, bad=bad, **shared))
+        shared = {**going_back(f"{url}/broken"), "parallel": {"zero": 3}}
+        broken = train(world, f"{folder}/broken", steps=20, bad=bad, fail_at=(10, 1), **shared)
+        with closing(open_store(f"{url}/broken")) as store:
+            steps = list_stored(store)
+        dist.barrier()
+        runs.append(train(world, f"{folder}/broken", steps=20, bad=bad, **shared))
+        with closing(open_store(f"{url}/found")) as store:
+            left = {info.key for info in store.list()} - {LOCK_KEY, *named_keys(store)}
+    return [(one.rewinds, one.state, one.average) for one in runs], (broken.error, steps), left
+
+
+def test_training_goes_back_to_a_checkpoint_there_and_a_restart_knows_of_it(
+    s3_url: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    for (disk, found, resumed), broken, left in run_ranks(_go_back, 2, *s3_url, str(tmp_path)):
+        assert disk[0] == 1
+        assert found == disk
+        assert resumed == disk
+        assert broken == ("ZeroDivisionError", [8, 4])
+        assert not left

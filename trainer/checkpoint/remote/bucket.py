@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from .layout import (
     read_stored,
     remove_leftovers,
     remove_replaced,
+    remove_stored,
     write_stored,
 )
 from .lock import StoreLock
@@ -120,6 +121,17 @@ class Bucket:
         shares = self._control.gather(f"{name} cannot be loaded", bring)
         assert self._staging is not None, "all ranks have one, or an error"
         return self._staging.folder, "; ".join(dict.fromkeys(damage for share in shares for damage in share[:3]))
+
+    def delete_after(self, step: int, *, spare: Collection[int]) -> list[int]:
+        @_in_words(CheckpointError)
+        def delete() -> list[int]:
+            self._confirm()
+            gone = [later for later in list_stored(self._store) if later > step and later not in spare]
+            for later in gone:
+                remove_stored(self._store, later)
+            return gone
+
+        return self._control.decide(f"checkpoints cannot be deleted from {self.name}", delete)
 
     def release(self) -> None:
         staging, self._staging = self._staging, None
