@@ -44,6 +44,9 @@ class ExportArguments:
     step: Annotated[str, tyro.conf.arg(metavar="{best,latest,N}")] = "latest"
     """Which checkpoint: that of the best metric, the newest, or the one of step N."""
 
+    weights: Annotated[Literal["model", "ema"], tyro.conf.arg(metavar="{model,ema}")] = "model"
+    """model: the weights that were trained. ema: their moving average, which a run with ema.decay keeps."""
+
     format: Annotated[Literal["safetensors", "hf"], tyro.conf.arg(metavar="{safetensors,hf}")] = "safetensors"
     """safetensors: one file, model.safetensors. hf: the layout of Hugging Face, in files of limited size with an index,
     and with the config.json that lies in RUN."""
@@ -80,6 +83,7 @@ def run(arguments: Sequence[str]) -> int:
             given.run,
             given.output,
             step=step,
+            weights=given.weights,
             format=given.format,
             dtype=given.dtype,
             max_shard_bytes=limit,

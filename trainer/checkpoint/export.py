@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError
 from ..options import check_choice
 from .folder import read_manifest
 from .remote.download import opened_checkpoint
-from .state import EMA, MODEL, allocate, find_needs_of, read_state
+from .state import EMA, MODEL, allocate, find_needs_of, list_averages, read_weights
 from .traffic import open_reader
 
 
@@ -46,24 +44,11 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
         metadata = open_reader(folder).read_metadata()
         keys = [key for key, kind in metadata.state_dict_metadata.items() if _is_tensor(key, prefix, kind)]
         tensors = {key.removeprefix(prefix): allocate(metadata, key) for key in keys}
-        averaged = _allocate_averages(folder, metadata, tensors) if weights == "ema" else {}
-        read_state(folder, {MODEL: {name: one for name, one in tensors.items() if name not in averaged}}, metadata)
-        if averaged:
-            read_state(folder, {EMA: averaged}, metadata)
+        averaged = list_averages(folder, metadata, tensors) if weights == "ema" else ()
+        read_weights(folder, tensors, metadata, frozenset(averaged))
     partial = path.with_name(f"{path.name}.tmp")
     save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
     partial.replace(path)
-
-
-def _allocate_averages(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = f"{EMA}."
-    names = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
-    if not names or not set(names) <= set(tensors):
-        what = "averages of other parameters than the model's" if names else "no averaged weights"
-        raise CheckpointError(
-            f"weights='ema': {folder} holds {what}; train with ema.decay, or export with weights='model'"
-        )
-    return {name: tensors[name] for name in names}
 
 
 def _is_tensor(key: str, prefix: str, kind: object) -> bool:

@@ -6,7 +6,7 @@ one zero stage and world size loads at any other. Reading is not a collective: e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -161,6 +161,20 @@ def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list
     return [name for name in averages if name not in saved], sorted(saved - set(averages))
 
 
+def list_averages(folder: Path, metadata: Metadata, names: Collection[str]) -> list[str]:
+    """Return the names, of the model's ``names``, whose moving averages a checkpoint holds.
+
+    Raises:
+        CheckpointError: it holds none, or others.
+    """
+    prefix = f"{EMA}."
+    found = [key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)]
+    if not found or not set(found) <= set(names):
+        what = "averages of other parameters than the model's" if found else "no averaged weights"
+        raise CheckpointError(f"weights='ema': {folder} holds {what}; train with ema.decay, or take weights='model'")
+    return found
+
+
 def restore_rank_state(folder: Path, rank: int) -> dict[str, Tensor]:
     """Return the tensors that this rank alone put into the checkpoint, on the CPU."""
     metadata = open_reader(folder).read_metadata()
@@ -176,6 +190,15 @@ def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
     reader = open_reader(folder)
     plan, planner = _plan_reading(reader, state, metadata)
     reader.read_data(plan, planner).wait()
+
+
+def read_weights(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, averaged: Collection[str]) -> None:
+    """Fill tensors by name in place from a checkpoint's model; those that are ``averaged``, from its averages."""
+    own = {name: one for name, one in tensors.items() if name not in averaged}
+    averages = {name: one for name, one in tensors.items() if name in averaged}
+    for part, found in ((MODEL, own), (EMA, averages)):
+        if found:
+            read_state(folder, {part: found}, metadata)
 
 
 def _plan_reading(

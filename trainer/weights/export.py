@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ...storage.files import sync_folder, write_whole
 from ..checkpoint.config import CheckpointConfig
 from ..checkpoint.folder import find_damage, read_manifest, seal_file
-from ..checkpoint.state import MODEL, read_state
+from ..checkpoint.state import MODEL, list_averages, read_weights
 from ..checkpoint.traffic import open_reader
 from ..errors import CheckpointError, TrainerConfigError
+from ..options import check_choice
 from .names import rename_all
-from .run_folder import Step, find_checkpoint
+from .run_folder import Step, Weights, find_checkpoint
 
 CONFIG_NAME = "config.json"
 _STEM, _SUFFIX = "model", ".safetensors"
@@ -57,6 +58,7 @@ def export_run(
     output: str | Path,
     *,
     step: Step = "latest",
+    weights: Weights = "model",
     format: Literal["safetensors", "hf"] = "safetensors",  # noqa: A002 - the word that the command line has
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -66,6 +68,7 @@ def export_run(
 ) -> Export:
     """Write the model of one checkpoint of a run into the new folder ``output``, unsharded.
 
+    With ``weights="ema"`` trained parameters are their moving averages; frozen parameters and buffers are the model's.
     "safetensors": one file, model.safetensors. "hf": the layout of Hugging Face, files of at most ``max_shard_bytes``
     and an index, and the run's config.json where it has one (in ``run``, or beside the checkpoints). Needs the memory
     of the largest file about twice, and neither ranks nor the model. ``dtype`` rounds what is floating point; tied
@@ -74,14 +77,17 @@ def export_run(
     an earlier export.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or the output exists or cannot be written.
+        CheckpointError: there is no such checkpoint, it is damaged or has no averages, or the output exists or cannot
+            be written.
     """
     given, output = str(output), Path(output).absolute()
+    check_choice("weights", weights, ("model", "ema"))
     _check_output(output, overwrite)
     folder = find_checkpoint(Path(run), step)
     number = _check_checkpoint(folder, advance)
     metadata = open_reader(folder).read_metadata()
     facts = _list_tensors(metadata)
+    averaged = frozenset(list_averages(folder, metadata, facts) if weights == "ema" else ())
     names = rename_all(facts, rename)
     if format == "safetensors":
         max_shard_bytes = 1 << 62
@@ -93,7 +99,7 @@ def export_run(
         for index, keys in enumerate(shards):
             middle = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             file = f"{_STEM}{middle}{_SUFFIX}"
-            tensors = {names[key]: one for key, one in _read(folder, metadata, keys, dtype).items()}
+            tensors = {names[key]: one for key, one in _read(folder, metadata, keys, averaged, dtype).items()}
             _save(tensors, partial / file, number)
             written = sum(tensor.nbytes for tensor in tensors.values())
             total += written
@@ -185,10 +191,12 @@ def _count(kind: TensorStorageMetadata, dtype: torch.dtype | None) -> int:
     return kind.size.numel() * (dtype if dtype is not None and found.is_floating_point else found).itemsize
 
 
-def _read(folder: Path, metadata: Metadata, keys: Sequence[str], dtype: str | None) -> dict[str, Tensor]:
+def _read(
+    folder: Path, metadata: Metadata, keys: Sequence[str], averaged: Collection[str], dtype: str | None
+) -> dict[str, Tensor]:
     facts = _list_tensors(metadata)
     tensors = {key: torch.empty(facts[key].size, dtype=facts[key].properties.dtype) for key in keys}
-    read_state(folder, {MODEL: tensors}, metadata)
+    read_weights(folder, tensors, metadata, averaged)
     if dtype is None:
         return tensors
     rounded = {key: one.to(_DTYPES[dtype]) if one.is_floating_point() else one for key, one in tensors.items()}

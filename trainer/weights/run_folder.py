@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant."""
+"""Which checkpoint of a run is meant, and which weights of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ..checkpoint.folder import EXTRA_NAME, MANIFEST_NAME, list_steps, step_fold
 from ..errors import CheckpointError
 
 Step = Literal["best", "latest"] | int
+Weights = Literal["model", "ema"]
+"""Of a checkpoint: the weights that were trained, or their moving averages."""
 
 
 def refuse_url(path: str | Path) -> None:

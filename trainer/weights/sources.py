@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..checkpoint.folder import MANIFEST_NAME, find_damage, read_manifest
-from ..checkpoint.state import MODEL, read_state
+from ..checkpoint.state import MODEL, list_averages, read_weights
 from ..checkpoint.traffic import TRAFFIC, open_reader
 from ..errors import CheckpointError
 from ..parallel.precision import local_part
 from .names import TensorFacts
-from .run_folder import Step, find_checkpoint, holds_checkpoints, refuse_url
+from .run_folder import Step, Weights, find_checkpoint, holds_checkpoints, refuse_url
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
@@ -74,7 +74,7 @@ class WeightSource(Protocol):
         ...
 
 
-def open_source(path: str, step: Step) -> WeightSource:
+def open_source(path: str, step: Step, weights: Weights = "model") -> WeightSource:
     """Find out what ``path`` is: a run or checkpoint, a safetensors file or its index, or a folder of those.
 
     Raises:
@@ -83,10 +83,12 @@ def open_source(path: str, step: Step) -> WeightSource:
     refuse_url(path)
     place = Path(path)
     if place.is_dir() and holds_checkpoints(place):
-        return CheckpointSource(find_checkpoint(place, step))
+        return CheckpointSource(find_checkpoint(place, step), weights)
     files = _find_files(place)
     if step != "latest":
         raise CheckpointError(f"{path} is no run, and step={step!r} chooses a checkpoint of one; leave it out")
+    if weights != "model":
+        raise CheckpointError(f"{path} is no run, and weights={weights!r} chooses among those of one; leave it out")
     return SafetensorsSource(path, files)
 
 
@@ -181,9 +183,10 @@ class SafetensorsSource:
 
 @dataclass
 class CheckpointSource:
-    """The model of a run's checkpoint."""
+    """The model of a run's checkpoint, of which ``weights`` may be the averages."""
 
     folder: Path
+    weights: Weights = "model"
 
     @property
     def name(self) -> str:
@@ -208,7 +211,8 @@ class CheckpointSource:
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         metadata = open_reader(self.folder).read_metadata()
-        read_state(self.folder, {MODEL: dict(targets)}, metadata)
+        averaged = list_averages(self.folder, metadata, self.describe()) if self.weights == "ema" else ()
+        read_weights(self.folder, targets, metadata, frozenset(averaged))
 
 
 @contextmanager

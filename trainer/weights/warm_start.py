@@ -13,10 +13,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from ..errors import CheckpointError, TrainerConfigError
 from ..finite import any_not_finite, name_on_all_ranks
+from ..options import check_choice
 from ..parallel.precision import local_part
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .names import Allowed, Assignment, TensorFacts, assign, check_rules
+from .run_folder import Weights
 from .sources import WeightSource, open_source
 
 _EXTRA_STATE = "_extra_state"
@@ -29,6 +31,9 @@ class WarmStartConfig:
 
     step: Literal["best", "latest"] | int = "latest"
     """Of a run: its newest checkpoint, that of its best metric, or the one of a step."""
+
+    weights: Weights = "model"
+    """Of a run: the weights that were trained, or with ema.decay their moving average."""
 
     rename: tuple[str, ...] = ()
     """Rules PATTERN=>REPLACEMENT (Python's regular expressions) that turn the source's names into the model's."""
@@ -44,6 +49,7 @@ class WarmStartConfig:
 
     def __post_init__(self) -> None:
         check_rules("warm_start.rename", self.rename)
+        check_choice("warm_start.weights", self.weights, ("model", "ema"))
         if isinstance(self.step, int) and self.step < 0:
             raise TrainerConfigError(f"warm_start.step={self.step} is no step; give 'best', 'latest' or a number")
 
@@ -86,7 +92,7 @@ def load_weights(
     what = f"init_from={path!r} cannot be loaded"
     control = ControlGroup(world)
     try:
-        sources = control.gather(what, lambda: open_source(path, config.step))
+        sources = control.gather(what, lambda: open_source(path, config.step, config.weights))
         source = sources[world.rank]
         _refuse_different(what, control.gather(what, source.fingerprint))
         damage = control.gather(what, lambda: source.find_damage(share=world.rank, shares=world.world_size))

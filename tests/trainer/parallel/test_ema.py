@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from together_cases import Line, make_trainer, overflow, rows
 from torch import nn
 
+from penstock.cli import run as run_command
 from penstock.trainer import (
     CheckpointError,
     EmaConfig,
     Evaluation,
     TrainerConfigError,
     World,
+    build_on_meta,
+    export_run,
     export_safetensors,
 )
 from penstock.trainer.parallel.ema import WeightEma
@@ -288,11 +291,46 @@ def test_the_best_checkpoint_and_the_export_are_the_averages(world: World, tmp_p
     assert [line["weights"] for line in lines if line["kind"] == "evaluate"] == ["ema"]
 
 
-def test_the_average_begins_with_the_weights_that_a_run_starts_from(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [make_net, lambda: build_on_meta(Net)], ids=["built", "meta"])
+def test_the_average_begins_with_the_weights_that_a_run_starts_from(world: World, tmp_path: Path, build: Any) -> None:
     torch.manual_seed(8)
     first = whole_state(Net())
     save_file(first, tmp_path / "first.safetensors")
     options: dict[str, Any] = {"init_from": str(tmp_path / "first.safetensors"), "ema": {"decay": 0.8}, "steps": 2}
-    with make_trainer(world, str(tmp_path), model=make_net(), checkpoint=EVERY_STEP, **options) as trainer:
+    with make_trainer(world, str(tmp_path), model=build(), checkpoint=EVERY_STEP, **options) as trainer:
         trainer.train()
     check_run(tmp_path, first, 2, EmaConfig(decay=0.8))
+
+
+def start_from_average(world: World, folder: str) -> State:
+    options: dict[str, Any] = {"init_from": folder, "warm_start": {"weights": "ema"}, "parallel": {"zero": 3}}
+    with make_trainer(world, f"{folder}/next", model=make_net(), steps=1, **options) as trainer:
+        return whole_state(trainer.parallel.inner)
+
+
+def test_another_run_starts_from_the_average_and_an_export_in_shards_holds_it(world: World, tmp_path: Path) -> None:
+    with make_trainer(world, str(tmp_path), model=make_net(), ema={"decay": 0.8}, checkpoint=EVERY_STEP) as trainer:
+        trainer.train()
+        step = trainer.progress.step
+    wanted = exported(tmp_path, step, "ema")
+    done = export_run(tmp_path, tmp_path / "out", weights="ema", format="hf", max_shard_bytes=64)
+    shards = [name for name in done.files if name.endswith(".safetensors")]
+    assert len(shards) > 1
+    assert same({name: one for file in shards for name, one in load_file(tmp_path / "out" / file).items()}, wanted)
+    assert run_command(["export", str(tmp_path), "--weights", "ema", "--output", str(tmp_path / "one")]) == 0
+    assert same(load_file(tmp_path / "one" / "model.safetensors"), wanted)
+    for found in run_ranks(start_from_average, 2, str(tmp_path)):
+        assert same(found, wanted)
+
+
+def test_a_run_without_averages_has_none_to_export_or_start_from(world: World, tmp_path: Path) -> None:
+    with make_trainer(world, str(tmp_path / "run"), model=make_net(), checkpoint=EVERY_STEP, steps=1) as trainer:
+        trainer.train()
+    export_run(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"step-1 holds no averaged weights; train with ema\.decay"):
+        export_run(tmp_path / "run", tmp_path / "none", weights="ema")
+    assert not (tmp_path / "none").exists()
+    for source, told in (("run", "holds no averaged weights"), ("out", "is no run, and weights='ema' chooses")):
+        options: dict[str, Any] = {"init_from": str(tmp_path / source), "warm_start": {"weights": "ema"}}
+        with pytest.raises(CheckpointError, match=told):
+            make_trainer(world, str(tmp_path / "next"), model=make_net(), **options)
