@@ -356,6 +356,7 @@ def test_observers_hear_of_a_rewind_and_a_trace_ends_with_it(world: World, tmp_p
     assert (record.skipped_batches, record.rewinds) == (2, 1)
     assert "step 14: the loss" in record.why
     assert record.seconds > 0
+    assert sum(one.get("seconds_rewind", 0.0) for one in records(tmp_path, "train")) == pytest.approx(record.seconds)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps-000013-000015-rank-0.json.gz"]
 
 

@@ -108,9 +108,10 @@ class Recorder:
 
     def record_steps(self, values: Values) -> None:
         """Record the steps since the last record, if there are any, with ``values`` besides their averages."""
-        window, self._window = self._window, Window(self._stopwatch)
+        window = self._window
         if not window.steps:
-            return
+            return  # the time since then belongs to the next record
+        self._window = Window(self._stopwatch)
         self.loss = window.loss
         progress = self._progress
         eta_s = (self._total_steps - progress.step) * window.seconds_per_step if self._total_steps else None
