@@ -124,9 +124,9 @@ def test_a_step_that_reads_late_makes_the_same_weights(world: World, clip_norm: 
 
 
 def test_a_norm_that_overflows_is_refused_as_such(world: World) -> None:
-    steps = make_steps(
-        world, nn.Linear(2, 1, bias=False), loss=lambda model, batch: (model(batch["x"]).sum() * 1e-9, 1)
-    )
+    line = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(line.weight, 0.1)  # so that the loss does not overflow
+    steps = make_steps(world, line, loss=lambda model, batch: (model(batch["x"]).sum() * 1e-9, 1))
     with pytest.raises(NonFiniteLossError, match="the loss is finite and the norm of the gradients overflows"):
         steps.run(0, [{"x": torch.full((1, 2), 3e38)}] * 1)
 
