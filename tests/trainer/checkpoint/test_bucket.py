@@ -43,6 +43,7 @@ from penstock.trainer.checkpoint.remote import lock as store_lock
 from penstock.trainer.checkpoint.remote import upload
 from penstock.trainer.checkpoint.remote.layout import list_stored, read_stored
 from penstock.trainer.checkpoint.remote.lock import LOCK_KEY, StoreLock
+from penstock.trainer.checkpoint.remote.staging import Staging
 
 
 @pytest.fixture
@@ -511,3 +512,26 @@ def test_the_lock_shows_that_its_holder_lives_and_survives_a_broken_connection(b
     lock.close()
     with pytest.raises(NotFoundError):
         bucket.head(LOCK_KEY)
+
+
+@pytest.mark.parametrize("call", ["mkdtemp", "open"])
+def test_a_folder_that_another_rank_tidied_away_before_it_was_locked_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    owner, tidied = (tempfile if call == "mkdtemp" else os), []
+    make = getattr(owner, call)
+
+    def make_and_lose(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        if not tidied:
+            tidied.append(made)
+            Path(made if call == "mkdtemp" else arguments[0]).rmdir()
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, make_and_lose)
+        staging = Staging()
+    assert tidied
+    assert staging.folder.is_dir()
+    staging.close()
+    assert not staging.folder.exists()

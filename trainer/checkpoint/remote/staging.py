@@ -25,11 +25,14 @@ class Staging:
         remove_dead(root)
         while True:
             self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-            self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another process had taken it for a dead one's
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if self.folder.exists():
                 break
-            os.close(self._fd)  # another process had taken it for a dead one's, just before the lock
+            os.close(self._fd)  # the same, just before the lock
 
     def close(self) -> None:
         """Delete the folder; closing twice is allowed."""
