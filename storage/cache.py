@@ -1,9 +1,9 @@
 """A cache of byte ranges on the node's disk, shared by every process and job of one user.
 
-An entry is one requested range, stored under the hash of (root, key, ETag, range); entries of a changed object are
-never found again and age out. A reader that misses takes the entry's lock, looks again, and only then fetches, so a
-node fetches once. The locks are `flock`s, which the kernel releases however a process dies. A full or failing disk
-costs speed, never the run.
+An entry is one requested range, stored under the hash of (root, key, ETag, range), which its checksum covers; entries
+of a changed object are never found again and age out. A reader that misses takes the entry's lock, looks again, and
+only then fetches, so a node fetches once. The locks are `flock`s, which the kernel releases however a process dies. A
+full or failing disk costs speed, never the run.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class CacheStore:
 
     def close(self) -> None:
         self._inner.close()
+        self._disk.close()
 
     def _name(self, key: str, byte_range: ByteRange | None, etag: str) -> str:
         span = "whole" if byte_range is None else f"{byte_range.start}-{byte_range.stop}"

@@ -2,13 +2,16 @@
 
 Layout below ``folder/uid-N/v1``::
 
-    entries/ab/<hash>   content, then a trailer: magic, length, xxh3 of the content
+    entries/ab/<hash>   content, then a trailer: magic, length, xxh3 of the content seeded with the name
     locks/<stripe>      empty files for flock; never deleted, because a deleted lock file locks nobody out
     temporary/*         entries being written, each under its writer's flock
     used                8 bytes: the approximate size of all entries; every sweep corrects it
 
 Eviction is least recently used, by the files' mtime, which a hit renews. A sweep looks at every entry but frees a tenth
 of the limit, so its cost is spread over many writes.
+
+``uid-N`` is the user's alone and held open; all names are relative to it. The seed binds an entry to its name, so that
+a file that was moved or copied to another's place is no entry.
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from pathlib import Path
 
 import xxhash
 
-from .errors import AccessDeniedError, CacheFullError
-from .files import lock_file, replacing, try_flock, write_all
+from .errors import CacheFullError
+from .files import try_flock, write_all
+from .own_folder import OwnFolder
 
 _LOG = logging.getLogger(__name__)
 _TRAILER = struct.Struct("<8sQQ")
-_MAGIC = b"penstck1"
+_MAGIC = b"penstck2"
+_OLD_MAGIC = b"penstck1"  # of entries that were not bound to their names: misses
+_ENTRIES, _LOCKS, _TEMPORARY, _USED_BYTES = "v1/entries", "v1/locks", "v1/temporary", "v1/used"
 _USED = struct.Struct("<q")
 
 STRIPES = 4096
@@ -42,6 +48,8 @@ KEEP_SHARE = 0.9
 # After a failed write, writing pauses for this long, so that a full disk is not tried again for every chunk.
 PAUSE_S = 30.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# The folder was deleted, or the cache was closed, while a thread was fetching.
+_GONE = frozenset({errno.ENOENT, errno.EBADF})
 
 
 class CacheDisk:
@@ -54,23 +62,17 @@ class CacheDisk:
         self._paused_until = 0.0
         self._warned = False
         self._lock = threading.Lock()
-        root = folder / f"uid-{os.geteuid()}"
-        self._entries = root / "v1" / "entries"
-        self._locks = root / "v1" / "locks"
-        self._temporary = root / "v1" / "temporary"
-        self._used = root / "v1" / "used"
+        self._root = OwnFolder.nowhere()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            root.mkdir(mode=0o700, exist_ok=True)
-            _check_owner(root)
-            for part in (self._entries, self._locks, self._temporary):
-                part.mkdir(parents=True, exist_ok=True)
+            self._root = OwnFolder(folder / f"uid-{os.geteuid()}")
+            for part in ("v1", _ENTRIES, _LOCKS, _TEMPORARY):
+                self._root.make(part)
             self._clean_temporary()
             self.limit_bytes = limit_bytes or self._choose_limit()
-            if not self._used.exists():
+            if not self._root.has(_USED_BYTES):
                 self.sweep(self.limit_bytes)
         except OSError as exc:
-            if exc.errno not in _FULL or not self._locks.is_dir():
+            if exc.errno not in _FULL or not self._root.has(_LOCKS):
                 raise CacheFullError(
                     f"the cache folder {folder} can't be used ({exc.strerror}); "
                     "give cache_dir= a folder that this user may write, on a disk with room, or no cache_dir"
@@ -80,17 +82,17 @@ class CacheDisk:
 
     def read(self, name: str) -> tuple[memoryview | None, bool]:
         """(content or None, whether there was a corrupt entry, which is now gone)."""
-        path = self._path(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = self._root.open(_path(name), os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return None, False
         try:
             status = os.fstat(fd)
-            data = _read_entry(fd, status.st_size)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            data, magic = _read_entry(fd, status.st_size, name) if is_ours else (None, b"")
             if data is None:
                 self.discard(name)
-                return None, True
+                return None, magic != _OLD_MAGIC
             if time.time() - status.st_mtime > RENEW_S:
                 with suppress(OSError):
                     os.utime(fd)
@@ -111,9 +113,9 @@ class CacheDisk:
                 self._write_entry(name, data)
                 self._account(size)
                 return True
-            except FileNotFoundError:
-                return False  # the folder was deleted meanwhile; the next read fetches again
             except OSError as exc:
+                if exc.errno in _GONE:
+                    return False
                 if attempt == 2 or exc.errno not in _FULL or not self._make_room(size):
                     self._pause(exc)
                     return False
@@ -121,67 +123,76 @@ class CacheDisk:
 
     def discard(self, name: str) -> None:
         """Delete an entry, if it is there."""
-        path = Path(self._path(name))
         with suppress(OSError):
-            size = path.stat().st_size
-            path.unlink()
+            size = self._root.stat(_path(name)).st_size
+            self._root.delete(_path(name))
             self._account(-size)
 
     def lock(self, name: str, *, wait_s: float = LOCK_WAIT_S) -> AbstractContextManager[bool]:
         """Hold the lock of an entry; yields False if another process held it for ``wait_s``, or if locking failed."""
-        return lock_file(self._locks / f"{int(name[:8], 16) % STRIPES:03x}", wait_s=wait_s)
+        stripe = int(name[:8], 16) % STRIPES
+        return self._root.lock(f"{_LOCKS}/{stripe:03x}", wait_s=wait_s)
 
     def sweep(self, target_bytes: int) -> int:
         """Delete the least recently used entries until at most ``target_bytes`` are left; returns the bytes freed.
 
         One process sweeps at a time; a second one returns at once.
         """
-        fd = os.open(self._locks / "sweep", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self._root.open(f"{_LOCKS}/sweep", os.O_RDWR | os.O_CREAT)
         try:
             if not try_flock(fd, 0):
                 return 0
             entries: list[tuple[float, int, str]] = []
-            for shelf in os.scandir(self._entries):
-                for entry in os.scandir(shelf.path):
-                    with suppress(FileNotFoundError):
-                        status = entry.stat()
-                        entries.append((status.st_mtime, status.st_size, entry.path))
+            with self._root.scan(_ENTRIES) as shelves:
+                for shelf in shelves:
+                    path = f"{_ENTRIES}/{shelf.name}"
+                    with self._root.scan(path) as files:
+                        for entry in files:
+                            with suppress(FileNotFoundError):
+                                status = entry.stat(follow_symlinks=False)
+                                entries.append((status.st_mtime, status.st_size, f"{path}/{entry.name}"))
             total = before = sum(size for _, size, _ in entries)
             for _, size, path in sorted(entries):
                 if total <= target_bytes:
                     break
                 with suppress(FileNotFoundError):
-                    os.unlink(path)  # noqa: PTH108 - one of maybe millions
+                    self._root.delete(path)
                 total -= size
             self._account(0, total=total)
             return before - total
         finally:
             os.close(fd)
 
+    def close(self) -> None:
+        """Let go of the folder; what a thread still reads or writes afterwards is a miss."""
+        self._root = OwnFolder.nowhere()
+
     @property
     def used_bytes(self) -> int:
         """The approximate size of all entries in bytes."""
         try:
-            return int(_USED.unpack(self._used.read_bytes())[0])
+            fd = self._root.open(_USED_BYTES, os.O_RDONLY)
+        except OSError:
+            return 0
+        try:
+            return int(_USED.unpack(os.pread(fd, _USED.size, 0))[0])
         except (OSError, struct.error):
             return 0
-
-    def _path(self, name: str) -> str:
-        return f"{self._entries}/{name[:2]}/{name}"
+        finally:
+            os.close(fd)
 
     def _write_entry(self, name: str, data: memoryview) -> None:
-        path = self._path(name)
-        with suppress(FileExistsError):
-            os.mkdir(os.path.dirname(path))  # noqa: PTH102, PTH120 - 2 microseconds, not 20
-        with replacing(path, mode=0o600, temporary_folder=self._temporary) as fd:
+        path = _path(name)
+        self._root.make(f"{_ENTRIES}/{name[:2]}")
+        with self._root.replacing(path, temporary_folder=_TEMPORARY) as fd:
             try_flock(fd, 0)  # shows that the writer is alive
             write_all(fd, data)
-            write_all(fd, _TRAILER.pack(_MAGIC, data.nbytes, xxhash.xxh3_64_intdigest(data)))
+            write_all(fd, _TRAILER.pack(_MAGIC, data.nbytes, _digest(data, name)))
 
     def _account(self, change: int, *, total: int | None = None) -> None:
         """Add to the bytes used, or set them; sweep if they exceed the limit."""
         try:
-            fd = os.open(self._used, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = self._root.open(_USED_BYTES, os.O_RDWR | os.O_CREAT)
         except OSError:
             return
         try:
@@ -219,47 +230,46 @@ class CacheDisk:
         )
 
     def _choose_limit(self) -> int:
-        space = os.statvfs(self._entries)
-        return max(1, int((space.f_bavail * space.f_frsize + self.used_bytes) * 0.9))
+        return max(1, int((self._root.free_bytes() + self.used_bytes) * 0.9))
 
     def _clean_temporary(self) -> None:
         """Delete what killed writers left: files that nobody has locked."""
-        for entry in os.scandir(self._temporary):
+        with self._root.scan(_TEMPORARY) as entries:
+            names = [entry.name for entry in entries]
+        for name in names:
             with suppress(OSError):
-                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = self._root.open(f"{_TEMPORARY}/{name}", os.O_RDONLY)
                 try:
                     if try_flock(fd, 0):
-                        Path(entry.path).unlink()
+                        self._root.delete(f"{_TEMPORARY}/{name}")
                 finally:
                     os.close(fd)
 
 
-def _check_owner(root: Path) -> None:
-    status = root.lstat()
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
-        raise AccessDeniedError(
-            f"the cache folder {root} is not this user's alone (owner {status.st_uid}, mode {mode:o}); "
-            "what others can write can't be trusted: remove it, or give another cache_dir="
-        )
+def _path(name: str) -> str:
+    return f"{_ENTRIES}/{name[:2]}/{name}"
 
 
-def _read_entry(fd: int, file_bytes: int) -> memoryview | None:
-    """The content of an entry; None if it is not what was written."""
+def _digest(data: memoryview, name: str) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed=int(name[:16], 16))
+
+
+def _read_entry(fd: int, file_bytes: int, name: str) -> tuple[memoryview | None, bytes]:
+    """The content of an entry, None if it is not what was written under this name; and the magic that was found."""
     size = file_bytes - _TRAILER.size
     if size < 0:
-        return None
+        return None, b""
     parts: list[bytes] = []
     got = 0
     while got < file_bytes:
         part = os.pread(fd, min(file_bytes - got, 1 << 30), got)
         if not part:
-            return None
+            return None, b""
         parts.append(part)
         got += len(part)
     raw = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
     magic, length, digest = _TRAILER.unpack(raw[size:])
     data = raw[:size]
-    if magic != _MAGIC or length != size or digest != xxhash.xxh3_64_intdigest(data):
-        return None
-    return data
+    if magic != _MAGIC or length != size or digest != _digest(data, name):
+        return None, magic
+    return data, magic

@@ -27,12 +27,18 @@ AnyPath = str | os.PathLike[str]
 
 @contextmanager
 def replacing(
-    path: AnyPath, *, durable: bool = False, mode: int = NEW_FILE_MODE, temporary_folder: AnyPath | None = None
+    path: AnyPath,
+    *,
+    durable: bool = False,
+    mode: int = NEW_FILE_MODE,
+    temporary_folder: AnyPath | None = None,
+    dir_fd: int | None = None,
 ) -> Iterator[int]:
     """Yield the descriptor of a new file that becomes ``path`` when the block ends, and is deleted if it raises.
 
     Readers see the old file or the new one, never a part. ``durable`` syncs the file and its folder, so that the new
     file survives a power loss. It is created beside ``path``, or in a ``temporary_folder`` on the same file system.
+    With ``dir_fd`` relative paths begin at that open folder.
 
     Raises:
         OSError: the file cannot be created, written or renamed.
@@ -40,20 +46,21 @@ def replacing(
     path = os.fspath(path)
     folder = os.path.dirname(path)  # noqa: PTH120 - on the path of every small write
     temporary = os.path.join(temporary_folder or folder, TEMPORARY_PREFIX + secrets.token_hex(8))  # noqa: PTH118
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     try:
         yield fd
         if durable:
             os.fsync(fd)
-        os.replace(temporary, path)  # noqa: PTH105 - while it is open, so that a lock on it holds until then
+        # While it is open, so that a lock on it holds until then.
+        os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)  # noqa: PTH108
+            os.unlink(temporary, dir_fd=dir_fd)
         raise
     finally:
         os.close(fd)
     if durable:
-        sync_folder(folder or ".")
+        sync_folder(folder or ".", dir_fd=dir_fd)
 
 
 def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable: bool = False) -> None:
@@ -69,9 +76,9 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         rest = rest[os.write(fd, rest[:_WRITE_BYTES]) :]
 
 
-def sync_folder(folder: AnyPath) -> None:
+def sync_folder(folder: AnyPath, *, dir_fd: int | None = None) -> None:
     """Make the names in a folder survive a power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         os.fsync(fd)
     finally:
@@ -94,14 +101,15 @@ def locked_folder(folder: AnyPath) -> Iterator[None]:
 
 
 @contextmanager
-def lock_file(path: AnyPath, *, wait_s: float) -> Iterator[bool]:
+def lock_file(path: AnyPath, *, wait_s: float, dir_fd: int | None = None) -> Iterator[bool]:
     """Hold an exclusive lock on a file, which is created if missing and never deleted.
 
     Yields False if another process or thread held the lock for ``wait_s``, or if locking is impossible: no such folder,
-    no permission, a file system without locks. The kernel releases the lock however the process ends.
+    no permission, a link in place of the file, a file system without locks. The kernel releases the lock however the
+    process ends.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
     except OSError:
         yield False
         return

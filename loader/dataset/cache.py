@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
 from ...storage import ObjectInfo
-from ...storage.files import lock_file, write_whole
+from ...storage.files import TEMPORARY_PREFIX, write_all
+from ...storage.own_folder import OwnFolder
 from ..errors import DatasetError
 from ..formats.shard import ShardFormat
 from .manifest import Manifest
@@ -21,6 +22,8 @@ from .manifest import Manifest
 _KEPT = 256
 # A suspended builder keeps its lock: after this long, another process builds as well.
 _LOCK_PATIENCE_S = 600.0
+_OURS = re.compile(rf"[0-9a-f]{{32}}(-copy)?\.(arrow|lock)|{re.escape(TEMPORARY_PREFIX)}.*")
+_SEAL_BYTES = 16
 
 
 def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -34,10 +37,10 @@ def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 class IndexCache:
-    """Manifests in a folder that belongs to this user.
+    """Manifests in a folder that belongs to this user, each sealed with a checksum of its content and its key.
 
-    Every disk failure means 'not cached', because an index can always be built again. Files are written atomically;
-    damaged ones are removed.
+    Every disk failure means 'not cached', because an index can always be built again; a folder that is not this user's
+    alone is an AccessDeniedError. Files are written atomically; damaged ones, and those of another key, are removed.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None = None) -> None:
@@ -59,51 +62,66 @@ class IndexCache:
         return digest.hexdigest()
 
     def load(self, key: str, url: str) -> Manifest | None:
-        path = self._folder / f"{key}.arrow"
         try:
-            if path.stat().st_uid != os.geteuid():
-                return None
-            data = path.read_bytes()
-            os.utime(path)
+            folder = OwnFolder(self._folder)
+            data = _read(folder, f"{key}.arrow")
         except OSError:
             return None
         try:
-            return Manifest.from_bytes(data, url, str(path))
+            if data[-_SEAL_BYTES:] != _seal(key, data[:-_SEAL_BYTES]):
+                raise DatasetError("another key's manifest, a damaged one, or one of an older penstock")
+            return Manifest.from_bytes(data[:-_SEAL_BYTES], url, str(self._folder / f"{key}.arrow"))
         except DatasetError:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            with suppress(OSError):
+                folder.delete(f"{key}.arrow")
             return None
 
     def save(self, key: str, manifest: Manifest) -> None:
-        with contextlib.suppress(OSError):
-            self._make_folder()
-            write_whole(self._folder / f"{key}.arrow", manifest.to_bytes())
-            self._prune()
+        with suppress(OSError):
+            folder, data = OwnFolder(self._folder), manifest.to_bytes()
+            with folder.replacing(f"{key}.arrow") as fd:
+                write_all(fd, data)
+                write_all(fd, _seal(key, data))
+            _prune(folder)
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Let one process of this node build what ``key`` names; if locking is impossible, each process builds."""
         try:
-            self._make_folder()
+            folder = OwnFolder(self._folder)
         except OSError:
             yield
             return
-        with lock_file(self._folder / f"{key}.lock", wait_s=_LOCK_PATIENCE_S):
+        with folder.lock(f"{key}.lock", wait_s=_LOCK_PATIENCE_S):
             yield
 
-    def _make_folder(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._folder.stat().st_uid != os.geteuid():
-            raise PermissionError(f"{self._folder} belongs to another user")
 
-    def _prune(self) -> None:
-        """Keep the most recently used manifests, and delete what killed processes left."""
-        files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in [path for path in files if path.suffix == ".arrow"][_KEPT:]:
-            path.unlink(missing_ok=True)
-        long_ago = time.time() - 86_400
-        for path in files:
-            # This includes lock files: a process that still holds one would lock a deleted name, and at worst one index
-            # is built twice.
-            if path.suffix != ".arrow" and path.stat().st_mtime < long_ago:
-                path.unlink(missing_ok=True)
+def _seal(key: str, data: bytes) -> bytes:
+    digest = xxhash.xxh3_128(key.encode())
+    digest.update(data)
+    return digest.digest()
+
+
+def _read(folder: OwnFolder, name: str) -> bytes:
+    """A file's content; its time is renewed."""
+    with os.fdopen(folder.open(name, os.O_RDONLY), "rb") as file:
+        with suppress(OSError):  # a read-only file system
+            os.utime(file.fileno())
+        return file.read()
+
+
+def _prune(folder: OwnFolder) -> None:
+    """Keep the most recently used manifests, and delete what killed processes left; other files are not touched."""
+    with folder.scan() as entries:
+        files = [
+            (entry.stat(follow_symlinks=False).st_mtime, entry.name) for entry in entries if _OURS.fullmatch(entry.name)
+        ]
+    files.sort(reverse=True)
+    for _, name in [file for file in files if file[1].endswith(".arrow")][_KEPT:]:
+        folder.delete(name)
+    long_ago = time.time() - 86_400
+    for modified, name in files:
+        # This includes lock files: a process that still holds one would lock a deleted name, and at worst one index
+        # is built twice.
+        if not name.endswith(".arrow") and modified < long_ago:
+            folder.delete(name)

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from penstock.storage import AccessDeniedError, ByteRange, CacheFullError, CacheStore, Fault, LocalStore, MemoryStore
 from penstock.storage.cache_disk import CacheDisk
@@ -29,6 +32,10 @@ def _chunk(i: int) -> ByteRange:
 
 def _entries(folder: Path) -> list[Path]:
     return [path for path in folder.glob("uid-*/v1/entries/*/*") if path.is_file()]
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -238,8 +245,49 @@ def test_a_cache_that_others_may_write_is_refused(memory: MemoryStore, tmp_path:
 def test_a_link_in_place_of_the_cache_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"uid-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(AccessDeniedError):
+    with pytest.raises(AccessDeniedError, match=r"a link to .*elsewhere.*remove the link"):
         CacheStore(memory, tmp_path, 10**9)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_link_that_takes_the_place_of_a_cache_in_use_is_not_followed(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    store.get("x", _chunk(0), etag=etag)
+    (root,) = tmp_path.glob("uid-*")
+    root.rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", tmp_path / "forged")
+    root.symlink_to(tmp_path / "forged")
+    before = _files(tmp_path / "forged")
+    assert store.get("x", _chunk(1), etag=etag) == DATA[CHUNK : 2 * CHUNK]
+    store.discard("x", _chunk(0), etag=etag or "")
+    assert _files(tmp_path / "forged") == before
+
+
+def test_entries_that_changed_places_are_misses_and_never_data(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    for i in range(4):
+        store.get("x", _chunk(i), etag=etag)
+    paths = sorted(_entries(tmp_path))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, contents[1:] + contents[:1], strict=True):
+        path.write_bytes(content)
+    for i in range(4):
+        assert store.get("x", _chunk(i), etag=etag) == DATA[i * CHUNK : (i + 1) * CHUNK]
+    assert store.counts.corrupt == 4
+    assert sorted(path.read_bytes() for path in paths) == sorted(contents)
+
+
+def test_entries_of_an_older_cache_are_misses_without_a_word(
+    memory: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    store.get("x", _chunk(0), etag=etag)
+    (entry,) = _entries(tmp_path)
+    fresh, content = entry.read_bytes(), bytes(DATA[:CHUNK])
+    entry.write_bytes(content + struct.pack("<8sQQ", b"penstck1", CHUNK, xxhash.xxh3_64_intdigest(content)))
+    assert store.get("x", _chunk(0), etag=etag) == content
+    assert (store.counts.corrupt, _gets(memory), caplog.text) == (0, 2, "")
+    assert entry.read_bytes() == fresh
 
 
 def test_a_limit_of_nothing_is_refused(memory: MemoryStore, tmp_path: Path) -> None:

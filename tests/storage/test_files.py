@@ -103,7 +103,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 ) -> None:
     write_whole(tmp_path / "x", b"old")
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -158,7 +158,7 @@ def test_a_durable_file_is_synced_before_and_its_folder_after_it_is_renamed(
         steps.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")  # noqa: PTH112
         fsync(fd)
 
-    def note_replace(source: str, target: str) -> None:
+    def note_replace(source: str, target: str, **_: object) -> None:
         steps.append("rename")
         replace(source, target)
 
@@ -225,7 +225,7 @@ def test_where_there_is_no_folder_or_no_lock_it_is_said_and_not_raised(
     with lock_file(tmp_path / "none" / "lock", wait_s=60) as locked:
         assert not locked
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)

@@ -86,11 +86,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert open_manifest(memory_store.url, cache_dir=blocked).num_samples == 51
 
 
-def test_cached_indexes_of_a_shared_folder_are_kept_apart_by_user(tmp_path: Path) -> None:
-    folder = IndexCache(tmp_path).folder
-    assert folder.name.endswith(str(os.geteuid()))
-
-
 def test_the_manifest_beside_the_data_is_used(memory_store: MemoryStore, put_shards: PutShards) -> None:
     put_shards(memory_store, 30)
     saved = open_manifest(memory_store.url)
