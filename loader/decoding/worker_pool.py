@@ -7,18 +7,15 @@ pair, so a killed worker is an error at once, and a killed parent ends its worke
 
 from __future__ import annotations
 
-import json
 import pickle
 import queue
-import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import process
 from pathlib import Path
 from typing import Any
@@ -27,27 +24,10 @@ from ..errors import ConfigError, DecodeError, WorkerError
 from . import worker_main
 from .decode import DecodeChoice, FieldDecoder
 from .row_work import RowError, RowResults, RowTask, RowWork
-from .worker_channel import Channel
 from .worker_main import Code, Done, Failed, Job, Unusable
+from .worker_process import Worker, start_process
 
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from penstock.loader.decoding.worker_main import main; main(int(sys.argv[1]))"
-)
-_HELD_BACK = (
-    signal.SIGINT,
-    signal.SIGTERM,
-)  # a worker ends when its parent says so, whatever signals the group receives
 _ENDING_S = 0.3  # for workers to exit before they are killed
-
-
-@dataclass(slots=True)
-class _Worker:
-    """One process, and the decoders that it has been sent. Used by its own thread; killed by any."""
-
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    decoders: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +55,7 @@ class WorkerPool:
         self.processes = processes
         self._decoders: dict[str, bytes] = {}
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -87,7 +67,7 @@ class WorkerPool:
         code = Code(_preparation(needs_main=self._needs_main), self._work)
         try:
             for number in range(self.processes):
-                worker = _start_process()
+                worker = start_process()
                 self._workers.append(worker)
                 # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
                 thread = threading.Thread(
@@ -155,7 +135,7 @@ class WorkerPool:
 
     # -- the threads, one per worker ------------------------------------------------------------------------------
 
-    def _feed(self, worker: _Worker, code: Code) -> None:
+    def _feed(self, worker: Worker, code: Code) -> None:
         try:
             self._greet(worker, code)
             while (job := self._jobs.get()) is not None:
@@ -166,18 +146,16 @@ class WorkerPool:
         except BaseException as exc:  # noqa: BLE001 - raised where batches are waited for
             self._fail(exc)
 
-    def _greet(self, worker: _Worker, code: Code) -> None:
+    def _greet(self, worker: Worker, code: Code) -> None:
         try:
             worker.channel.send(code)
             answer = worker.channel.receive()
         except (OSError, EOFError) as exc:
-            raise WorkerError(
-                f"worker process {worker.process.pid} {_end_of(worker)} while it started; its messages are above"
-            ) from exc
+            raise WorkerError(f"{worker.how_it_ended()} while it started; its messages are above") from exc
         if isinstance(answer, Unusable):
             raise ConfigError(_unusable(answer))
 
-    def _settle(self, worker: _Worker, job: _Submitted) -> None:
+    def _settle(self, worker: Worker, job: _Submitted) -> None:
         try:
             answer = self._ask(worker, job.task)
             if isinstance(answer, Failed):
@@ -190,7 +168,7 @@ class WorkerPool:
             raise
         job.future.set_result(None)
 
-    def _ask(self, worker: _Worker, task: RowTask) -> Done | Failed:
+    def _ask(self, worker: Worker, task: RowTask) -> Done | Failed:
         new = {name: decoder for name, decoder in task.encoded.items() if name not in worker.decoders}
         job = Job(
             epoch=task.epoch,
@@ -207,7 +185,7 @@ class WorkerPool:
         except (OSError, EOFError) as exc:
             first, last = int(task.ids.min()), int(task.ids.max())
             raise WorkerError(
-                f"worker process {worker.process.pid} {_end_of(worker)} while it worked on {len(task.ids)} samples "
+                f"{worker.how_it_ended()} while it worked on {len(task.ids)} samples "
                 f"from {first} to {last}; if memory ran out, use fewer processes= or smaller batches"
             ) from exc
         if isinstance(answer, Unusable):
@@ -219,28 +197,6 @@ class WorkerPool:
         if name not in self._decoders:
             self._decoders[name] = _pickle(f"the decoder of field {name!r}", decoder, decoder)
         return self._decoders[name]
-
-
-def _start_process() -> _Worker:
-    ours, theirs = socket.socketpair()
-    # The flags of `python` itself, so that warnings and -O are the same in the worker.
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(_module_path())]
-    # A signal that is blocked here is blocked in the child from its first instruction on.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-    try:
-        started = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    except OSError as exc:
-        ours.close()
-        raise WorkerError(f"a worker process cannot be started: {exc}; use fewer processes=, or 0") from exc
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-    return _Worker(started, Channel(ours))
-
-
-def _module_path() -> list[str]:
-    return [entry or process.ORIGINAL_DIR for entry in sys.path]  # type: ignore[attr-defined]
 
 
 def _preparation(*, needs_main: bool) -> dict[str, Any]:
@@ -305,14 +261,3 @@ def _row_error(failed: Failed) -> RowError:
     if failed.trace:
         cause.add_note(f"in a worker process:\n{failed.trace.rstrip()}")
     return RowError(failed.row, failed.step, cause)
-
-
-def _end_of(worker: _Worker) -> str:
-    """How a process ended that closed its end of the pair."""
-    try:
-        code = worker.process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return "closed its connection"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
