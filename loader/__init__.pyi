@@ -14,6 +14,7 @@ from .errors import ChecksumError as ChecksumError
 from .errors import ConfigError as ConfigError
 from .errors import DatasetError as DatasetError
 from .errors import DecodeError as DecodeError
+from .errors import ForkedLoaderError as ForkedLoaderError
 from .errors import FormatError as FormatError
 from .errors import LoaderClosedError as LoaderClosedError
 from .errors import PartitionError as PartitionError

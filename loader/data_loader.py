@@ -331,7 +331,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     def metrics(self) -> LoaderMetrics:
         """What was done so far, where the time went, and which stage limits the throughput."""
-        pipeline = self._resources.pipeline
+        pipeline = self._resources.running()
         resident, peak = (pipeline.resident_bytes, pipeline.peak_bytes) if pipeline else (0, 0)
         return self._counters.metrics(resident_bytes=resident, peak_bytes=peak)
 
@@ -341,7 +341,7 @@ class DistributedDataLoader(Generic[BatchT]):
         For example ``{"waiting_for": "chunk at byte 0 of train-3.tar", "since_s": 4.2}``. Cheap, and safe to call from
         any thread while another one iterates: a watchdog asks it why training has stopped.
         """
-        pipeline = self._resources.pipeline
+        pipeline = self._resources.running()
         return {} if pipeline is None else pipeline.activity()
 
     def close(self) -> None:

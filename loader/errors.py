@@ -58,5 +58,9 @@ class StateMismatchError(PenstockError, ValueError):
     """The state belongs to another data set, seed or order, and cannot be resumed here."""
 
 
+class ForkedLoaderError(PenstockError, RuntimeError):
+    """A loader is used in a process that was forked from the one that made it, without its threads and connections."""
+
+
 class LoaderClosedError(PenstockError, RuntimeError):
     """The loader was closed."""

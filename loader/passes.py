@@ -88,6 +88,7 @@ class Pass(Iterator[BatchT]):
 
     def __next__(self) -> BatchT:
         passes, position = self._passes, self._passes.position
+        passes.resources.check_process()
         if self._has_ended:
             raise StopIteration
         if self._number != passes.begun:

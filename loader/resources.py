@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import Any
 
 from .decoding.worker_pool import WorkerPool
-from .errors import LoaderClosedError
+from .errors import ForkedLoaderError, LoaderClosedError
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
 
 
 class Resources:
-    """Kept apart from the loader so that the loader's finalizer can hold it. ``close`` may be called by any thread."""
+    """Kept apart from the loader so that the loader's finalizer can hold it. ``close`` may be called by any thread.
+
+    All of it belongs to the process that made it. In a forked child, which has none of the threads and copies of locks
+    that they may hold, using it is an error, and closing it does nothing.
+    """
 
     def __init__(self) -> None:
         self.store: Any = None
@@ -21,16 +27,37 @@ class Resources:
         self.log: DeliveryLog | None = None
         self._is_closed = False
         self._closing = threading.RLock()
+        self._process = os.getpid()
+        _ALL.add(self)
 
     def check_open(self) -> None:
-        """Raise LoaderClosedError after ``close``."""
+        """Raise LoaderClosedError after ``close``, and ForkedLoaderError in a forked child."""
+        self.check_process()
         if self._is_closed:
             raise LoaderClosedError("the loader is closed; make a new one")
+
+    def check_process(self) -> None:
+        """Raise ForkedLoaderError in a process that was forked from the owner."""
+        if not self._is_ours:
+            raise ForkedLoaderError(
+                f"the loader was made in process {self._process}, from which this one, {os.getpid()}, was forked: its "
+                "threads and connections stayed there. Start processes with the method spawn or forkserver, and make a "
+                "loader in each"
+            )
+
+    def running(self) -> Pipeline | None:
+        """The pipeline, if there is one. Raises ForkedLoaderError."""
+        self.check_process()
+        return self.pipeline
+
+    @property
+    def _is_ours(self) -> bool:
+        return os.getpid() == self._process
 
     def stop_pipeline(self) -> None:
         """End the pipeline, if there is one, and drop what it read ahead."""
         pipeline = self.pipeline
-        if pipeline is not None:
+        if pipeline is not None and self._is_ours:
             try:
                 pipeline.close()
             except BaseException:  # an interrupt: what is closed already is passed over
@@ -52,6 +79,8 @@ class Resources:
 
     def close(self) -> None:
         """Release everything; safe at any time, and twice. Waits where another thread is closing."""
+        if not self._is_ours:
+            return
         self._is_closed = True
         with self._closing:
             if self.pipeline is not None:
@@ -63,3 +92,16 @@ class Resources:
             if self.log is not None:
                 self.log.close()
             self.workers = self.log = self.store = None
+
+
+_ALL: weakref.WeakSet[Resources] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A copy of a worker's connection that a child holds would keep the worker after the parent's death."""
+    for resources in list(_ALL):
+        if resources.workers is not None:
+            resources.workers.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

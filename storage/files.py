@@ -113,10 +113,13 @@ def lock_file(path: AnyPath, *, wait_s: float, dir_fd: int | None = None) -> Ite
     except OSError:
         yield False
         return
+    _LOCKS.add(fd)
     try:
         yield try_flock(fd, wait_s)
     finally:
-        os.close(fd)  # which releases the lock
+        if fd in _LOCKS:
+            _LOCKS.discard(fd)
+            os.close(fd)  # which releases the lock
 
 
 def try_flock(fd: int, wait_s: float) -> bool:
@@ -136,3 +139,16 @@ def try_flock(fd: int, wait_s: float) -> bool:
             return False
         time.sleep(pause_s)
         pause_s = min(_POLL_S[1], pause_s * 1.5)
+
+
+_LOCKS: set[int] = set()
+
+
+def _let_go_in_child() -> None:
+    """A lock belongs to all copies of its descriptor: a forked child's would hold it after the parent let go."""
+    while _LOCKS:
+        with suppress(OSError):
+            os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -9,7 +9,7 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BytesIO
 from typing import Any
@@ -21,6 +21,7 @@ _ALIGN = 64  # where buffers begin, so that arrays on them are aligned for any d
 _PADDING = bytes(_ALIGN)
 _MOST_PIECES = 512  # per sendmsg; the kernel accepts 1024
 _BUFFER_BYTES = 1 << 20
+LOOK_S = 1.0
 
 
 class Channel:
@@ -29,8 +30,12 @@ class Channel:
     What is received was pickled by this package in a process that it started; nothing from a data set is unpickled.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, look: Callable[[], None] | None = None) -> None:
+        """``look`` is called each second in which nothing could be sent or received; what it raises ends the wait."""
         self._socket = end
+        self._look = look
+        if look is not None:
+            end.settimeout(LOOK_S)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             end.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
@@ -49,7 +54,11 @@ class Channel:
 
     def _send_pieces(self, pieces: list[memoryview]) -> None:
         while pieces:
-            sent = self._socket.sendmsg(pieces)
+            try:
+                sent = self._socket.sendmsg(pieces)
+            except TimeoutError:
+                self._wait_on()
+                continue
             done = 0
             while done < len(pieces) and sent >= len(pieces[done]):
                 sent -= len(pieces[done])
@@ -74,12 +83,23 @@ class Channel:
         while len(left):
             try:
                 received = self._socket.recv_into(left)
+            except TimeoutError:
+                self._wait_on()
+                continue
             except OSError as exc:
                 raise EOFError(str(exc)) from exc
             if not received:
                 raise EOFError("the other end is closed")
             left = left[received:]
         return whole
+
+    def _wait_on(self) -> None:
+        if self._look is not None:
+            self._look()
+
+    def let_go(self) -> None:
+        """Close this process's copy of the end, as a forked child does; the connection goes on."""
+        self._socket.close()
 
     def close(self) -> None:
         """End the connection, even while another thread waits in ``receive``."""

@@ -98,6 +98,17 @@ class WorkerPool:
                 future.set_exception(self._error)
         return future
 
+    @property
+    def stopped(self) -> list[int]:
+        """The ids of processes that are suspended by a signal. Called by any thread."""
+        return [worker.process.pid for worker in list(self._workers) if worker.is_stopped]
+
+    def let_go(self) -> None:
+        """In a forked child: close its copies of the connections, and leave the processes to the parent."""
+        for worker in self._workers:
+            worker.channel.let_go()
+            worker.process.returncode = 0  # this process must not wait for it
+
     def close(self) -> None:
         """End all processes and threads at once, whatever they are doing."""
         self._fail(CancelledError())
@@ -151,7 +162,7 @@ class WorkerPool:
             worker.channel.send(code)
             answer = worker.channel.receive()
         except (OSError, EOFError) as exc:
-            raise WorkerError(f"{worker.how_it_ended()} while it started; its messages are above") from exc
+            raise WorkerError(f"{worker.how_it_ended(exc)} while it started; its messages are above") from exc
         if isinstance(answer, Unusable):
             raise ConfigError(_unusable(answer))
 
@@ -185,7 +196,7 @@ class WorkerPool:
         except (OSError, EOFError) as exc:
             first, last = int(task.ids.min()), int(task.ids.max())
             raise WorkerError(
-                f"{worker.how_it_ended()} while it worked on {len(task.ids)} samples "
+                f"{worker.how_it_ended(exc)} while it worked on {len(task.ids)} samples "
                 f"from {first} to {last}; if memory ran out, use fewer processes= or smaller batches"
             ) from exc
         if isinstance(answer, Unusable):

@@ -1,17 +1,18 @@
-"""One worker process as its parent sees it: how it is started, and how it ended."""
+"""One worker process as its parent sees it: how it is started, whether it is stopped, and how it ended."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from multiprocessing import process
 
 from ..errors import WorkerError
-from .worker_channel import Channel
+from .worker_channel import LOOK_S, Channel
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -19,6 +20,8 @@ _BOOTSTRAP = (
 )
 # A worker ends when its parent says so, whatever signals the group receives.
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+# A process that was stopped, as by SIGSTOP, is waited for this long: whoever did it may continue it. Work has no limit.
+STOPPED_S = 60.0
 
 
 @dataclass(slots=True)
@@ -26,12 +29,33 @@ class Worker:
     """One process, and the decoders that it has been sent. Used by its own thread; killed by any."""
 
     process: subprocess.Popen[bytes]
-    channel: Channel
+    end: InitVar[socket.socket]
+    channel: Channel = field(init=False)
     decoders: set[str] = field(default_factory=set)
+    _stopped_s: float = 0.0
 
-    def how_it_ended(self) -> str:
-        """How a process ended that closed its end of the pair: "worker process 4711 was killed by SIGKILL"."""
+    def __post_init__(self, end: socket.socket) -> None:
+        self.channel = Channel(end, self._look)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is suspended by a signal, and will do nothing until it is continued."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False
+
+    def _look(self) -> None:
+        """Called by its thread each second that it waits. Raises TimeoutError. A pause of this program counts nothing."""
+        self._stopped_s = self._stopped_s + LOOK_S if self.is_stopped else 0.0
+        if self._stopped_s >= STOPPED_S:
+            raise TimeoutError
+
+    def how_it_ended(self, cause: Exception) -> str:
+        """Why it does not answer: "worker process 4711 was killed by SIGKILL"."""
         named = f"worker process {self.process.pid}"
+        if isinstance(cause, TimeoutError):
+            return f"{named} has been stopped for {STOPPED_S:.0f} s, as by SIGSTOP, and nobody continued it,"
         try:
             code = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -57,7 +81,7 @@ def start_process() -> Worker:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    return Worker(started, Channel(ours))
+    return Worker(started, ours)
 
 
 def _module_path() -> list[str]:

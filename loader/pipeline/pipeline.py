@@ -120,6 +120,10 @@ class Pipeline:
             item, since = finishing
             shown = ", ".join(map(str, item.ids[:_SHOWN_IDS])) + (", ..." if len(item.ids) > _SHOWN_IDS else "")
             what = f"decoding and transforming samples {shown} of epoch {item.epoch}"
+            stopped = [] if self._maker.workers is None else self._maker.workers.stopped
+            if stopped:
+                pids = " ".join(map(str, stopped))
+                what += f"; stopped worker processes, which `kill -CONT {pids}` continues: {pids}"
             return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
         missing, waited_s = self._reader.list_missing()
         if len(self._out) or not missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder
+from penstock.loader.decoding import worker_process
 from penstock.loader.errors import ConfigError, DecodeError, LoaderClosedError, WorkerError
 
 SIZES = [37, 5, 80, 1, 64]
@@ -109,6 +111,46 @@ def test_images_decoded_by_processes_are_those_of_threads(images):
     for one, other in zip(batches(), batches(processes=2), strict=True):
         assert one["jpg"].shape == (4, 3, 24, 24)
         assert_equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_named_while_it_is_waited_for_and_then_an_error(tars, monkeypatch):
+    monkeypatch.setattr(worker_process, "STOPPED_S", 3.0)
+    with DistributedDataLoader(tars, batch_size=16, transform=row_functions.rest_a_moment, processes=2) as loader:
+        batches = iter(loader)
+        next(batches)
+        for worker in children():
+            os.kill(worker, signal.SIGSTOP)
+        told: list[str] = []
+        watched, has_ended = re.compile(r"samples \d.*; stopped worker processes, .*kill -CONT \d+"), threading.Event()
+
+        def watch() -> None:
+            while not has_ended.wait(0.05):
+                told.append(loader.activity().get("waiting_for", ""))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with pytest.raises(WorkerError, match=r"process \d+ has been stopped for 3 s.* on \d+ samples from \d"):
+                list(batches)
+        finally:
+            has_ended.set()
+            watcher.join()
+    assert any(map(watched.search, told))
+    assert children() == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_and_continued_loses_nothing(tars, monkeypatch):
+    monkeypatch.setattr(worker_process, "STOPPED_S", 60.0)
+    with DistributedDataLoader(tars, batch_size=16, transform=row_functions.rest_a_moment, processes=2) as loader:
+        batches = iter(loader)
+        count = len([next(batches)])
+        workers = children()
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        threading.Timer(3.0, lambda: [os.kill(worker, signal.SIGCONT) for worker in workers]).start()
+        assert count + len(list(batches)) == len(loader)
 
 
 def test_processes_do_not_import_torch_and_outlive_a_move(tars):
