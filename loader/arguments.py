@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from os import PathLike
 from typing import Literal, get_args
 
@@ -50,23 +51,25 @@ def make_share(
     return Share(rank, world_size, global_batch_size, pad=pad)
 
 
-def check_names(manifest: Manifest, columns: list[str] | None, decode: DecodeChoice) -> None:
-    """Refuse fields that the data set does not have, and decoders that would never be called.
+def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: DecodeChoice) -> list[str] | None:
+    """The ``columns``. Refuses fields that the data set does not have, and decoders that would never be called.
 
     Raises:
         ConfigError: names the fields, and those that there are.
     """
     fields = [*manifest.fields, *([KEY_COLUMN] if manifest.format in _WITH_KEYS else [])]
-    if columns is not None:
-        unknown = [name for name in columns if name not in fields]
+    names = None if columns is None else list(columns)
+    if names is not None:
+        unknown = [name for name in names if name not in fields]
         if KEY_COLUMN in unknown:
             raise ConfigError(
-                f"columns={columns}: only samples of tar shards have a {KEY_COLUMN!r}, and this data set is "
+                f"columns={names}: only samples of tar shards have a {KEY_COLUMN!r}, and this data set is "
                 f"{manifest.format}; leave it out (with_ids=True adds sample ids). Its columns are {sorted(fields)}"
             )
-        if unknown or not columns:
-            raise ConfigError(f"columns={columns}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
+        if unknown or not names:
+            raise ConfigError(f"columns={names}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
     check_choice(decode, fields, [name for name in fields if _is_value(manifest, name)])
+    return names
 
 
 def _is_value(manifest: Manifest, name: str) -> bool:

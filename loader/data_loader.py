@@ -27,6 +27,7 @@ from .dataset.manifest import Manifest
 from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders
+from .decoding.first_values import ImageFields
 from .decoding.row_work import RowWork, Sample
 from .decoding.worker_pool import WorkerPool
 from .foreign_arguments import refuse_foreign
@@ -165,8 +166,7 @@ class DistributedDataLoader(Generic[BatchT]):
             global_batch_size=self._share.global_batch_size,
             last_batch=last_batch,
         )
-        names = None if columns is None else list(columns)
-        check_names(self._manifest, names, decode)
+        names = check_names(self._manifest, columns, decode)
         self._counters = Counters()
         store = self._resources.store = open_store(
             self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
@@ -182,6 +182,7 @@ class DistributedDataLoader(Generic[BatchT]):
         )
         shard_format = make_format(self._manifest.format, self._manifest.config)
         chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
+        decoders.are_images = ImageFields(chunks)
         self._quarantine = Quarantine(chunks, max_bad_chunks)
         self._look = Look(
             chunks.apart(names), batch_options, decoders, max_bad_chunks, decode_threads, cuda, self._resources
@@ -341,8 +342,7 @@ class DistributedDataLoader(Generic[BatchT]):
         For example ``{"waiting_for": "chunk at byte 0 of train-3.tar", "since_s": 4.2}``. Cheap, and safe to call from
         any thread while another one iterates: a watchdog asks it why training has stopped.
         """
-        pipeline = self._resources.running()
-        return {} if pipeline is None else pipeline.activity()
+        return self._resources.activity()
 
     def close(self) -> None:
         """Stop all threads and processes, and close the store; the loader cannot be used again.

@@ -50,6 +50,11 @@ class Resources:
         self.check_process()
         return self.pipeline
 
+    def activity(self) -> dict[str, Any]:
+        """What the next batch is waiting for; see ``Pipeline.activity``. Raises ForkedLoaderError."""
+        pipeline = self.running()
+        return {} if pipeline is None else pipeline.activity()
+
     @property
     def _is_ours(self) -> bool:
         return os.getpid() == self._process

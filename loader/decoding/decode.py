@@ -13,7 +13,6 @@ import numpy as np
 
 from ..columns import AnyArray, BytesColumn
 from ..errors import ConfigError, DecodeError
-from .image_kind import image_kind
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -124,11 +123,15 @@ def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
 def _auto(field: str) -> FieldDecoder | None:
     extension = field.lower().rsplit(".", 1)[-1]
     if extension in _IMAGE_EXTENSIONS:
-        from .images import ImageDecoder  # OpenCV and simplejpeg are needed only for images
-
-        return _Named(field, ImageDecoder())
+        return _image_decoder(field)
     reader = _READERS.get(extension)
     return None if reader is None else _Calling(field, reader)
+
+
+def _image_decoder(field: str) -> FieldDecoder:
+    from .images import ImageDecoder  # OpenCV and simplejpeg are needed only for images
+
+    return _Named(field, ImageDecoder())
 
 
 def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | None) -> FieldDecoder | None:
@@ -255,6 +258,9 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
+    ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
+    the values that happen to come first.
+
     Raises:
         ConfigError: ``choice`` is none of what ``field_decoder`` takes.
     """
@@ -264,11 +270,13 @@ class FieldDecoders:
             _require_mapping(choice)
         self.choice = choice
         self.settled: dict[str, FieldDecoder | None] = {}
+        self.are_images: Callable[[str], bool] = lambda name: False
 
     def copy(self) -> FieldDecoders:
         """Decoders that begin with what is settled here; what they settle later does not come back."""
         copied = FieldDecoders(self.choice)
         copied.settled.update(self.settled)
+        copied.are_images = self.are_images
         return copied
 
     def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
@@ -281,8 +289,8 @@ class FieldDecoders:
         if column.text and not named:
             return None
         decoder = field_decoder(name, self.choice)
-        if decoder is None and not named and self.choice is not None and _looks_like_image(column):
-            return field_decoder("jpg", "auto")
+        if decoder is None and not named and self.choice is not None and self.are_images(name):
+            return _image_decoder(name)
         return decoder
 
     def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
@@ -292,12 +300,3 @@ class FieldDecoders:
         """
         wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
         return np.dtype(np.int64) if wide else values.dtype
-
-
-def _looks_like_image(column: BytesColumn) -> bool:
-    """Whether a field whose name says nothing holds images, judging by its first value."""
-    present = np.flatnonzero(column.starts >= 0)
-    if not len(present):
-        return False
-    first = present[0]
-    return image_kind(column.buffer[column.starts[first] : column.stops[first]]) is not None

@@ -46,7 +46,7 @@ class Worker:
             return False
 
     def _look(self) -> None:
-        """Called by its thread each second that it waits. Raises TimeoutError. A pause of this program counts nothing."""
+        """Called by its thread each second that it waits; raises TimeoutError. A pause of this program adds none."""
         self._stopped_s = self._stopped_s + LOOK_S if self.is_stopped else 0.0
         if self._stopped_s >= STOPPED_S:
             raise TimeoutError
