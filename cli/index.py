@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..loader.dataset.build import INDEX_THREADS, StaleManifestWarning
 from ..loader.dataset.index import open_manifest, read_saved_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
 from ..loader.dataset.source import absolute_urls, resolve_split
 from ..loader.errors import ConfigError
-from ..loader.reading.checksum import READ_THREADS, sum_chunks
+from ..loader.reading.checksum import READ_THREADS, lacks_parts, sum_chunks
 from ..storage import PenstockError, open_store
 from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
@@ -30,8 +30,8 @@ class IndexArguments(SourceArguments):
     no_write: Flag = False
     """Do not write the manifest (penstock-manifest.arrow), only report."""
 
-    checksums: Flag = False
-    """Read all data and store a checksum for each chunk, which loaders then verify; kept up once stored."""
+    no_checksums: Flag = False
+    """Do not read all data to store checksums of it, which loaders compare; damage may then go unnoticed."""
 
     rebuild: Flag = False
     """Index every shard again, ignoring the existing manifest."""
@@ -54,9 +54,13 @@ def run(arguments: Sequence[str]) -> int:
             threads=given.threads,
             rebuild=given.rebuild,
         )
-    if manifest.checksums is None and (given.checksums or _had_checksums(manifest.url, options)):
+    if given.no_checksums:
+        manifest = replace(manifest, checksums=None, parts=None)
+    elif manifest.checksums is None or lacks_parts(manifest):
         # Summing holds whole chunks in memory, where indexing holds headers.
-        manifest = sum_chunks(manifest, storage_options=options, threads=min(given.threads, READ_THREADS))
+        saved = None if given.rebuild else _read_saved(manifest.url, options)
+        threads = min(given.threads, READ_THREADS)
+        manifest = sum_chunks(manifest, storage_options=options, threads=threads, saved=saved)
     written = None
     if not given.no_write:
         urls = absolute_urls(resolve_split(source, split, options))
@@ -70,13 +74,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _had_checksums(url: str, options: dict[str, str] | None) -> bool:
-    """Whether the manifest that will be replaced has checksums; a repaired one has lost them."""
+def _read_saved(url: str, options: dict[str, str] | None) -> Manifest | None:
+    """The manifest that will be replaced; the checksums of what did not change are taken from it."""
     try:
-        saved = read_saved_manifest(url + MANIFEST_NAME, options)
+        return read_saved_manifest(url + MANIFEST_NAME, options)
     except PenstockError:
-        return False
-    return saved is not None and saved.checksums is not None
+        return None
 
 
 def _write(manifest: Manifest, options: dict[str, str] | None) -> str:

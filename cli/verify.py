@@ -56,7 +56,7 @@ def _report(result: VerifyResult) -> None:
     table.add_row("", f"{format_bytes(result.bytes)} in {format_seconds(result.seconds)}, {format_bytes(rate)}/s")
     table.add_row(
         "checksums",
-        "compared" if result.checksums else "none; `penstock index --checksums` adds them",
+        "compared" if result.checksums else "none; `penstock index` adds them",
     )
     if result.ok:
         table.add_row("result", Text("no flaws found", style="green"))

@@ -33,6 +33,7 @@ from .order.forecast import Forecast as Forecast
 from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
+from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk
 from .reading.quarantine import BadChunkWarning as BadChunkWarning
 from .tools.audit import AuditReport as AuditReport

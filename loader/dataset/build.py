@@ -233,6 +233,7 @@ def take_shards(manifest: Manifest, places: Sequence[int]) -> Manifest:
         samples=manifest.samples[chunks],
         memory=manifest.memory[chunks],
         checksums=None if manifest.checksums is None else manifest.checksums[chunks],
+        parts=None if manifest.parts is None else manifest.parts.take(chunks),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..columns import IntArray
 from ..errors import DatasetError
 from ..formats.shard import ChunkRef, ShardIndex
 from .bounds import find_misfit
+from .part_sums import PartSums
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
@@ -26,8 +27,9 @@ _VERSION = 1
 class Manifest:
     """All chunks of a data set, in sample order.
 
-    ``url`` is the root that shard keys are relative to. It and ``checksums`` are not part of the fingerprint, so a copy
-    of a data set elsewhere can continue from a state taken here.
+    ``url`` is the root that shard keys are relative to. It, ``checksums`` and ``parts`` (checksums of what may be read
+    of a chunk without the whole, or None) are not part of the fingerprint, so a copy of a data set elsewhere can
+    continue from a state taken here.
 
     Arrays, one element per chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
     ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
@@ -45,6 +47,7 @@ class Manifest:
     samples: IntArray
     memory: IntArray
     checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = field(default=None)
+    parts: PartSums | None = field(default=None)
 
     @property
     def num_chunks(self) -> int:
@@ -151,7 +154,10 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """An Arrow IPC stream: one row per chunk, everything else in the schema's metadata."""
+        """An Arrow IPC stream: one row per chunk, everything else in the schema's metadata.
+
+        That of ``parts`` follows, where an older penstock stops reading.
+        """
         shards = {
             "keys": [shard.key for shard in self.shards],
             "sizes": [shard.size for shard in self.shards],
@@ -179,7 +185,8 @@ class Manifest:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
             writer.write_table(table)
-        return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+        whole: bytes = sink.getvalue().to_pybytes()
+        return whole if self.parts is None else whole + self.parts.to_bytes(self.fingerprint)
 
     @staticmethod
     def from_bytes(data: bytes | memoryview, url: str, where: str = "manifest") -> Manifest:
@@ -189,7 +196,8 @@ class Manifest:
             DatasetError: the bytes are no manifest, have another version, or are damaged.
         """
         try:
-            table = pa.ipc.open_stream(pa.py_buffer(data)).read_all()
+            stream = pa.BufferReader(pa.py_buffer(data))
+            table = pa.ipc.open_stream(stream).read_all()
             metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
             if metadata.get("penstock") != str(_VERSION):
                 raise DatasetError(
@@ -229,6 +237,9 @@ class Manifest:
                 raise ValueError(misfit)
             if (manifest.fingerprint, manifest._checksum()) != (metadata["fingerprint"], metadata["checksum"]):
                 raise ValueError("its checksum does not fit")
+            if stream.tell() < stream.size():
+                parts = PartSums.from_stream(stream, manifest.fingerprint, manifest.num_chunks)
+                manifest = replace(manifest, parts=parts)
         except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as exc:
             raise DatasetError(
                 f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"

@@ -47,6 +47,9 @@ class BaseFormat:
     def chunk_ranges(self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None) -> list[ByteRange]:
         return [chunk.byte_range]
 
+    def chunk_parts(self, chunk: ChunkRef, header: Any) -> list[ByteRange]:
+        return []
+
 
 def refuse_empty(shard: ObjectInfo) -> None:
     """Raise FormatError where the shard has no bytes."""

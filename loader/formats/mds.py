@@ -116,6 +116,9 @@ class MdsFormat(BaseFormat):
             raise FormatError(chunk.shard.key, problem, offset=chunk.offset)
         return [table, chunk.byte_range]
 
+    def chunk_parts(self, chunk: ChunkRef, header: Any) -> list[ByteRange]:
+        return self.chunk_ranges(chunk, header, None)[:-1]
+
     def open_chunk(
         self,
         chunk: ChunkRef,

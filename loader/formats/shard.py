@@ -115,6 +115,10 @@ class ShardFormat(Protocol):
         """The byte ranges to read for ``columns`` of a chunk (None: all of them)."""
         ...
 
+    def chunk_parts(self, chunk: ChunkRef, header: Any) -> list[ByteRange]:
+        """The byte ranges that ``chunk_ranges`` may return, or joins, beside the whole chunk: each gets a checksum."""
+        ...
+
     def open_chunk(
         self,
         chunk: ChunkRef,

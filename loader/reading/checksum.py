@@ -1,8 +1,10 @@
-"""Whole chunks: computing their checksums, and reading a chunk while checking its checksum."""
+"""Checksums of chunks and of their parts: computed for a manifest, and compared with what is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+import warnings
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -10,14 +12,21 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ...storage import Store, open_store
+from ...storage import ByteRange, Store, open_store
 from ..columns import Block
 from ..dataset.manifest import Manifest
-from ..errors import ChecksumError
+from ..dataset.part_sums import PartSums, SumArray
+from ..errors import ChecksumError, FormatError
+from ..formats.detect import make_format
 from ..formats.shard import ChunkRef, ShardFormat
+from ..metrics import Counters
 from ..progress import show_progress
+from .header_cache import HeaderCache
 
 READ_THREADS = 8
+_HEADER_BYTES = 128 << 20
+_IN_PARTS = frozenset({"parquet", "mds"})
+_NO_SUMS: SumArray = np.zeros(0, np.uint64)
 
 
 def sum_chunks(
@@ -26,16 +35,24 @@ def sum_chunks(
     storage_options: Mapping[str, Any] | None = None,
     threads: int = READ_THREADS,
     progress: bool = True,
+    saved: Manifest | None = None,
 ) -> Manifest:
-    """The manifest with a checksum for every chunk; reads all of the data."""
-    sums = np.zeros(manifest.num_chunks, np.uint64)
+    """The manifest with checksums for every chunk and what may be read of it by itself.
+
+    Reads all of the data, but for chunks of objects that did not change since ``saved``, which has their checksums.
+    """
+    known = {} if saved is None else _known_sums(saved)
+    shard_format = make_format(manifest.format, manifest.config)
+    found: list[tuple[int, SumArray]] = [(0, _NO_SUMS)] * manifest.num_chunks
 
     def sum_one(index: int) -> None:
         chunk = manifest.chunk(index)
-        sums[index] = xxhash.xxh3_64_intdigest(store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag))
+        before = known.get(chunk)
+        found[index] = before or sum_chunk(store, shard_format, headers.get(chunk.shard), chunk)
         advance(chunk.length)
 
     store = open_store(manifest.url, storage_options=storage_options)
+    headers = HeaderCache(shard_format, store, Counters(), budget_bytes=_HEADER_BYTES)
     try:
         with (
             show_progress("reading", manifest.num_bytes, unit="B", enabled=progress) as advance,
@@ -45,7 +62,126 @@ def sum_chunks(
                 pass
     finally:
         store.close()
-    return replace(manifest, checksums=sums)
+    return with_sums(manifest, found)
+
+
+def manifest_sums(manifest: Manifest) -> list[tuple[int, SumArray]] | None:
+    """What ``sum_chunk`` returned for each chunk of a manifest; None where it does not have all of that."""
+    if manifest.checksums is None or lacks_parts(manifest):
+        return None
+    parts = manifest.parts
+    return [
+        (whole, _NO_SUMS if parts is None else parts.of(index))
+        for index, whole in enumerate(manifest.checksums.tolist())
+    ]
+
+
+def _known_sums(saved: Manifest) -> dict[ChunkRef, tuple[int, SumArray]]:
+    sums = manifest_sums(saved)
+    chunks = (saved.chunk(index) for index in range(saved.num_chunks))
+    return {} if sums is None else {c: s for c, s in zip(chunks, sums, strict=True) if c.shard.etag is not None}
+
+
+def with_sums(manifest: Manifest, found: Sequence[tuple[int, SumArray]]) -> Manifest:
+    """The manifest with what ``sum_chunk`` returned for each of its chunks."""
+    parts = PartSums.join([parts for _, parts in found]) if manifest.format in _IN_PARTS else None
+    return replace(manifest, checksums=np.array([whole for whole, _ in found], np.uint64), parts=parts)
+
+
+def sum_chunk(store: Store, shard_format: ShardFormat, header: Any, chunk: ChunkRef) -> tuple[int, SumArray]:
+    """The checksum of a chunk, and those of its parts."""
+    whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
+    ranges = shard_format.chunk_parts(chunk, header)
+    parts = np.zeros(len(ranges), np.uint64)
+    for number, part in enumerate(ranges):
+        cut = _cut(chunk, whole, part)
+        data = store.get(chunk.shard.key, part, etag=chunk.shard.etag) if cut is None else cut
+        parts[number] = xxhash.xxh3_64_intdigest(data)
+    return xxhash.xxh3_64_intdigest(whole), parts
+
+
+def _cut(chunk: ChunkRef, whole: memoryview, wanted: ByteRange) -> memoryview | None:
+    """A range of a chunk that was read; None where it lies outside."""
+    start, stop = wanted.start - chunk.offset, wanted.stop - chunk.offset
+    return whole[start:stop] if start >= 0 and stop <= chunk.length else None
+
+
+def lacks_parts(manifest: Manifest) -> bool:
+    """Whether chunks have parts that the manifest has no checksums of; an older penstock stored none."""
+    return manifest.parts is None and manifest.format in _IN_PARTS
+
+
+class UncheckedColumnsWarning(UserWarning):
+    """Columns are read that the manifest has no checksums for, though it has those of whole chunks."""
+
+
+class ChunkChecks:
+    """Compares what is read of chunks with the manifest's checksums. Called by any thread.
+
+    The only state is whether it was said that some cannot be compared.
+    """
+
+    def __init__(self, manifest: Manifest, shard_format: ShardFormat) -> None:
+        self._manifest = manifest
+        self._format = shard_format
+        self._has_warned = False
+
+    def check(
+        self, index: int, chunk: ChunkRef, header: Any, ranges: Sequence[ByteRange], parts: Sequence[memoryview]
+    ) -> None:
+        """Compare ranges of a chunk, where the manifest has checksums.
+
+        Raises:
+            ChecksumError: they differ.
+            FormatError: the chunk has other parts than when it was indexed.
+        """
+        if self._manifest.checksums is None:
+            return
+        rest: list[tuple[ByteRange, memoryview]] = []
+        for wanted, data in zip(ranges, parts, strict=True):
+            if wanted == chunk.byte_range:
+                _compare(chunk, wanted, data, int(self._manifest.checksums[index]))
+            else:
+                rest.append((wanted, data))
+        if rest and self._manifest.parts is None:
+            self._warn()
+        elif rest and self._manifest.parts is not None:
+            self._check_parts(chunk, header, rest, self._manifest.parts.of(index))
+
+    def _check_parts(
+        self, chunk: ChunkRef, header: Any, read: Sequence[tuple[ByteRange, memoryview]], sums: SumArray
+    ) -> None:
+        parts = self._format.chunk_parts(chunk, header)
+        if len(parts) != len(sums):
+            problem = f"has {len(parts)} parts where the manifest says {len(sums)}; index the data set again"
+            raise FormatError(chunk.shard.key, problem, offset=chunk.offset)
+        starts = [wanted.start for wanted, _ in read]
+        for part, expected in zip(parts, sums.tolist(), strict=True):
+            at = bisect.bisect_right(starts, part.start) - 1
+            if at >= 0 and part.stop <= read[at][0].stop:
+                offset = part.start - starts[at]
+                _compare(chunk, part, read[at][1][offset : offset + len(part)], expected)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._manifest.url}: its manifest has checksums of whole chunks alone, and parts of chunks are "
+                "read, which are not compared; `penstock index` adds theirs",
+                UncheckedColumnsWarning,
+                stacklevel=2,
+            )
+
+
+def _compare(chunk: ChunkRef, part: ByteRange, data: memoryview, expected: int) -> None:
+    found = xxhash.xxh3_64_intdigest(data)
+    if found != expected:
+        raise ChecksumError(
+            chunk.shard.key,
+            f"{len(part)} bytes with checksum {found:016x} where the manifest holds {expected:016x}; "
+            "the object is damaged or was rewritten: restore it, or rebuild the manifest with `penstock index`",
+            offset=part.start,
+        )
 
 
 def read_chunk(
@@ -74,7 +210,6 @@ def read_chunk(
     ranges = shard_format.chunk_ranges(chunk, header, None)
     parts = []
     for wanted in ranges:
-        start, stop = wanted.start - chunk.offset, wanted.stop - chunk.offset
-        inside = start >= 0 and stop <= chunk.length
-        parts.append(whole[start:stop] if inside else store.get(chunk.shard.key, wanted, etag=chunk.shard.etag))
+        cut = _cut(chunk, whole, wanted)
+        parts.append(store.get(chunk.shard.key, wanted, etag=chunk.shard.etag) if cut is None else cut)
     return shard_format.open_chunk(chunk, header, parts, None, schema)

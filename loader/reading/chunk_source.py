@@ -6,15 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-import xxhash
-
 from ...storage import CacheStore, Store
 from ..columns import Block
 from ..dataset.manifest import Manifest
-from ..errors import ChecksumError, FormatError
+from ..errors import FormatError
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_cores
 from ..metrics import Counters
+from .checksum import ChunkChecks
 from .header_cache import HeaderCache
 from .records import pack_records
 
@@ -37,6 +36,7 @@ class ChunkSource:
         self._format = shard_format
         self._store = store
         self._counters = counters
+        self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._may_open = threading.Semaphore(usable_cores())
@@ -79,8 +79,7 @@ class ChunkSource:
         else:
             parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
         fetched = time.perf_counter()
-        if self.manifest.checksums is not None and len(parts) == 1 and ranges[0] == chunk.byte_range:
-            self._check(parts[0], int(self.manifest.checksums[index]), chunk)
+        self._checks.check(index, chunk, header, ranges, parts)
         with self._may_open:
             started_opening = time.perf_counter()
             block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
@@ -100,16 +99,6 @@ class ChunkSource:
             open_s=opened - started_opening,
         )
         return block
-
-    def _check(self, data: memoryview, expected: int, chunk: ChunkRef) -> None:
-        found = xxhash.xxh3_64_intdigest(data)
-        if found != expected:
-            raise ChecksumError(
-                chunk.shard.key,
-                f"{chunk.length} bytes with checksum {found:016x} where the manifest holds {expected:016x}; "
-                "the object is damaged or was rewritten: restore it, or rebuild the manifest with `penstock index`",
-                offset=chunk.offset,
-            )
 
     @property
     def header_bytes(self) -> int:

@@ -176,7 +176,7 @@ def test_index_writes_the_manifest_beside_the_data(shards: Path, capsys: pytest.
     (shards / MANIFEST_NAME).unlink()
     code, told = call_json(capsys, "index", shards, "--no-write")
     assert (code, told["written"], (shards / MANIFEST_NAME).exists()) == (0, None, False)
-    code, told = call_json(capsys, "index", shards, "--checksums")
+    code, told = call_json(capsys, "index", shards)
     assert (code, told["samples"], told["checksums"], (shards / MANIFEST_NAME).exists()) == (0, 200, True, True)
     assert call_json(capsys, "verify", shards)[1]["checksums"] is True
 

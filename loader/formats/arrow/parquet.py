@@ -119,6 +119,11 @@ class ParquetFormat(BaseFormat):
                 ranges.append(ByteRange(start, stop))
         return ranges
 
+    def chunk_parts(self, chunk: ChunkRef, header: ParquetHeader) -> list[ByteRange]:
+        """Each column of each row group, in the order of the footer."""
+        groups = (header.footer.row_group(index) for index in header.row_groups(chunk))
+        return [ByteRange(*column_range(group.column(leaf))) for group in groups for leaf in range(group.num_columns)]
+
     def open_chunk(
         self,
         chunk: ChunkRef,

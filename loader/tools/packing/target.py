@@ -15,24 +15,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from ....storage import NotFoundError, ObjectInfo, Store
 from ....storage.memory import MemoryStore
 from ...dataset.build import shard_indexes
 from ...dataset.manifest import MANIFEST_NAME, Manifest
+from ...dataset.part_sums import SumArray
 from ...dataset.source import UNFINISHED, is_unfinished
 from ...errors import DatasetError
 from ...formats.detect import format_by_name
-from ...formats.shard import ShardFormat, ShardIndex, ShardTask
+from ...formats.shard import ChunkRef, ShardFormat, ShardIndex, ShardTask
+from ...reading.checksum import manifest_sums, sum_chunk, with_sums
 from .writer import Shard
 
 _UPLOADS = 4
 _SAVE_EVERY_S = 5.0
 _OURS = re.compile(r"shard-\d{6,}\.(tar|parquet|bin|mds|jsonl|arrow)|index\.json")
 
-Sums = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+ChunkSums = tuple[int, SumArray]  # the checksum of a chunk, and those of its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Written:
 
     info: ObjectInfo
     index: ShardIndex
-    sums: Sums
+    sums: list[ChunkSums]
 
 
 class Target:
@@ -111,10 +110,14 @@ class Target:
             return
         if any(listing.get(shard.key) != shard for shard in manifest.shards):
             return
-        sums = manifest.checksums
-        for place, (info, index) in enumerate(zip(manifest.shards, shard_indexes(manifest), strict=True)):
-            chunks = np.flatnonzero(manifest.shard_index == place)
-            self.written.append(Written(info, index, np.empty(0, np.uint64) if sums is None else sums[chunks]))
+        sums = manifest_sums(manifest)
+        if self._checksums and sums is None:
+            return
+        first = 0
+        for info, index in zip(manifest.shards, shard_indexes(manifest), strict=True):
+            stop = first + len(index.chunks)
+            self.written.append(Written(info, index, [] if sums is None else sums[first:stop]))
+            first = stop
         self.cursor = cursor
 
     def _save(self) -> None:
@@ -163,11 +166,16 @@ class Target:
     def _put_one(self, number: int, shard: Shard) -> Written:
         name = f"shard-{number:06d}{self._suffix}"
         memory = MemoryStore()
-        index = self._format.index_shard(memory, ShardTask(memory.put(name, shard.data), shard.hint))
-        view = memoryview(shard.data)
-        spans = index.chunks if self._checksums else ()
-        sums = [xxhash.xxh3_64_intdigest(view[span.offset : span.offset + span.length]) for span in spans]
-        return Written(self._store.put(name, shard.data), index, np.array(sums, np.uint64))
+        info = memory.put(name, shard.data)
+        index = self._format.index_shard(memory, ShardTask(info, shard.hint))
+        sums: list[ChunkSums] = []
+        if self._checksums and index.chunks:
+            header, first_row = self._format.open_shard(memory, info), 0
+            for span in index.chunks:
+                chunk = ChunkRef(info, span.offset, span.length, span.samples, first_row)
+                sums.append(sum_chunk(memory, self._format, header, chunk))
+                first_row += span.samples
+        return Written(self._store.put(name, shard.data), index, sums)
 
     def manifest(self) -> Manifest:
         """The manifest of the shards so far."""
@@ -175,13 +183,15 @@ class Target:
         for each in self.written[1:]:
             if each.index.schema != schema:
                 schema = self._format.merge_schema(schema, each.index.schema, each.info.key)
-        return Manifest.build(
+        manifest = Manifest.build(
             self._store.url,
             self._format.name,
             self._format.config(),
             schema,
             [(each.info, each.index) for each in self.written],
-            np.concatenate([each.sums for each in self.written]) if self._checksums else None,
+        )
+        return (
+            with_sums(manifest, [sums for each in self.written for sums in each.sums]) if self._checksums else manifest
         )
 
     def finish(self, samples: int, companions: Mapping[str, bytes]) -> Manifest:
