@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from .errors import UnsupportedURLError
+from .patience import TimeLimit
 
 _FRIENDLY = {
     "endpoint_url": "endpoint",
@@ -60,6 +63,10 @@ _SECRET_WORDS = (
 _S3_IDENTITY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
                 "AWS_CONTAINER_CREDENTIALS_FULL_URI")  # fmt: skip
 
+_DURATION = re.compile(r"(\d+)\s*([a-z]+)")
+_UNITS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "second": 1.0, "seconds": 1.0, "m": 60.0, "min": 60.0, "minute": 60.0,
+          "minutes": 60.0, "h": 3600.0, "hr": 3600.0, "hour": 3600.0, "hours": 3600.0}  # fmt: skip
+
 # Each thread has at most one request in flight, and an idle connection costs a socket; hosts run some 100 threads.
 _CLIENT_DEFAULTS = {
     "pool_max_idle_per_host": "256",
@@ -101,6 +108,33 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     if str(config.get("endpoint", "")).startswith("http://"):
         client.setdefault("allow_http", True)
     return config, client
+
+
+def limit_options(options: Mapping[str, Any], limit: TimeLimit) -> dict[str, Any]:
+    """``storage_options`` with which requests break off past ``limit``, or past their own time where it is less."""
+    total, idle = options.get("timeout_s", options.get("timeout")), options.get("read_timeout")
+    total_s = limit.total_s if total is None else min(limit.total_s, seconds_of(total))
+    idle_s = limit.idle_s if idle is None else min(limit.idle_s, seconds_of(idle))
+    kept = {name: value for name, value in options.items() if name not in {"timeout", "timeout_s", "read_timeout"}}
+    return {**kept, "timeout_s": total_s, "read_timeout": f"{idle_s * 1000:.0f}ms"}
+
+
+def seconds_of(duration: Any) -> float:
+    """The seconds of an option: a number, a timedelta, or obstore's words for a duration ("1500ms", "2h 37min").
+
+    Raises:
+        UnsupportedURLError: it is none of these.
+    """
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        return float(duration)
+    parts = _DURATION.findall(str(duration))
+    if not parts or "".join(a + b for a, b in parts) != str(duration).replace(" ", ""):
+        raise UnsupportedURLError(f"storage_options give {duration!r} as a time; write seconds, or e.g. '1500ms'")
+    if any(unit not in _UNITS for _, unit in parts):
+        raise UnsupportedURLError(f"storage_options give {duration!r} as a time; units are {', '.join(_UNITS)}")
+    return sum(int(number) * _UNITS[unit] for number, unit in parts)
 
 
 def find_secrets(*mappings: Mapping[str, Any]) -> frozenset[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from http.client import HTTPException
@@ -22,7 +23,8 @@ from obstore.store import HTTPStore, from_url
 from .autoindex import list_index
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, past_the_end, where
 from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
-from .options import configure, find_secrets
+from .options import configure, find_secrets, limit_options, seconds_of
+from .patience import TimeLimit
 from .ranges import read_ranges
 from .remote_errors import Translator
 from .store import ByteRange, ObjectInfo, byte_view
@@ -30,7 +32,6 @@ from .store import ByteRange, ObjectInfo, byte_view
 CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 HTTP_SCHEMES = frozenset({"http", "https"})
 
-PAGE_TIMEOUT_S = 30.0
 # Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
 # listing shows, and costs money.
 MULTIPART_BYTES = 64 << 20
@@ -56,7 +57,10 @@ os.register_at_fork(after_in_child=_Runtime._note_fork)
 
 
 class RemoteStore:
-    """Objects below ``scheme://bucket/prefix`` or ``https://host/folder``. The only state is obstore's client."""
+    """Objects below ``scheme://bucket/prefix`` or ``https://host/folder``.
+
+    Mutable state: obstore's client, and under a lock the same store with other time limits.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         """Open the root; sends no request.
@@ -76,6 +80,8 @@ class RemoteStore:
                 "use storage_options= for credentials"
             )
         self._options = dict(storage_options or {})
+        self._lock = threading.Lock()
+        self._limited: dict[TimeLimit, RemoteStore] = {}
         self._is_http = parts.scheme in HTTP_SCHEMES
         self._url = url.rstrip("/")
         prefix = unquote(parts.path).strip("/")
@@ -84,6 +90,7 @@ class RemoteStore:
         config: Any
         client: Any
         config, client = configure(parts.scheme, self._options)
+        self._page_timeout_s = seconds_of(client["read_timeout"])
         self._headers = dict(client.get("default_headers", {}))
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
         self._errors = Translator(self._url, find_secrets(self._options, config))
@@ -106,6 +113,18 @@ class RemoteStore:
     @property
     def url(self) -> str:
         return self._url
+
+    def within(self, limit: TimeLimit) -> RemoteStore:
+        """The same store with requests that break off past ``limit``, or past what its options say where that is less.
+
+        obstore's time limits belong to a client, so there is one for each limit.
+        """
+        with self._lock:
+            store = self._limited.get(limit)
+            if store is None:
+                store = RemoteStore(self._url, limit_options(self._options, limit))
+                self._limited[limit] = store
+        return store
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         check_key(self._url, key)
@@ -205,6 +224,9 @@ class RemoteStore:
     def close(self) -> None:
         """Release the client; its connections close when the last read that uses them ends."""
         self._client = None
+        with self._lock:
+            for store in self._limited.values():
+                store.close()
 
     def _put_if(self, path: str, view: memoryview, etag: str | None) -> Any:
         """What obstore returns for a conditional write, or None if the object has another ETag; raises its errors."""
@@ -260,7 +282,7 @@ class RemoteStore:
             # obstore refuses responses without a Content-Length, and index pages are generated as they are sent.
             request = Request(f"{self._origin}/{quote(self._prefix + folder)}", headers=self._headers)
             try:
-                with urlopen(request, timeout=PAGE_TIMEOUT_S) as page:
+                with urlopen(request, timeout=self._page_timeout_s) as page:
                     return bytes(page.read())
             except HTTPError as exc:
                 with exc:
