@@ -24,6 +24,9 @@ from .store import ByteRange
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
 _QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>,)]*")
+_SIGNED = re.compile(
+    r"(?i)\b(x-amz-[a-z-]+|x-goog-[a-z-]+|signature|sig|token|access_?key(?:_?id)?|awsaccesskeyid)=[^&\s\"'<>,)]+"
+)
 _USERINFO = re.compile(r"(https?://)[^/\s@]+@")
 _THROTTLE_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
 # In the dump of obstore's errors.
@@ -112,7 +115,7 @@ class Translator:
     def _scrub(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text))
+        return _SIGNED.sub(r"\1=***", _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text)))
 
 
 def _cure_access(code: str) -> str:

@@ -187,7 +187,7 @@ class RetryStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         # Clients list eagerly, so an error is raised here, and the whole listing is retried.
-        return self._try(lambda store: store.list(prefix))
+        return self._try(lambda store: store.list(prefix), size_bytes=None)
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         return self._try(lambda store: store.put(key, data), size_bytes=memoryview(data).nbytes, is_sent=True)

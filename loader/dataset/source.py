@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
+from ...storage.resolve import check_query
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.mds import MdsFormat
@@ -120,6 +121,7 @@ def _absolute(given: object) -> list[str]:
         if Path(text).expanduser().exists():
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
+    check_query(text)
     return expand_braces(text)
 
 

@@ -217,7 +217,7 @@ def test_far_ranges_are_read_side_by_side_and_an_error_of_one_is_raised() -> Non
     memory = MemoryStore()
     memory.put("big", bytes(9 << 20))
     store = RetryStore(memory, FAST, host=uuid4().hex)
-    memory.slow_down(latency_s=0.05)
+    memory.slow_down(latency_s=0.3)
     ranges = [ByteRange(i << 21, (i << 21) + 9) for i in range(4)]
     assert store.get_ranges("big", ranges) == [bytes(9)] * 4
     assert memory.most_running == 4
