@@ -16,6 +16,7 @@ T = TypeVar("T")
 WINDOW = 128
 ENOUGH = 20
 FEW = 4
+LATE = 3
 # Second requests that are allowed before any share of the requests so far is worth one.
 FIRST_HEDGES = 4
 # Second requests never exceed this share of all, whatever they win.
@@ -50,12 +51,12 @@ class LatencyBook:
     def late_s(self, size_bytes: int, blind_s: float) -> float:
         """When a response of about this size is late enough for a second request.
 
-        Twice the 95th percentile: one response in twenty is later than that percentile by definition, and healthy ones
-        are no reason to ask again. With few latencies known, four times the longest; with fewer, ``blind_s``.
+        Three times the 95th percentile: one response in twenty is later than that percentile by definition, and healthy
+        ones are no reason to ask again. With few latencies known, four times the longest; with fewer, ``blind_s``.
         """
         p95_s = self.p95_s(size_bytes)
         if p95_s is not None:
-            return min(blind_s, 2 * p95_s)
+            return min(blind_s, LATE * p95_s)
         with self._lock:
             ordered = self._sorted.get(size_bytes.bit_length(), [])
             return min(blind_s, 4 * ordered[-1]) if len(ordered) >= FEW else blind_s

@@ -55,7 +55,7 @@ class RetryConfig:
     try that begins within the deadline may end after it. Calls that last longer than ``warn_after_s`` are logged as
     warnings.
 
-    A second request is sent when the first takes twice the 95th percentile of its size's latencies and at least
+    A second request is sent when the first takes three times the 95th percentile of its size's latencies and at least
     ``hedge_floor_s``, or a quarter of its time where no latencies are known. ``hedge_share`` limits second requests
     that do not win to a share of all requests; 0 turns them off.
     """

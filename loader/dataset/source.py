@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
+from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError, open_store
 from ...storage.resolve import check_query
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
@@ -332,6 +332,8 @@ def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
             found.update((info.key, info) for info in store.list(prefix) if info.key in wanted)
         except NotFoundError:
             continue
+        except StoreUnreachableError:
+            raise
         except StorageError:
             single += together  # plain web servers do not list
     if single:

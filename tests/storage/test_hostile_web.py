@@ -24,6 +24,7 @@ from penstock.storage import (
     StorageError,
     Store,
     StoreUnavailableError,
+    StoreUnreachableError,
     UnsupportedURLError,
     open_client,
     open_store,
@@ -240,3 +241,12 @@ def test_a_presigned_url_is_refused_at_once_without_its_signature(tail: str) -> 
         with pytest.raises(UnsupportedURLError, match="query") as caught:
             ask()
         assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_pattern_on_a_host_that_can_not_be_reached_is_given_up_at_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.storage.retry.FIRST_CONTACT_S", 0.1)
+    options = {"endpoint": "http://127.0.0.1:9", "anonymous": True}
+    with pytest.raises(StoreUnreachableError, match="s3://b/x-: no connection to the host"):
+        DistributedDataLoader("s3://b/x-{00..19}.tar", batch_size=1, storage_options=options)
