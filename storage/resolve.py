@@ -45,7 +45,9 @@ def check_query(url: str) -> None:
         UnsupportedURLError: a web URL has a query.
     """
     found = _SCHEME.match(url)
-    if found and found.group(1).lower() in HTTP_SCHEMES and "=" in url.partition("?")[2]:  # without one it may be a glob
+    if (
+        found and found.group(1).lower() in HTTP_SCHEMES and "=" in url.partition("?")[2]
+    ):  # without one it may be a glob
         host = url[found.end() :].partition("?")[0].partition("/")[0].rpartition("@")[2]
         raise UnsupportedURLError(
             f"a URL at {host} has a query; presigned URLs are not read, because their signatures would be kept with "

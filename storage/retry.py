@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .daemon_pool import DaemonPool, PoolClosedError
-from .errors import (
-    StorageError,
-    StoreTimeoutError,
-    StoreUnavailableError,
-    StoreUnreachableError,
-    ThrottledError,
-)
+from .errors import StorageError, StoreTimeoutError, StoreUnavailableError, StoreUnreachableError, ThrottledError
 from .hedge import HedgeBudget, LatencyBook, Race
 from .limiter import limiter_of
 from .patience import Patience, TimedStore, TimeLimit

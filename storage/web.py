@@ -57,7 +57,7 @@ class WebAnswer:
 
 
 class WebClient:
-    """GET, HEAD, PUT, DELETE below one origin, with the calls that obstore has. The only state is the pool of connections."""
+    """GET, HEAD, PUT, DELETE below one origin, as obstore has them. The only state is the pool of connections."""
 
     def __init__(self, origin: str, client: Mapping[str, Any]) -> None:
         """``client``: obstore's options of an HTTP client, as `penstock.storage.options` settles them."""
@@ -148,7 +148,11 @@ class WebClient:
 
     def _check_target(self, method: str, url: str) -> None:
         scheme, host = urlsplit(url).scheme, urlsplit(url).hostname
-        if method in {"PUT", "DELETE"} or scheme not in {"http", "https"} or (scheme == "http" and not self._allow_http):
+        if (
+            method in {"PUT", "DELETE"}
+            or scheme not in {"http", "https"}
+            or (scheme == "http" and not self._allow_http)
+        ):
             raise UnsupportedURLError(
                 f"{self._origin} redirects a {method} to {scheme}://{host}, which is not followed; "
                 "give the URL of that host, if you trust it with the data"
