@@ -8,7 +8,9 @@ from .errors import ObjectChangedError as ObjectChangedError
 from .errors import PenstockError as PenstockError
 from .errors import ShortReadError as ShortReadError
 from .errors import StorageError as StorageError
+from .errors import StoreTimeoutError as StoreTimeoutError
 from .errors import StoreUnavailableError as StoreUnavailableError
+from .errors import StoreUnreachableError as StoreUnreachableError
 from .errors import ThrottledError as ThrottledError
 from .errors import UnsupportedURLError as UnsupportedURLError
 from .local import LocalStore as LocalStore

@@ -12,6 +12,10 @@ from .errors import NotFoundError, UnsupportedURLError
 from .store import ObjectInfo
 
 HEAD_THREADS = 16
+# A server can make up folders and names for ever.
+MAX_DEPTH = 32
+MAX_FOLDERS = 10_000
+MAX_FILES = 1_000_000
 
 
 class _Links(HTMLParser):
@@ -68,13 +72,15 @@ def list_index(
     """Every file whose key starts with ``prefix``; ``read_page`` returns a folder's page ('' or 'a/b/').
 
     Raises:
-        UnsupportedURLError: the server shows no index.
+        UnsupportedURLError: the server shows no index, or one that is too deep or too large.
     """
     start = prefix.rpartition("/")[0]
     folders = [start + "/" if start else ""]
     files: list[str] = []
+    pages = 0
     while folders:
         folder = folders.pop()
+        pages += 1
         try:
             names = parse_index(read_page(folder))
         except NotFoundError:
@@ -92,5 +98,12 @@ def list_index(
                 folders.append(key)
             elif not name.endswith("/") and key.startswith(prefix):
                 files.append(key)
+        depth = folder.count("/") - start.count("/")
+        if depth > MAX_DEPTH or pages + len(folders) > MAX_FOLDERS or len(files) > MAX_FILES:
+            raise UnsupportedURLError(
+                f"{url}: the index pages go deeper than {MAX_DEPTH} folders, or show more than {MAX_FOLDERS} folders "
+                f"or {MAX_FILES} files (at {folder[:100]!r}); give a folder further down, a brace pattern or a list "
+                "of URLs"
+            )
     with ThreadPoolExecutor(HEAD_THREADS) as pool:
         return list(pool.map(head, files))

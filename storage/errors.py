@@ -50,5 +50,13 @@ class StoreUnavailableError(StorageError):
     transient = True
 
 
+class StoreUnreachableError(StoreUnavailableError):
+    """No connection to the host could be made: it has no address, refuses, or does not respond."""
+
+
+class StoreTimeoutError(StoreUnavailableError):
+    """The response did not come within the time that one try may take, or stopped in the middle."""
+
+
 class CacheFullError(StorageError):
     """The disk under the cache is full or not writable, and no space can be freed."""

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .errors import UnsupportedURLError
+from .patience import TimeLimit
 
 _FRIENDLY = {
     "endpoint_url": "endpoint",
@@ -60,6 +64,17 @@ _SECRET_WORDS = (
 _S3_IDENTITY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
                 "AWS_CONTAINER_CREDENTIALS_FULL_URI")  # fmt: skip
 
+_DURATION = re.compile(r"(\d+)\s*([a-z]+)")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_MAY_HAVE_LINES = re.compile("service_account|certificate|credentials")  # JSON and PEM
+_S3_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_NO_HTTP = (
+    "storage_options={'allow_http': False} refuses plain http, and the URL or its endpoint is http://; "
+    "write https://, or leave the option out"
+)
+_UNITS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "second": 1.0, "seconds": 1.0, "m": 60.0, "min": 60.0, "minute": 60.0,
+          "minutes": 60.0, "h": 3600.0, "hr": 3600.0, "hour": 3600.0, "hours": 3600.0}  # fmt: skip
+
 # Each thread has at most one request in flight, and an idle connection costs a socket; hosts run some 100 threads.
 _CLIENT_DEFAULTS = {
     "pool_max_idle_per_host": "256",
@@ -91,16 +106,87 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
             if known in config:
                 raise UnsupportedURLError(f"storage_options give {known} twice, once as {name!r}; give it once")
             config[known] = value
+    _check_texts(config, client)
     if scheme in {"http", "https"}:
+        if scheme == "http" and not is_true(client.get("allow_http", True)):
+            raise UnsupportedURLError(_NO_HTTP)
         if config:
             raise UnsupportedURLError(f"storage_options {sorted(config)} mean nothing to a web server; leave them out")
         client.setdefault("allow_http", scheme == "http")
         return {}, client
     if _is_s3(scheme):
+        _refuse_controls((f"the environment's {name}", os.environ.get(name, "")) for name in _S3_SECRETS)
         _complete_s3(config)
-    if str(config.get("endpoint", "")).startswith("http://"):
-        client.setdefault("allow_http", True)
+    if "endpoint" in config:
+        _check_endpoint(str(config["endpoint"]), client)
     return config, client
+
+
+def is_true(value: Any) -> bool:
+    """Whether an option is on: a bool, or a word for one."""
+    return str(value).strip().lower() in {"1", "true", "on", "yes", "y"}
+
+
+def _check_endpoint(endpoint: str, client: dict[str, Any]) -> None:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise UnsupportedURLError(
+            "the endpoint is no URL; write it with its scheme, e.g. https://minio.example.org:9000 "
+            "(storage_options, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL)"
+        )
+    if parts.query or parts.username is not None or parts.password is not None:
+        raise UnsupportedURLError(
+            f"the endpoint {parts.scheme}://{parts.hostname} carries credentials or a query; "
+            "give credentials under their own names in storage_options="
+        )
+    if parts.scheme == "http" and not is_true(client.setdefault("allow_http", True)):
+        raise UnsupportedURLError(_NO_HTTP)
+
+
+def _check_texts(config: Mapping[str, Any], client: Mapping[str, Any]) -> None:
+    """Refuse what no HTTP header can hold, as the line ends that come with secrets read from files."""
+    texts = [(f"storage_options={name!r}", value) for name, value in config.items() if not _MAY_HAVE_LINES.search(name)]
+    texts += [("storage_options='user_agent'", client["user_agent"])]
+    headers = client.get("default_headers", {})
+    if not isinstance(headers, Mapping):
+        raise UnsupportedURLError("storage_options='default_headers' has to be a dict of names and values")
+    texts += [("storage_options='default_headers'", item) for pair in headers.items() for item in pair]
+    _refuse_controls(texts)
+
+
+def _refuse_controls(texts: Iterable[tuple[str, Any]]) -> None:
+    for where, value in texts:
+        if any(_CONTROL.search(text) for text in _texts(value)):
+            raise UnsupportedURLError(
+                f"{where} holds a line end or another control character; strip what was read from a file"
+            )
+
+
+def limit_options(options: Mapping[str, Any], limit: TimeLimit) -> dict[str, Any]:
+    """``storage_options`` with which requests break off past ``limit``, or past their own time where it is less."""
+    total, idle = options.get("timeout_s", options.get("timeout")), options.get("read_timeout")
+    total_s = limit.total_s if total is None else min(limit.total_s, seconds_of(total))
+    idle_s = limit.idle_s if idle is None else min(limit.idle_s, seconds_of(idle))
+    kept = {name: value for name, value in options.items() if name not in {"timeout", "timeout_s", "read_timeout"}}
+    return {**kept, "timeout_s": total_s, "read_timeout": f"{idle_s * 1000:.0f}ms"}
+
+
+def seconds_of(duration: Any) -> float:
+    """The seconds of an option: a number, a timedelta, or obstore's words for a duration ("1500ms", "2h 37min").
+
+    Raises:
+        UnsupportedURLError: it is none of these.
+    """
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        return float(duration)
+    parts = _DURATION.findall(str(duration))
+    if not parts or "".join(a + b for a, b in parts) != str(duration).replace(" ", ""):
+        raise UnsupportedURLError(f"storage_options give {duration!r} as a time; write seconds, or e.g. '1500ms'")
+    if any(unit not in _UNITS for _, unit in parts):
+        raise UnsupportedURLError(f"storage_options give {duration!r} as a time; units are {', '.join(_UNITS)}")
+    return sum(int(number) * _UNITS[unit] for number, unit in parts)
 
 
 def find_secrets(*mappings: Mapping[str, Any]) -> frozenset[str]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime, timedelta
-from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import quote, unquote, urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import unquote, urlsplit
 
 import obstore
 import obstore.exceptions
@@ -22,15 +21,16 @@ from obstore.store import HTTPStore, from_url
 from .autoindex import list_index
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, past_the_end, where
 from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
-from .options import configure, find_secrets
+from .options import configure, find_secrets, limit_options
+from .patience import TimeLimit
 from .ranges import read_ranges
 from .remote_errors import Translator
 from .store import ByteRange, ObjectInfo, byte_view
+from .web import WebClient
 
 CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 HTTP_SCHEMES = frozenset({"http", "https"})
 
-PAGE_TIMEOUT_S = 30.0
 # Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
 # listing shows, and costs money.
 MULTIPART_BYTES = 64 << 20
@@ -56,7 +56,10 @@ os.register_at_fork(after_in_child=_Runtime._note_fork)
 
 
 class RemoteStore:
-    """Objects below ``scheme://bucket/prefix`` or ``https://host/folder``. The only state is obstore's client."""
+    """Objects below ``scheme://bucket/prefix`` or ``https://host/folder``.
+
+    Mutable state: obstore's client, and under a lock the same store with other time limits.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         """Open the root; sends no request.
@@ -76,6 +79,8 @@ class RemoteStore:
                 "use storage_options= for credentials"
             )
         self._options = dict(storage_options or {})
+        self._lock = threading.Lock()
+        self._limited: dict[TimeLimit, RemoteStore] = {}
         self._is_http = parts.scheme in HTTP_SCHEMES
         self._url = url.rstrip("/")
         prefix = unquote(parts.path).strip("/")
@@ -84,7 +89,6 @@ class RemoteStore:
         config: Any
         client: Any
         config, client = configure(parts.scheme, self._options)
-        self._headers = dict(client.get("default_headers", {}))
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
         self._errors = Translator(self._url, find_secrets(self._options, config))
         retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
@@ -96,6 +100,9 @@ class RemoteStore:
             )
         except _FOREIGN as exc:
             raise self._errors.translate_opening(exc) from None
+        # obstore takes custom headers along to whatever host a redirect names.
+        self._web = WebClient(origin, client) if self._is_http else None
+        self._carrier = self._web if client.get("default_headers") else None
 
     def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, dict[str, Any]]]:
         return (RemoteStore, (self._url, self._options))
@@ -106,6 +113,18 @@ class RemoteStore:
     @property
     def url(self) -> str:
         return self._url
+
+    def within(self, limit: TimeLimit) -> RemoteStore:
+        """The same store with requests that break off past ``limit``, or past what its options say where that is less.
+
+        obstore's time limits belong to a client, so there is one for each limit.
+        """
+        with self._lock:
+            store = self._limited.get(limit)
+            if store is None:
+                store = RemoteStore(self._url, limit_options(self._options, limit))
+                self._limited[limit] = store
+        return store
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         check_key(self._url, key)
@@ -121,16 +140,21 @@ class RemoteStore:
         if etag is not None and _is_strong(etag):
             options["if_match"] = f'"{etag}"'
         try:
-            answer = obstore.get(self._client, self._prefix + key, options=options)
-            meta: Any = answer.meta
-            # This catches servers that ignore If-Match, and ETags that If-Match cannot express.
-            check_etag(self._url, key, etag, _etag_of(meta))
-            start, stop = answer.range
-            if byte_range is not None and (start, stop) != (byte_range.start, byte_range.stop):
-                raise past_the_end(self._url, key, byte_range, meta["size"])
-            data = memoryview(answer.bytes())
+            path = self._prefix + key
+            if self._carrier is not None:
+                with closing(self._carrier.get(path, options=options)) as answer:
+                    return self._receive(answer, key, byte_range, etag)
+            return self._receive(obstore.get(self._client, path, options=options), key, byte_range, etag)
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key, byte_range) from self._errors.cause(exc)
+
+    def _receive(self, answer: Any, key: str, byte_range: ByteRange | None, etag: str | None) -> memoryview:
+        # This catches servers that ignore If-Match, and ETags that If-Match cannot express.
+        check_etag(self._url, key, etag, _etag_of(answer.meta))
+        start, stop = answer.range
+        if byte_range is not None and (start, stop) != (byte_range.start, byte_range.stop):
+            raise past_the_end(self._url, key, byte_range, answer.meta["size"])
+        data = memoryview(answer.bytes()).toreadonly()
         check_length(self._url, key, byte_range, stop - start, len(data))
         return data
 
@@ -141,7 +165,8 @@ class RemoteStore:
         check_key(self._url, key)
         self._check_process()
         try:
-            meta: Any = obstore.head(self._client, self._prefix + key)
+            path = self._prefix + key
+            meta: Any = obstore.head(self._client, path) if self._carrier is None else self._carrier.head(path)
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key) from self._errors.cause(exc)
         return ObjectInfo(key, meta["size"], _etag_of(meta))
@@ -160,7 +185,12 @@ class RemoteStore:
         view = byte_view(data)
         try:
             in_parts = len(view) > MULTIPART_BYTES
-            result: Any = obstore.put(self._client, self._prefix + key, view, use_multipart=in_parts)
+            path = self._prefix + key
+            result: Any = (
+                obstore.put(self._client, path, view, use_multipart=in_parts)
+                if self._carrier is None
+                else self._carrier.put(path, view)
+            )
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key) from self._errors.cause(exc)
         return self._describe_put(key, view, result)
@@ -192,7 +222,9 @@ class RemoteStore:
         self._check_process()
         paths = [self._prefix + key for key in keys]
         try:
-            if paths:
+            if self._carrier is not None:
+                self._carrier.delete(paths)
+            elif paths:
                 obstore.delete(self._client, paths)
         except _FOREIGN as exc:
             error = self._errors.translate(exc, keys[0])
@@ -205,6 +237,11 @@ class RemoteStore:
     def close(self) -> None:
         """Release the client; its connections close when the last read that uses them ends."""
         self._client = None
+        if self._web is not None:
+            self._web.close()
+        with self._lock:
+            for store in self._limited.values():
+                store.close()
 
     def _put_if(self, path: str, view: memoryview, etag: str | None) -> Any:
         """What obstore returns for a conditional write, or None if the object has another ETag; raises its errors."""
@@ -255,20 +292,16 @@ class RemoteStore:
 
     def _list_index(self, prefix: str) -> _Infos:
         """List through the server's own index pages, with a HEAD request for each file's size and ETag."""
+        web = self._web
+        assert web is not None
 
         def read_page(folder: str) -> bytes:
             # obstore refuses responses without a Content-Length, and index pages are generated as they are sent.
-            request = Request(f"{self._origin}/{quote(self._prefix + folder)}", headers=self._headers)
             try:
-                with urlopen(request, timeout=PAGE_TIMEOUT_S) as page:
-                    return bytes(page.read())
-            except HTTPError as exc:
-                with exc:
-                    if exc.code in {403, 405}:
-                        return b""
-                    error = OSError(f"status code: {exc.code}")
-                raise self._errors.translate(error, folder, listing=True) from None
-            except (OSError, HTTPException) as exc:
+                return web.read_page(self._prefix + folder)
+            except OSError as exc:
+                if str(exc) in {"status code: 403", "status code: 405"}:
+                    return b""
                 raise self._errors.translate(exc, folder, listing=True) from self._errors.cause(exc)
 
         return list_index(self._url, prefix, read_page, self.head)

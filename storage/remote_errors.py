@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.error import URLError
 
 from obstore import exceptions as foreign
 
@@ -12,7 +13,9 @@ from .errors import (
     NotFoundError,
     ObjectChangedError,
     StorageError,
+    StoreTimeoutError,
     StoreUnavailableError,
+    StoreUnreachableError,
     ThrottledError,
     UnsupportedURLError,
 )
@@ -21,8 +24,15 @@ from .store import ByteRange
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
 _QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>,)]*")
+_SIGNED = re.compile(
+    r"(?i)\b(x-amz-[a-z-]+|x-goog-[a-z-]+|signature|sig|token|access_?key(?:_?id)?|awsaccesskeyid)=[^&\s\"'<>,)]+"
+)
 _USERINFO = re.compile(r"(https?://)[^/\s@]+@")
 _THROTTLE_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
+# In the dump of obstore's errors.
+_UNREACHABLE = re.compile(r"kind: Connect\b|\bdns error\b")
+_TIMEOUT = re.compile(r"kind: Timeout\b|\bTimedOut\b")
+_OS_REASON = re.compile(r"(?:message|error): \"([^\"]+)\"")
 _LONGEST = 300
 
 
@@ -87,6 +97,13 @@ class Translator:
         if status is not None and status >= 500:
             return StoreUnavailableError(f"{name}: the store failed{said}")
         if isinstance(exc, (foreign.GenericError, OSError, foreign.JoinError)) and status is None:
+            reason = exc.reason if isinstance(exc, URLError) else None
+            if _UNREACHABLE.search(text) or isinstance(reason, OSError):
+                found = _OS_REASON.search(text)
+                why = self._scrub(str(reason) if reason is not None else found.group(1) if found else line)
+                return StoreUnreachableError(f"{name}: no connection to the host could be made: {why}")
+            if _TIMEOUT.search(text) or isinstance(exc, TimeoutError):
+                return StoreTimeoutError(f"{name}: the response was too slow, or stopped")
             return StoreUnavailableError(f"{name}: the store can't be reached, or the connection broke: {line}")
         return StorageError(f"{name}: {line}")
 
@@ -98,7 +115,7 @@ class Translator:
     def _scrub(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text))
+        return _SIGNED.sub(r"\1=***", _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text)))
 
 
 def _cure_access(code: str) -> str:

@@ -27,6 +27,7 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     The key of a URL that ends in '/', or that is only a bucket or host, is ''. Local paths stay paths.
     """
     text = os.fspath(url)
+    check_query(text)
     found = _SCHEME.match(text)
     start = found.end() if found else 0
     if found and found.group(1).lower() != "file" and "/" not in text[start:]:
@@ -35,6 +36,24 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     if not slash:
         return (text[:start] + "" if found else "."), key
     return text[:start] + (folder or ("/" if not found or found.group(1).lower() == "file" else "")), key
+
+
+def check_query(url: str) -> None:
+    """Refuse a presigned URL before its signature becomes part of a key, and of messages.
+
+    Raises:
+        UnsupportedURLError: a web URL has a query.
+    """
+    found = _SCHEME.match(url)
+    if (
+        found and found.group(1).lower() in HTTP_SCHEMES and "=" in url.partition("?")[2]
+    ):  # without one it may be a glob
+        host = url[found.end() :].partition("?")[0].partition("/")[0].rpartition("@")[2]
+        raise UnsupportedURLError(
+            f"a URL at {host} has a query; presigned URLs are not read, because their signatures would be kept with "
+            "the index: give s3://, gs:// or az:// URLs and credentials in storage_options=, and write %3F for a '?' "
+            "in a name"
+        )
 
 
 def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:

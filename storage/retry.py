@@ -5,17 +5,20 @@ Full jitter: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from .daemon_pool import DaemonPool, PoolClosedError
-from .errors import StorageError, StoreUnavailableError, ThrottledError
-from .hedge import LatencyBook, Race
+from .errors import StorageError, StoreTimeoutError, StoreUnavailableError, StoreUnreachableError, ThrottledError
+from .hedge import HedgeBudget, LatencyBook, Race
 from .limiter import limiter_of
+from .patience import Patience, TimedStore, TimeLimit
 from .ranges import coalesce, split
 from .store import ByteRange, ObjectInfo, Store
 
@@ -27,27 +30,45 @@ RANGES_AT_ONCE = 8
 CLOSE_TIMEOUT_S = 1.0
 # A request that may be hedged runs in another thread, which costs some 20 microseconds: not worth it below this p95.
 WORTH_HEDGING_S = 1e-3
+# A store that breaks off by itself is given so much longer than its limit before its request is abandoned.
+GRACE_S = 2.0
+# A store that never responded at all is not waited for through the whole deadline: the address is probably wrong.
+FIRST_CONTACT_S = 8.0
+WARN_EVERY_S = 30.0
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryConfig:
     """How long and how often requests are tried, and how many run concurrently.
 
-    ``deadline_s`` covers a call with all its tries. A try in progress is not interrupted, so a call may take one client
-    timeout longer. ``hedge_share`` limits second requests to a share of all requests; 0 turns hedging off. A second
-    request is sent when the first has taken longer than the 95th percentile and ``hedge_floor_s``.
+    ``deadline_s`` covers a call with all its tries. One try breaks off after ``idle_timeout_s`` without a byte, and
+    where the whole response comes at less than ``min_bytes_per_s``: 12 s for up to 4 MiB, 24 s for up to 16 MiB, and so
+    on in doublings. The next try has twice the time, and so has every try where all of a host's responses are slow. A
+    try that begins within the deadline may end after it. Calls that last longer than ``warn_after_s`` are logged as
+    warnings.
+
+    A second request is sent when the first takes three times the 95th percentile of its size's latencies and at least
+    ``hedge_floor_s``, or a quarter of its time where no latencies are known. ``hedge_share`` limits second requests
+    that do not win to a share of all requests; 0 turns them off.
     """
 
     deadline_s: float = 120.0
+    idle_timeout_s: float = 8.0
+    min_bytes_per_s: float = float(1 << 20)
     first_delay_s: float = 0.1
     max_delay_s: float = 10.0
     max_running: int = 64
     hedge_share: float = 0.05
     hedge_floor_s: float = 0.02
+    warn_after_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.deadline_s < 0 or not 0 <= self.first_delay_s <= self.max_delay_s:
             raise ValueError(f"{self}: needs deadline_s >= 0 and 0 <= first_delay_s <= max_delay_s")
+        if not self.idle_timeout_s > 0 or not self.min_bytes_per_s > 0 or self.warn_after_s < 0:
+            raise ValueError(f"{self}: needs idle_timeout_s > 0, min_bytes_per_s > 0 and warn_after_s >= 0")
         if self.max_running < 1 or not 0 <= self.hedge_share <= 1 or self.hedge_floor_s < 0:
             raise ValueError(f"{self}: needs max_running >= 1, hedge_share in [0, 1] and hedge_floor_s >= 0")
 
@@ -64,7 +85,11 @@ class RetryCounts:
 
 
 class RetryStore:
-    """A store that retries requests to another one. Mutable state: counts and latencies, under their locks; threads."""
+    """A store that retries requests to another one.
+
+    Mutable state: counts, latencies, budget and patience, under their locks; threads. A request that was abandoned, or
+    lost to a second one, keeps its thread and its place in the limit until its time is over, also past ``close()``.
+    """
 
     def __init__(
         self,
@@ -79,10 +104,15 @@ class RetryStore:
         self._host = host or inner.url
         self._limiter = limiter_of(self._host, self._config.max_running)
         self._latencies = LatencyBook()
+        self._budget = HedgeBudget(self._config.hedge_share)
+        self._patience = Patience(self._config.idle_timeout_s, self._config.min_bytes_per_s)
+        self._timed = inner if isinstance(inner, TimedStore) else None
+        self._reached = False
+        self._warned_at = float("-inf")
         self._pool = DaemonPool(f"penstock-requests {inner.url}")
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._requests = self._retries = self._throttled = self._hedges = self._hedges_won = 0
+        self._requests = self._retries = self._throttled = 0
 
     def __reduce__(self) -> tuple[Callable[..., RetryStore], tuple[Store, RetryConfig, str]]:
         return (_rebuild, (self._inner, self._config, self._host))
@@ -102,13 +132,17 @@ class RetryStore:
                 requests=self._requests,
                 retries=self._retries,
                 throttled=self._throttled,
-                hedges=self._hedges,
-                hedges_won=self._hedges_won,
+                hedges=self._budget.sent,
+                hedges_won=self._budget.won,
             )
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
-        size = None if byte_range is None else len(byte_range)
-        return self._try(lambda: self._inner.get(key, byte_range, etag=etag), hedge_bytes=size)
+        def ask(store: Store) -> memoryview:
+            return store.get(key, byte_range, etag=etag)
+
+        if byte_range is None:
+            return self._try(ask, size_bytes=None, find_size=lambda: self._inner.head(key).size)
+        return self._try(ask, size_bytes=len(byte_range), is_hedged=True)
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> _Views:
         requests = coalesce(ranges)
@@ -143,20 +177,21 @@ class RetryStore:
         return split(requests, [buffer for buffer in buffers if buffer is not None], ranges)
 
     def head(self, key: str) -> ObjectInfo:
-        return self._try(lambda: self._inner.head(key))
+        return self._try(lambda store: store.head(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         # Clients list eagerly, so an error is raised here, and the whole listing is retried.
-        return self._try(lambda: self._inner.list(prefix))
+        return self._try(lambda store: store.list(prefix), size_bytes=None)
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
-        return self._try(lambda: self._inner.put(key, data))
+        return self._try(lambda store: store.put(key, data), size_bytes=memoryview(data).nbytes, is_sent=True)
 
     def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
-        return self._try(lambda: self._inner.put_if(key, data, etag=etag))
+        size = memoryview(data).nbytes
+        return self._try(lambda store: store.put_if(key, data, etag=etag), size_bytes=size, is_sent=True)
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._try(lambda: self._inner.delete(keys))
+        self._try(lambda store: store.delete(keys))
 
     def close(self) -> None:
         """End the waits between tries and the threads, then close the wrapped store."""
@@ -164,74 +199,102 @@ class RetryStore:
         self._pool.close(CLOSE_TIMEOUT_S)
         self._inner.close()
 
-    def _try(self, call: Callable[[], T], *, hedge_bytes: int | None = None) -> T:
+    def _try(
+        self,
+        ask: Callable[[Store], T],
+        *,
+        size_bytes: int | None = 0,
+        find_size: Callable[[], int] | None = None,
+        is_hedged: bool = False,
+        is_sent: bool = False,
+    ) -> T:
+        """Ask until there is a response. ``is_sent``: the bytes go to the store, which is silent for as long."""
         config = self._config
         started = time.monotonic()
         tries = 0
         while True:
-            left_s = config.deadline_s - (time.monotonic() - started)
+            deadline_s = self._patience.deadline_s(config.deadline_s, size_bytes)
+            left_s = deadline_s - (time.monotonic() - started)
             if self._closing.is_set() or not self._limiter.acquire(left_s):
-                raise self._give_up(None, tries, started)
+                raise self._give_up(None, tries, started, deadline_s)
             tries += 1
+            limit = self._patience.limit(size_bytes, tries, left_s)
+            if is_sent:
+                limit = TimeLimit(limit.total_s, limit.total_s)
             try:
-                return self._ask(call, hedge_bytes)
+                return self._ask(ask, limit, size_bytes if is_hedged else None)
             except StorageError as exc:
-                if isinstance(exc, ThrottledError):
-                    self._limiter.note_throttled()
-                    with self._lock:
-                        self._throttled += 1
+                self._note_failure(exc)
                 if not exc.transient:
                     raise
                 failure = exc
+            if size_bytes is None and find_size is not None and isinstance(failure, StoreTimeoutError):
+                with suppress(StorageError):
+                    size_bytes = find_size()
+            if not self._reached and isinstance(failure, StoreUnreachableError):
+                deadline_s = min(deadline_s, FIRST_CONTACT_S)
             delay_s = random.uniform(0, min(config.max_delay_s, config.first_delay_s * 2.0 ** min(tries - 1, 60)))
-            out_of_time = time.monotonic() - started + delay_s > config.deadline_s
+            out_of_time = time.monotonic() - started + delay_s > deadline_s
             if out_of_time or self._closing.wait(delay_s):
-                raise self._give_up(failure, tries, started) from failure
+                raise self._give_up(failure, tries, started, deadline_s) from failure
+            self._warn(failure, tries, started, deadline_s)
             with self._lock:
                 self._retries += 1
 
-    def _ask(self, call: Callable[[], T], hedge_bytes: int | None) -> T:
+    def _note_failure(self, exc: StorageError) -> None:
+        if not isinstance(exc, (StoreUnreachableError, StoreTimeoutError)):
+            self._reached = True
+        is_slow = isinstance(exc, StoreTimeoutError) and self._patience.note_timeout()
+        if isinstance(exc, ThrottledError) or is_slow:
+            self._limiter.note_throttled()
+        if isinstance(exc, ThrottledError):
+            with self._lock:
+                self._throttled += 1
+
+    def _ask(self, ask: Callable[[Store], T], limit: TimeLimit, hedge_bytes: int | None) -> T:
         """Send one request, whose place in the limiter the caller holds, and perhaps a second one."""
+        store = self._inner if self._timed is None else self._timed.within(limit)
         with self._lock:
             self._requests += 1
-        if hedge_bytes is None or self._config.hedge_share == 0:
-            try:
-                result = call()
-            finally:
-                self._limiter.release()
-            self._limiter.note_success()
-            return result
         started = time.monotonic()
-        p95_s = self._latencies.p95_s(hedge_bytes)
-        if p95_s is None or p95_s < WORTH_HEDGING_S:
+        is_raced = hedge_bytes is not None and self._config.hedge_share > 0
+        p95_s = self._latencies.p95_s(hedge_bytes) if hedge_bytes is not None else None
+        if hedge_bytes is not None and is_raced and (p95_s is None or p95_s >= WORTH_HEDGING_S):
+            late_s = max(self._latencies.late_s(hedge_bytes, limit.total_s / 4), self._config.hedge_floor_s)
+            result, took_s = self._race(lambda: ask(store), late_s, limit)
+        else:
             try:
-                result = call()
+                result = ask(store)
             finally:
                 self._limiter.release()
-        else:
-            result = self._race(call, max(p95_s, self._config.hedge_floor_s))
-        self._latencies.add(hedge_bytes, time.monotonic() - started)
+            took_s = time.monotonic() - started
+        if hedge_bytes is not None:
+            self._latencies.add(hedge_bytes, took_s)
+        self._reached = True
+        self._patience.note_success(took_s, limit)
         self._limiter.note_success()
         return result
 
-    def _race(self, call: Callable[[], T], hedge_after_s: float) -> T:
+    def _race(self, call: Callable[[], T], late_s: float, limit: TimeLimit) -> tuple[T, float]:
+        """The first response and the time that it took by itself."""
         race = Race(self._submit, call)
         try:
             race.start(self._limiter.release)
         except StorageError:
             self._limiter.release()
             raise
-        if not race.wait(hedge_after_s):
+        if not race.wait(late_s):
             if self._may_hedge():
                 try:
                     race.start(self._limiter.release)
                 except StorageError:  # closed meanwhile: the first request still finishes
                     self._limiter.release()
-            race.wait(None)
+            if not race.wait(limit.total_s + GRACE_S):
+                raise StoreTimeoutError(f"{self.url}: no response within {limit.total_s:g} s")
         if race.winner == 1:
             with self._lock:
-                self._hedges_won += 1
-        return race.outcome()
+                self._budget.won += 1
+        return race.outcome(), race.winner_s
 
     def _submit(self, job: Callable[[], None]) -> None:
         try:
@@ -241,26 +304,43 @@ class RetryStore:
 
     def _may_hedge(self) -> bool:
         """Take a place for a second request if the budget allows one and the host has a free place."""
+        throttled = self._limiter.limit < self._config.max_running
         with self._lock:
-            if self._hedges + 1 > self._requests * self._config.hedge_share:
+            if not self._budget.allows(self._requests, throttled=throttled) or not self._limiter.acquire(0):
                 return False
-            if not self._limiter.acquire(0):
-                return False
-            self._hedges += 1
+            self._budget.sent += 1
             return True
 
-    def _give_up(self, failure: StorageError | None, tries: int, started: float) -> StorageError:
+    def _warn(self, failure: StorageError, tries: int, started: float, deadline_s: float) -> None:
+        """Say that a call takes long; one call speaks for all that wait now."""
+        now = time.monotonic()
+        with self._lock:
+            if now - started < self._config.warn_after_s or now - self._warned_at < WARN_EVERY_S:
+                return
+            self._warned_at = now
+        _LOG.warning(
+            "no success for %.0f s, tried %d times, until %.0f s have passed: %s",
+            now - started, tries, deadline_s, failure,
+        )  # fmt: skip
+
+    def _give_up(self, failure: StorageError | None, tries: int, started: float, deadline_s: float) -> StorageError:
         took = f"tried {tries} times in {time.monotonic() - started:.1f} s"
         if self._closing.is_set():
             return StorageError(f"{self.url} was closed while a request waited; {took}")
         if failure is None:
             return StoreUnavailableError(
-                f"{self.url}: no place for another request within {self._config.deadline_s} s; {took}; "
+                f"{self.url}: no place for another request within {deadline_s:g} s; {took}; "
                 f"{self._limiter.running} requests run, {self._limiter.limit} may"
             )
-        error = type(failure)(f"{failure}; {took}, the deadline is {self._config.deadline_s} s")
-        error.transient = failure.transient
-        return error
+        if isinstance(failure, StoreUnreachableError) and not self._reached:
+            return _copy(failure, f"{took}, and it never responded before; check the URL, the endpoint and the network")
+        return _copy(failure, f"{took}, the deadline is {deadline_s:g} s")
+
+
+def _copy(failure: StorageError, more: str) -> StorageError:
+    error = type(failure)(f"{failure}; {more}")
+    error.transient = failure.transient
+    return error
 
 
 def _rebuild(inner: Store, config: RetryConfig, host: str) -> RetryStore:

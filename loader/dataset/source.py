@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
+from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError, open_store
+from ...storage.resolve import check_query
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.mds import MdsFormat
@@ -120,6 +121,7 @@ def _absolute(given: object) -> list[str]:
         if Path(text).expanduser().exists():
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
+    check_query(text)
     return expand_braces(text)
 
 
@@ -330,6 +332,8 @@ def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
             found.update((info.key, info) for info in store.list(prefix) if info.key in wanted)
         except NotFoundError:
             continue
+        except StoreUnreachableError:
+            raise
         except StorageError:
             single += together  # plain web servers do not list
     if single:

@@ -52,6 +52,10 @@ def _open_python(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return f"{request.getfixturevalue('python_url')}/{uuid4().hex}", {}
 
 
+def _open_with_headers(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return _open_nginx(request)[0], {"default_headers": {"x-api-key": "secret-of-the-tests"}}
+
+
 def _open_s3(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     url, options = request.getfixturevalue("s3_url")
     return url + "/pre fix", options
@@ -63,6 +67,7 @@ ROOTS: dict[str, Callable[[pytest.FixtureRequest], tuple[str, dict[str, Any]]]] 
     "fsspec": _open_fsspec,
     "http (nginx)": _open_nginx,
     "http (python)": _open_python,
+    "http (headers)": _open_with_headers,
     "s3": _open_s3,
 }
 
@@ -77,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             (root, wrap)
             for root in ROOTS
             for wrap in ("bare", "retry", "cache", "cache over retry")
-            if root in IN_PROCESS or wrap in {"bare", "cache over retry"}
+            if root in IN_PROCESS or wrap == "bare" or (wrap == "cache over retry" and root != "http (headers)")
         ]
         metafunc.parametrize(
             "kind",
