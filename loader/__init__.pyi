@@ -7,6 +7,8 @@ from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
 from .dataset.index import open_manifest as open_manifest
 from .dataset.manifest import Manifest as Manifest
+from .decoding.byte_views import ByteViews as ByteViews
+from .decoding.byte_views import GatheredBytes as GatheredBytes
 from .decoding.decode import DecodeChoice as DecodeChoice
 from .decoding.decode import FieldDecoder as FieldDecoder
 from .decoding.images import ImageDecoder as ImageDecoder

@@ -26,7 +26,7 @@ from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
-from .decoding.decode import DecodeChoice, FieldDecoders
+from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.first_values import ImageFields
 from .decoding.row_work import RowWork, Sample
 from .decoding.worker_pool import WorkerPool
@@ -73,6 +73,8 @@ class DistributedDataLoader(Generic[BatchT]):
             data set has few chunks and is small, and adopts that of a loaded state.
         columns: the fields to read; None reads all. Of parquet only the bytes of these are fetched.
         decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
+        raw: what is not decoded is handed out as a list of "bytes", or with "view" as ``ByteViews`` of the chunks'
+            memory, without a copy or an object a sample; users' decoders and transforms then get memoryviews, too.
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
             a parameter ``rng``, it gets a generator that depends on seed, epoch and sample id alone.
         collate: a function from a list of samples to a batch.
@@ -116,6 +118,7 @@ class DistributedDataLoader(Generic[BatchT]):
         piece: Choice = "auto",
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
+        raw: RawValues = "bytes",
         transform: Callable[..., Sample] | None = None,
         collate: Callable[[list[Sample]], BatchT] | None = None,
         last_batch: LastBatch = "drop",
@@ -141,13 +144,12 @@ class DistributedDataLoader(Generic[BatchT]):
         batch_options = BatchOptions(
             transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
         )
-        decoders = FieldDecoders(decode)
+        decoders = FieldDecoders(decode, raw, processes)
         cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
         decode_threads = count_threads(threads)
         check_at_least("processes", processes, 0)
         if processes:
-            work = RowWork(transform=transform, seed=seed)
-            self._resources.workers = WorkerPool(work, decode, processes)
+            self._resources.workers = WorkerPool(RowWork(transform=transform, seed=seed), decode, processes)
         check_at_least("max_bad_chunks", max_bad_chunks, 0)
         memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
         cache_bytes = parse_cache_limit(cache_dir, cache_limit)
@@ -345,10 +347,7 @@ class DistributedDataLoader(Generic[BatchT]):
         return self._resources.activity()
 
     def close(self) -> None:
-        """Stop all threads and processes, and close the store; the loader cannot be used again.
-
-        Safe at any time, and twice.
-        """
+        """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""
         self._finalizer()
         self._resources.close()  # waits where another thread is closing it
 

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..columns import AnyArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
+from .byte_views import ByteViews
 from .collate import collate_samples, collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
-from .gather import Rows
+from .gather import Rows, Values
 from .row_errors import explain_row_error
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .worker_pool import WorkerPool
@@ -133,7 +133,8 @@ class PendingBatch:
     def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
         """Put a process's results into their places."""
         for name, values in results.values.items():
-            self._results.values[name][start:stop] = values
+            of_field: Any = self._results.values[name]
+            of_field[start:stop] = values
         self._results.samples[start:stop] = results.samples
         self._maker.counters.add(decode_s=busy_s)
 
@@ -148,7 +149,10 @@ class PendingBatch:
             return self._finish({n: _collate(of_field, is_image=n in images) for n, of_field in values.items()})
         samples = self._results.samples or [self._task.sample(values, row) for row in range(len(self._rows.ids))]
         if options.collate is None:
-            return self._finish(collate_samples(samples))
+            batch = collate_samples(samples)
+            if self._maker.decoders.raw == "view":
+                batch = {name: _gather_views(of_field) for name, of_field in batch.items()}
+            return self._finish(batch)
         for name, extra in self._extras().items():
             for sample, value in zip(samples, extra.tolist(), strict=True):
                 sample[name] = value
@@ -184,7 +188,16 @@ class PendingBatch:
             future.cancel()
 
 
-def _collate(values: AnyArray | list[Any], *, is_image: bool) -> Any:
+def _gather_views(values: Any) -> Any:
+    """A field's views as one value again, where a transform left them as they were."""
+    kinds = set(map(type, values)) if isinstance(values, list) else set()
+    are_views = memoryview in kinds and kinds <= {memoryview, type(None)}
+    return ByteViews(values) if are_views and all(v is None or v.format == "B" for v in values) else values
+
+
+def _collate(values: Values, *, is_image: bool) -> Any:
+    if isinstance(values, ByteViews):
+        return values
     if isinstance(values, list):
         return collate_values(values, is_image=is_image)
     return images_to_tensor(values) if is_image else torch.from_numpy(values)

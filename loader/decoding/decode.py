@@ -7,7 +7,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -47,6 +47,7 @@ def is_channels_first(decoder: FieldDecoder) -> bool:
     return decoder.is_image and getattr(decoder, "layout", "chw") == "chw"
 
 
+RawValues = Literal["bytes", "view"]
 DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | None"] | None
 
 
@@ -176,9 +177,10 @@ class _UserFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.takes_rng = has_rng_parameter(function)
+        self.takes_views = False
 
     def __call__(self, data: memoryview | str, rng: np.random.Generator | None) -> Any:
-        value = data if isinstance(data, str) else bytes(data)
+        value = data if self.takes_views or isinstance(data, str) else bytes(data)
         return self._function(value, rng=rng) if self.takes_rng else self._function(value)
 
 
@@ -192,6 +194,11 @@ class _Calling:
         self._field = field
         self._function = function
         self.takes_rng = isinstance(function, _UserFunction) and function.takes_rng
+
+    def give_views(self) -> None:
+        """Call a user's function with memoryviews instead of bytes."""
+        if isinstance(self._function, _UserFunction):
+            self._function.takes_views = True
 
     def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
         try:
@@ -260,28 +267,40 @@ class FieldDecoders:
 
     ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
     the values that happen to come first.
+    With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
 
     Raises:
-        ConfigError: ``choice`` is none of what ``field_decoder`` takes.
+        ConfigError: ``choice`` is none of what ``field_decoder`` takes, ``raw`` is neither "bytes" nor "view", or there
+            are worker ``processes``, to which no view can be sent.
     """
 
-    def __init__(self, choice: DecodeChoice) -> None:
+    def __init__(self, choice: DecodeChoice, raw: RawValues = "bytes", processes: int = 0) -> None:
+        if raw not in get_args(RawValues):
+            raise ConfigError(f"raw={raw!r}: must be 'bytes' or 'view'")
+        if raw == "view" and processes:
+            raise ConfigError(
+                f"raw='view' with processes={processes}: views of this process's memory cannot be sent to others; use "
+                "threads (processes=0), or raw='bytes'"
+            )
         if choice is not None and choice != "auto":
             _require_mapping(choice)
         self.choice = choice
+        self.raw = raw
         self.settled: dict[str, FieldDecoder | None] = {}
         self.are_images: Callable[[str], bool] = lambda name: False
 
     def copy(self) -> FieldDecoders:
         """Decoders that begin with what is settled here; what they settle later does not come back."""
-        copied = FieldDecoders(self.choice)
+        copied = FieldDecoders(self.choice, self.raw)
         copied.settled.update(self.settled)
         copied.are_images = self.are_images
         return copied
 
     def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
         if name not in self.settled:
-            self.settled[name] = self._settle(name, column)
+            decoder = self.settled[name] = self._settle(name, column)
+            if self.raw == "view" and isinstance(decoder, _Calling):
+                decoder.give_views()
         return self.settled[name]
 
     def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:

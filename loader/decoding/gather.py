@@ -13,6 +13,7 @@ from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Objec
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
 from ..reading.records import unpack_records
+from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .decode import FieldDecoder, FieldDecoders
 
 _WIDE_ROW_BYTES = 1024
@@ -20,21 +21,21 @@ _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded
 _SIZED = {bytes, memoryview, str}
 
 
+Values = AnyArray | ByteViews | list[Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n."""
 
     ids: IntArray
-    fields: Mapping[str, AnyArray | list[Any]]
+    fields: Mapping[str, Values]
 
     def cut(self, start: int, stop: int) -> Rows:
         return Rows(self.ids[start:stop], {name: values[start:stop] for name, values in self.fields.items()})
 
     def pick(self, indices: Sequence[int]) -> Rows:
-        fields: dict[str, AnyArray | list[Any]] = {
-            name: values[list(indices)] if isinstance(values, np.ndarray) else [values[i] for i in indices]
-            for name, values in self.fields.items()
-        }
+        fields = {name: _pick(values, indices) for name, values in self.fields.items()}
         return Rows(self.ids[list(indices)], fields)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
@@ -44,7 +45,7 @@ class Rows:
         """
         total = 0
         for name, values in self.fields.items():
-            if isinstance(values, np.ndarray):
+            if not isinstance(values, list):
                 total += values.nbytes
                 continue
             sized = values if set(map(type, values)) <= _SIZED else [value for value in values if type(value) in _SIZED]
@@ -60,9 +61,15 @@ class Rows:
 
 
 def gather(
-    groups: Iterable[tuple[ChunkRows, Block]], num_rows: int, first_ids: IntArray, decoders: FieldDecoders
+    groups: Iterable[tuple[ChunkRows, Block]],
+    num_rows: int,
+    first_ids: IntArray,
+    decoders: FieldDecoders,
+    lend: Lend | None = None,
 ) -> Rows:
     """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
+
+    Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied.
 
     Values are stored in the order in which chunks arrive and reordered at the end, all at once; wide rows are copied
     straight to their place.
@@ -72,6 +79,7 @@ def gather(
     wide: dict[str, AnyArray] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
+    views: dict[str, ViewsOfSpan] = {}
     records: list[tuple[Records, AnyArray]] = []
     done = 0
     for group, block in groups:
@@ -79,13 +87,20 @@ def gather(
         arrived[done:stop] = group.targets
         ids[group.targets] = group.rows + first_ids[group.chunk]
         for name, column in block.columns.items():
+            is_raw = isinstance(column, BytesColumn) and not column.text and decoders.of(name, column) is None
+            if isinstance(column, BytesColumn) and is_raw and decoders.raw == "view":
+                of_field = views.setdefault(name, ViewsOfSpan())
+                of_field.pad(done)
+                of_field.add(column, group.rows, lend)
+                continue
             if not isinstance(column, ArrayColumn):
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
                 # Text columns have a decoder too, if the user named one: it is called with str.
                 is_encoded = isinstance(column, BytesColumn) and decoders.of(name, column) is not None
                 if isinstance(column, BytesColumn) and is_encoded and not column.text:
-                    values.extend(column.copies(group.rows))
+                    as_views = decoders.raw == "view"
+                    values.extend(take_views(column, group.rows, lend) if as_views else column.copies(group.rows))
                 else:
                     values.extend(_take(column, name, group))
                 continue
@@ -105,7 +120,7 @@ def gather(
         done = stop
     order = np.empty(num_rows, np.int64)
     order[arrived] = np.arange(num_rows)
-    fields: dict[str, AnyArray | list[Any]] = dict(wide)
+    fields: dict[str, Values] = dict(wide)
     for packed, rows in records:
         for name, scalars in unpack_records(packed, rows.take(order)).items():
             fields[name] = scalars.astype(decoders.dtype_of(scalars), copy=False)
@@ -113,7 +128,16 @@ def gather(
     for name, values in lists.items():
         values.extend([None] * (num_rows - len(values)))
         fields[name] = list(map(values.__getitem__, order.tolist()))
+    for name, of_field in views.items():
+        of_field.pad(num_rows)
+        fields[name] = of_field.finish(order)
     return Rows(ids, fields)
+
+
+def _pick(values: Values, rows: Sequence[int]) -> Values:
+    if isinstance(values, ByteViews):
+        return values.pick(rows)
+    return values[list(rows)] if isinstance(values, np.ndarray) else [values[i] for i in rows]
 
 
 def _take(column: BytesColumn | ObjectColumn, name: str, group: ChunkRows) -> list[Any]:

@@ -16,10 +16,11 @@ import numpy as np
 from ..columns import AnyArray, IntArray
 from ..errors import ConfigError, DecodeError
 from ..order.randomness import DECODING, TRANSFORM, sample_rng
+from .byte_views import ByteViews
 from .decode import FieldDecoder, has_rng_parameter, is_channels_first
 
 Sample = dict[str, Any]
-Values = AnyArray | list[Any]
+Values = AnyArray | ByteViews | list[Any]
 Step = Literal["decode", "transform", "result"]
 
 
@@ -116,7 +117,7 @@ class RowWork:
             except Exception as exc:
                 raise RowError(task.first_row + row, step, exc) from exc
 
-    def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Values) -> None:
+    def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any) -> None:
         data = task.fields[name][row]
         if data is None:
             if decoder.slot is not None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..decoding.byte_views import ByteViews, GatheredBytes
 from ..errors import ConfigError, LoaderClosedError
 
 # Tensors start at multiples of this in a slot: what cudaMalloc aligns to, and a multiple of any cache line.
@@ -144,12 +145,13 @@ class DeviceFeeder:
 
         Strided CPU tensors are moved, also those inside lists, tuples and dicts; dtype and strides (channels_last) are
         kept, and tensors with gaps or overlaps become contiguous. Everything else passes through unchanged. The batch
-        may be modified as soon as this returns.
+        may be modified as soon as this returns. ``ByteViews`` arrive as ``GatheredBytes``.
 
         Raises:
             LoaderClosedError: the feeder was closed.
         """
         found: list[torch.Tensor] = []
+        batch = {name: value.gather() if isinstance(value, ByteViews) else value for name, value in batch.items()}
         _collect(batch, found)
         with self._lock:
             if self._closed:
@@ -241,7 +243,7 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
     elif isinstance(value, Mapping):
         for item in value.values():
             _collect(item, found)
-    elif type(value) in (list, tuple):
+    elif type(value) in (list, tuple, GatheredBytes):
         for item in value:
             _collect(item, found)
 
@@ -252,6 +254,8 @@ def _replace(value: Any, tensors: Any) -> Any:
         return next(tensors)
     if isinstance(value, Mapping):
         return {key: _replace(item, tensors) for key, item in value.items()}
+    if type(value) is GatheredBytes:
+        return GatheredBytes(*(_replace(item, tensors) for item in value))
     if type(value) in (list, tuple):
         return type(value)(_replace(item, tensors) for item in value)
     return value

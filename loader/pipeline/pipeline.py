@@ -26,6 +26,7 @@ from ..order.plan import EpochPlan, Order, Share, count_steps
 from ..order.spans import EpochSpans, Span, chunks_by_first_use
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
+from ..reading.leases import Leases
 from ..reading.quarantine import Quarantine
 from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
@@ -83,12 +84,15 @@ class Pipeline:
         self._assembling: EpochSpans | None = None
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
+        # Half: a user who keeps every batch leaves the other half to reading.
+        self._leases = Leases(options.chunk_budget_bytes // 2) if decoders.raw == "view" else None
         self._reader = ChunkReader(
             source,
             budget_bytes=options.chunk_budget_bytes,
             threads=options.fetch_threads,
             next_use=self._next_use,
             counters=counters,
+            leases=self._leases,
         )
         self._feeder = None if options.device is None else DeviceFeeder(options.device)
         self._host_out = self._out if self._feeder is None else DeliveryQueue(options.batch_budget_bytes)
@@ -231,6 +235,7 @@ class Pipeline:
             span.num_rows,
             self._source.manifest.first_ids,
             self._maker.decoders,
+            None if self._leases is None else self._leases.lend,
         )
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(assemble_s=busy)

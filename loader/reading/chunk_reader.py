@@ -16,6 +16,7 @@ from ..columns import Block
 from ..errors import LoaderClosedError
 from ..metrics import Counters
 from .chunk_source import ChunkSource
+from .leases import Leases
 
 
 @dataclass(slots=True)
@@ -47,8 +48,10 @@ class ChunkReader:
         threads: int,
         next_use: Callable[[Sequence[int]], dict[int, int]],
         counters: Counters,
+        leases: Leases | None = None,
     ) -> None:
         self._source = source
+        self._leases = leases
         self._budget_bytes = budget_bytes
         self._next_use = next_use
         self._counters = counters
@@ -176,12 +179,16 @@ class ChunkReader:
 
     @property
     def _budget(self) -> int:
-        """What chunks may take, beside the headers."""
-        return self._budget_bytes - self._source.header_bytes
+        """What chunks may take, beside the headers and the chunks that batches keep alive."""
+        return self._budget_bytes - self._source.header_bytes - self._retained_bytes
+
+    @property
+    def _retained_bytes(self) -> int:
+        return 0 if self._leases is None else self._leases.retained_bytes
 
     @property
     def resident_bytes(self) -> int:
-        return self._reserved
+        return self._reserved + self._retained_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -247,7 +254,7 @@ class ChunkReader:
 
     def _reserve(self, size: int) -> None:
         self._reserved += size
-        self._peak = max(self._peak, self._reserved)
+        self._peak = max(self._peak, self._reserved + self._retained_bytes)
 
     def _evict(self, wanted: int) -> None:
         """Drop resident chunks that the current span does not wait for, furthest next use first. Holds the lock."""
@@ -260,12 +267,17 @@ class ChunkReader:
                 break
             slot = self._slots[chunk]
             wanted -= slot.reserved
-            self._reserve(-slot.reserved)
+            self._let_go(slot)
             slot.block, slot.reserved = None, 0
             self._counters.add(evicted_chunks=1)
 
     def _drop(self, chunk: int) -> None:
-        self._reserve(-self._slots.pop(chunk).reserved)
+        self._let_go(self._slots.pop(chunk))
+
+    def _let_go(self, slot: _Slot) -> None:
+        if self._leases is not None and slot.block is not None:
+            self._leases.drop(slot.block)
+        self._reserve(-slot.reserved)
 
     def _fetch(self, chunk: int) -> None:
         block: Block | None = None

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from ..decoding.byte_views import ByteViews
 from .describe import clip, describe_value
 from .thumbnails import thumbnail
 
 if TYPE_CHECKING:
     from .samples import DatasetView
 
+_LISTS = (list, tuple, ByteViews)
 _ROWS = 8
 _SAMPLES = 5
 _FIELDS = 12
@@ -139,7 +141,7 @@ def _count_rows(values: Sequence[Any]) -> int:
 def _length(value: Any) -> int | None:
     if hasattr(value, "shape"):
         return int(value.shape[0]) if len(value.shape) else None
-    return len(value) if isinstance(value, (list, tuple)) else None
+    return len(value) if isinstance(value, _LISTS) else None
 
 
 def _row_of(value: Any, row: int, count: int) -> Any:
@@ -150,7 +152,7 @@ def _row_of(value: Any, row: int, count: int) -> Any:
 
 
 def _kind_of(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, _LISTS):
         return f"{type(value).__name__} of {len(value)}" + (f" {type(value[0]).__name__}" if value else "")
     return describe_value(value)[0]
 

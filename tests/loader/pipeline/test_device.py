@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from penstock.loader import ByteViews, GatheredBytes
 from penstock.loader.errors import ConfigError, LoaderClosedError
 from penstock.loader.pipeline.device import ALIGN_BYTES, DeviceFeeder, pack_offsets, resolve_cuda
 
@@ -150,6 +151,13 @@ def test_lists_tuples_and_dicts_are_moved_and_other_values_pass_through():
     assert arrived["sparse"] is sparse
     assert device.handed == [4]
     assert batch["list"][0] is not arrived["list"][0]
+
+
+def test_views_of_bytes_arrive_gathered():
+    views = ByteViews([b"one", None, b"", bytes(range(100))])
+    staged = feeder()[0].stage({"blob": views, "n": torch.arange(4)}).take()
+    assert type(staged["blob"]) is GatheredBytes
+    assert all(torch.equal(a, b) for a, b in zip(staged["blob"], views.gather(), strict=True))
 
 
 def test_a_batch_may_be_changed_as_soon_as_it_is_staged():

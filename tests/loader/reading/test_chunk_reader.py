@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
-from penstock.loader.columns import Block
+from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.errors import FormatError, LoaderClosedError
 from penstock.loader.metrics import Counters
 from penstock.loader.reading.chunk_reader import ChunkReader
+from penstock.loader.reading.leases import Leases
 
 NextUse = Callable[[Sequence[int]], dict[int, int]]
 
@@ -48,16 +50,24 @@ class FakeSource:
         time.sleep(wait_s)
         if index in self.failing:
             raise FormatError(f"shard-{index}", "broken")
-        return Block(1, self.sizes[index])
+        column = BytesColumn(memoryview(bytes(self.sizes[index])), np.array([0]), np.array([1]))
+        return Block(1, self.sizes[index], {"raw": column})
 
 
-def make_reader(source: FakeSource, budget: int, threads: int = 4, next_use: NextUse | None = None) -> ChunkReader:
+def make_reader(
+    source: FakeSource,
+    budget: int,
+    threads: int = 4,
+    next_use: NextUse | None = None,
+    leases: Leases | None = None,
+) -> ChunkReader:
     reader = ChunkReader(
         source,  # type: ignore[arg-type]
         budget_bytes=budget,
         threads=threads,
         next_use=next_use or (lambda chunks: dict.fromkeys(chunks, 0)),
         counters=Counters(),
+        leases=leases,
     )
     reader.start()
     return reader
@@ -188,6 +198,27 @@ def test_a_failure_of_a_fetch_thread_itself_is_raised_where_the_chunk_is_waited_
     assert len(list(reader.take([0]))) == 1  # it is in memory now, and there is no room for another
     with pytest.raises(ZeroDivisionError):
         list(reader.take([1]))
+    close(reader)
+
+
+def test_what_views_keep_alive_leaves_less_for_reading_ahead_until_they_are_gone():
+    source, leases = FakeSource([100] * 6), Leases(1000)
+    reader = make_reader(source, budget=200, leases=leases)
+    reader.request([0])
+    ((_, block),) = reader.take([0])
+    assert isinstance(block, Block)
+    view = leases.lend(block.columns["raw"].buffer)  # type: ignore[union-attr]
+    reader.release([0])
+    assert reader.resident_bytes == 100
+    reader.request([1, 2, 3])
+    wait_until(lambda: reader.resident_bytes == 200, "one chunk beside the one that is kept")
+    assert not reader.has_room
+    ((_, loaded),) = reader.take([1])
+    assert isinstance(loaded, Block)
+    assert source.loads == [0, 1]
+    del view, block
+    reader.request([4])
+    wait_until(lambda: source.loads == [0, 1, 2], "the next chunk, in the room of the one that was kept")
     close(reader)
 
 

@@ -1,0 +1,148 @@
+"""First passes over local data, two checkouts in turn: ``python -m penstock.benchmarks.first_pass --help``.
+
+Each pass runs in a process of its own, so that nothing is warm but the file system's cache, and the two checkouts take
+turns, each first in every other round, so that what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from ..loader import DistributedDataLoader, TokensFormat, pack
+
+_BLOB_BYTES, _SEQ_LEN, _BATCH = 38_000, 2048, 64
+_UNITS = {"samples_per_s": 0, "cpu_us_per_sample": 1, "page_faults": 0, "first_batch_s": 3}
+
+# This file's functions, run as a module of the package that is on the path.
+_PASS = """
+import importlib.util, json, sys
+import penstock.benchmarks
+spec = importlib.util.spec_from_file_location("penstock.benchmarks.first_pass", {file!r})
+module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(json.dumps(module.read_once({case!r}, {folder!r})))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """First passes of raw bytes (38 kB in tar) and tokens (2,048 as int64), this checkout against another."""
+
+    before: Path
+    """The other checkout: a folder named penstock."""
+
+    rounds: int = 9
+    """Passes of each checkout and case."""
+
+    blobs: int = 8_000
+    """Samples of the raw bytes."""
+
+    sequences: int = 65_536
+    """Sequences of tokens."""
+
+    out: Path | None = None
+    """Write the results here as JSON, too."""
+
+
+def write_data(folder: Path, config: Config) -> None:
+    """Random bytes in tar shards, and one file of uint16 tokens, each with its index."""
+    rng = np.random.default_rng(0)
+    blobs = ({"__key__": f"{i:06d}", "jpg": rng.bytes(_BLOB_BYTES), "cls": i % 1000} for i in range(config.blobs))
+    pack(blobs, folder / "raw", format="tar", shard_bytes=20 << 20, progress=False)
+    (folder / "tokens").mkdir()
+    tokens = rng.integers(0, 50_000, config.sequences * _SEQ_LEN, dtype=np.uint16)
+    (folder / "tokens" / "tokens.bin").write_bytes(tokens.tobytes())
+
+
+def read_once(case: str, folder: str) -> dict[str, float]:
+    """One pass in this process; the consumer touches every sample, so that no laziness counts as speed."""
+    options: dict[str, Any] = {"format": TokensFormat(seq_len=_SEQ_LEN)} if case == "tokens" else {"decode": None}
+    if case == "raw view":
+        options["raw"] = "view"
+    touched = samples = 0
+    faults, cpu, started = _faults(), time.process_time(), time.perf_counter()
+    first_s = 0.0
+    with DistributedDataLoader(folder, batch_size=_BATCH, seed=3, **options) as loader:
+        for batch in loader:
+            first_s = first_s or time.perf_counter() - started
+            if case == "tokens":
+                touched += int(batch["tokens"][:, -1].sum())
+                samples += len(batch["tokens"])
+            else:
+                touched += sum(value[-1] for value in batch["jpg"])
+                samples += len(batch["jpg"])
+        seconds = time.perf_counter() - started
+    return {
+        "samples_per_s": samples / seconds,
+        "cpu_us_per_sample": 1e6 * (time.process_time() - cpu) / samples,
+        "page_faults": _faults() - faults,
+        "first_batch_s": first_s,
+        "touched": touched,
+    }
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _measure(checkout: Path, case: str, folder: Path) -> dict[str, float]:
+    """One pass in a process of its own, over the penstock of ``checkout``; this file is not taken from there."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve().parent)}
+    command = [sys.executable, "-c", _PASS.format(file=str(Path(__file__).resolve()), case=case, folder=str(folder))]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=folder)
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def main(config: Config) -> None:
+    ours = Path(__file__).resolve().parents[1]
+    cases: dict[str, tuple[str, tuple[Path, ...]]] = {
+        "raw": ("raw", (config.before, ours)),
+        "raw view": ("raw", (ours,)),
+        "tokens": ("tokens", (config.before, ours)),
+    }
+    passes: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_data(folder, config)
+        for number in range(-1, config.rounds):  # the first is not counted: it writes the index and warms the cache
+            for case, (data, checkouts) in cases.items():
+                for checkout in checkouts if number % 2 else checkouts[::-1]:
+                    side = "after" if checkout == ours else "before"
+                    measured = _measure(checkout, case, folder / data)
+                    if number >= 0:
+                        passes.setdefault(f"{case}, {side}", []).append(measured)
+    touched = {name.partition(",")[0]: {p["touched"] for p in found} for name, found in passes.items()}
+    assert all(len(sums) == 1 for sums in touched.values()), f"the two checkouts read different data: {touched}"
+    quartiles = {name: _quartiles(found) for name, found in passes.items()}
+    for name, values in quartiles.items():
+        print(name)
+        for unit, digits in _UNITS.items():
+            print(f"  {unit:18}", " | ".join(f"{value:,.{digits}f}" for value in values[unit]))
+    if config.out is not None:
+        machine = {"cores": os.cpu_count(), "processor": platform.machine(), "load": os.getloadavg()}
+        command = f"python -m penstock.benchmarks.first_pass --before BEFORE/penstock --rounds {config.rounds}"
+        result = {"command": command, "machine": machine, "quartiles": quartiles, "passes": passes}
+        config.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _quartiles(passes: list[dict[str, float]]) -> dict[str, list[float]]:
+    """25%, median and 75% of each quantity."""
+    return {unit: np.percentile([p[unit] for p in passes], (25, 50, 75)).tolist() for unit in _UNITS}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

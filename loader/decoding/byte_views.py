@@ -1,0 +1,212 @@
+"""Values of a field as views of the chunks' bytes: no Python object and no copy a sample until one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
+
+import numpy as np
+import pyarrow as pa
+
+from ..columns import AnyArray, BytesColumn, IntArray
+from ..errors import ConfigError
+from ..reading.leases import owner_of
+
+if TYPE_CHECKING:
+    import torch  # worker processes import this module and need not wait for torch
+
+Lend = Callable[[memoryview], memoryview | None]
+
+_INLINE_BYTES = 12  # values up to this long stand in Arrow's view itself
+_MOST_BYTES = (1 << 31) - 1
+_VIEW = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
+# A field whose values take less of its chunk than this is copied: a view of it would keep all of the chunk alive.
+_LEAST_SHARE = 1 / 4
+
+
+class GatheredBytes(NamedTuple):
+    """Values end to end: value i is ``data[offsets[i]:offsets[i + 1]]``; those that are missing are empty.
+
+    ``data`` is uint8, ``offsets`` (n + 1,) int64 from 0 on, ``missing`` (n,) bool.
+    """
+
+    data: torch.Tensor
+    offsets: torch.Tensor
+    missing: torch.Tensor
+
+    def to(self, *args: Any, **kwargs: Any) -> GatheredBytes:
+        """On another device, as ``torch.Tensor.to`` says; dtypes must stay."""
+        return GatheredBytes(*(tensor.to(*args, **kwargs) for tensor in self))
+
+    def pin_memory(self) -> GatheredBytes:
+        """In page-locked memory."""
+        return GatheredBytes(*(tensor.pin_memory() for tensor in self))
+
+
+class ByteViews(Sequence[memoryview | None]):
+    """The n values of a field as read-only memoryviews, None where missing; what ``raw="view"`` puts into a batch.
+
+    A view keeps its whole chunk in memory for as long as it lives, so keep ``to_bytes()`` or ``gather()`` of what is
+    wanted for long. Slices are ``ByteViews`` too; equal bytes compare equal (``views[0] == b"..."``); pickling copies.
+    """
+
+    __slots__ = ("_buffers", "_starts", "_stops", "_which")
+
+    def __init__(self, values: Iterable[bytes | bytearray | memoryview | None] = ()) -> None:
+        given = [None if value is None else memoryview(value).toreadonly().cast("B") for value in values]
+        self._buffers: list[memoryview] = [memoryview(b"") if value is None else value for value in given]
+        self._which = np.arange(len(given))
+        self._starts = np.array([-1 if value is None else 0 for value in given], np.int64)
+        self._stops = np.array([-1 if value is None else len(value) for value in given], np.int64)
+
+    @classmethod
+    def of_buffers(cls, buffers: list[memoryview], which: IntArray, starts: IntArray, stops: IntArray) -> Self:
+        """Value i is ``buffers[which[i]][starts[i]:stops[i]]``, missing where starts[i] < 0."""
+        made = cls.__new__(cls)
+        made._buffers, made._which, made._starts, made._stops = buffers, which, starts, stops
+        return made
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> ByteViews: ...
+    def __getitem__(self, index: int | slice) -> memoryview | ByteViews | None:
+        if isinstance(index, slice):
+            return self.pick(np.arange(len(self))[index])
+        start = int(self._starts[index])
+        return None if start < 0 else self._buffers[self._which[index]][start : self._stops[index]]
+
+    def __iter__(self) -> Iterator[memoryview | None]:
+        buffers = self._buffers
+        for which, start, stop in zip(self._which.tolist(), self._starts.tolist(), self._stops.tolist(), strict=True):
+            yield buffers[which][start:stop] if start >= 0 else None
+
+    def pick(self, rows: Sequence[int] | IntArray) -> ByteViews:
+        """The values of ``rows``, which keep only the chunks alive that they are in."""
+        rows = np.asarray(rows, np.int64)
+        starts = self._starts[rows]
+        present = starts >= 0
+        used, inverse = np.unique(self._which[rows][present], return_inverse=True)
+        which = np.zeros(len(rows), np.int64)
+        which[present] = inverse
+        return ByteViews.of_buffers([self._buffers[i] for i in used], which, starts, self._stops[rows])
+
+    @property
+    def missing(self) -> AnyArray:
+        """(n,) bool: where there is no value."""
+        absent: AnyArray = self._starts < 0
+        return absent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, not of the chunks that they keep alive."""
+        return int((self._stops - self._starts)[self._starts >= 0].sum())
+
+    def to_bytes(self) -> list[bytes | None]:
+        """Copies of the values."""
+        return [None if value is None else bytes(value) for value in self]
+
+    def gather(self) -> GatheredBytes:
+        """One tensor of all bytes and int64 offsets: one copy, made without the GIL, that keeps no chunk alive.
+
+        Raises:
+            ConfigError: a value is longer than 2 GiB.
+        """
+        import torch
+
+        _, offsets, data = self.arrow().cast(pa.large_binary()).buffers()
+        room = data if data is not None and data.size else bytearray(1)
+        return GatheredBytes(
+            data=torch.frombuffer(room, dtype=torch.uint8)[: self.nbytes],
+            offsets=torch.frombuffer(offsets, dtype=torch.int64)[: len(self) + 1],
+            missing=torch.from_numpy(self.missing),
+        )
+
+    def arrow(self) -> pa.Array:
+        """A pyarrow array of type ``binary_view`` over the same memory, null where missing; keeps the chunks alive.
+
+        Raises:
+            ConfigError: a value is longer than 2 GiB.
+        """
+        present = self._starts >= 0
+        lengths = np.where(present, self._stops - self._starts, 0)
+        if len(lengths) and int(lengths.max()) > _MOST_BYTES:
+            raise ConfigError(f"a value has {int(lengths.max()):,} bytes, and Arrow's views take 2 GiB at most")
+        views = np.zeros(len(self), _VIEW)
+        views["length"] = lengths
+        short = np.flatnonzero(present & (lengths <= _INLINE_BYTES)).tolist()
+        room = views.view(np.uint8).reshape(-1, _VIEW.itemsize)
+        for row in short:
+            room[row, 4 : 4 + lengths[row]] = np.frombuffer(self[row] or b"", np.uint8)
+        long = np.flatnonzero(lengths > _INLINE_BYTES)
+        places = zip(self._which[long].tolist(), self._starts[long].tolist(), strict=True)
+        heads = b"".join([self._buffers[which][start : start + 4] for which, start in places])
+        views["prefix"][long] = np.frombuffer(heads, "<u4")
+        views["buffer"][long] = self._which[long]
+        views["offset"][long] = self._starts[long]
+        valid = None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little"))
+        buffers = [valid, pa.py_buffer(views), *map(pa.py_buffer, self._buffers)]
+        return pa.Array.from_buffers(pa.binary_view(), len(self), buffers)
+
+    def __reduce__(self) -> tuple[type[ByteViews], tuple[list[bytes | None]]]:
+        return ByteViews, (self.to_bytes(),)
+
+    def __repr__(self) -> str:
+        return f"ByteViews({len(self)} values, {self.nbytes:,} bytes)"
+
+
+class ViewsOfSpan:
+    """Collects one field's views of a span of batches, chunk by chunk in the order in which these arrive."""
+
+    def __init__(self) -> None:
+        self._buffers: list[memoryview] = []
+        self._parts: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._count = 0
+
+    def add(self, column: BytesColumn, rows: IntArray, lend: Lend | None) -> None:
+        """The values of ``rows``: views where the chunk may be lent, else copies, each on its own."""
+        lent = lend_buffer(column, rows, lend)
+        first = len(self._buffers)
+        if lent is not None:
+            self._buffers.append(lent)
+            self._parts.append((np.full(len(rows), first), column.starts[rows], column.stops[rows]))
+        else:
+            copies = ByteViews(column.copies(rows))
+            self._buffers += copies._buffers
+            self._parts.append((copies._which + first, copies._starts, copies._stops))
+        self._count += len(rows)
+
+    def pad(self, count: int) -> None:
+        """Missing values, until there are ``count``."""
+        absent = np.full(count - self._count, -1, np.int64)
+        self._parts.append((np.zeros(len(absent), np.int64), absent, absent))
+        self._count = count
+
+    def finish(self, order: IntArray) -> ByteViews:
+        which, starts, stops = (np.concatenate(parts)[order] for parts in zip(*self._parts, strict=True))
+        return ByteViews.of_buffers(self._buffers, which, starts, stops)
+
+
+def take_views(column: BytesColumn, rows: IntArray, lend: Lend | None) -> list[memoryview | None]:
+    """The values of ``rows`` for decoders: views where the chunk may be lent, else copies."""
+    lent = lend_buffer(column, rows, lend)
+    if lent is None:
+        return column.copies(rows)
+    places = zip(column.starts[rows].tolist(), column.stops[rows].tolist(), strict=True)
+    return [lent[start:stop] if start >= 0 else None for start, stop in places]
+
+
+def lend_buffer(column: BytesColumn, rows: IntArray, lend: Lend | None) -> memoryview | None:
+    """The column's buffer to view ``rows`` in; None where they shall be copied.
+
+    The share of the chunk that the field takes is reckoned from these rows.
+    """
+    starts = column.starts[rows]
+    sizes = (column.stops[rows] - starts)[starts >= 0]
+    if lend is None or not len(sizes):
+        return None
+    of_field = int(sizes.sum()) / len(rows) * len(column.starts)
+    return lend(column.buffer) if of_field >= _LEAST_SHARE * owner_of(column.buffer)[1] else None

@@ -1,0 +1,105 @@
+"""Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
+
+A view refers to an exporter, an array over the chunk's bytes that is made for one span and dies with its last view.
+Mutable state: the held buffers, under a lock, and a queue of dead exporters. The queue needs no lock: exporters may die
+at any allocation of any thread, also of one that holds a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..columns import AnyArray, Block, BytesColumn
+
+_MOST_BYTES = 1 << 31  # offsets in Arrow's views have 32 bits
+
+
+@dataclass(slots=True)
+class _Held:
+    nbytes: int
+    exporters: int = 0
+    is_resident: bool = True
+
+
+def owner_of(buffer: memoryview) -> tuple[int, int]:
+    """What names the memory that a view of ``buffer`` keeps alive, while it is alive, and its bytes."""
+    owner: Any = buffer.obj
+    if not isinstance(owner, pa.Buffer):
+        return id(owner), memoryview(owner).nbytes
+    while owner.parent is not None:
+        owner = owner.parent
+    return owner.address, owner.size
+
+
+class Leases:
+    """Lends buffers of chunks to batches, ``limit_bytes`` of them at most. Any thread may call any method."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held: dict[int, _Held] = {}  # by the owner of the bytes, which lives as long as an exporter
+        self._alive: dict[int, tuple[int, weakref.ref[AnyArray]]] = {}  # by number: owner, reference
+        self._dead: deque[int] = deque()
+        self._numbers = 0
+        self._lent_bytes = 0
+        self._retained_bytes = 0
+        self._lock = threading.RLock()  # a collection of garbage may close this loader at any allocation
+
+    def lend(self, buffer: memoryview) -> memoryview | None:
+        """A read-only buffer of the same bytes whose views are counted; None where the limit is reached: copy then."""
+        owner, nbytes = owner_of(buffer)
+        with self._lock:
+            self._settle()
+            held = self._held.get(owner)
+            if held is None:
+                if nbytes >= _MOST_BYTES or self._lent_bytes + nbytes > self._limit_bytes:
+                    return None
+                held = self._held[owner] = _Held(nbytes)
+                self._lent_bytes += nbytes
+            held.exporters += 1
+            number = self._numbers = self._numbers + 1
+            dead = self._dead
+
+            def died(_: Any) -> None:
+                dead.append(number)
+
+            exporter: Any = np.frombuffer(buffer, np.uint8)
+            exporter.flags.writeable = False
+            self._alive[number] = owner, weakref.ref(exporter, died)
+            return memoryview(exporter)
+
+    def drop(self, block: Block) -> None:
+        """The reader holds this block no longer: what batches hold of it counts from now on."""
+        with self._lock:
+            self._settle()
+            owners = {owner_of(c.buffer)[0] for c in block.columns.values() if isinstance(c, BytesColumn)}
+            for owner in owners:
+                held = self._held.get(owner)
+                if held is not None and held.is_resident:
+                    held.is_resident = False
+                    self._retained_bytes += held.nbytes
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes of chunks that only batches hold."""
+        with self._lock:
+            self._settle()
+            return self._retained_bytes
+
+    def _settle(self) -> None:
+        """Take back what dead exporters held. Holds the lock."""
+        while self._dead:
+            owner, _ = self._alive.pop(self._dead.popleft())
+            held = self._held[owner]
+            held.exporters -= 1
+            if held.exporters == 0:
+                del self._held[owner]
+                self._lent_bytes -= held.nbytes
+                if not held.is_resident:
+                    self._retained_bytes -= held.nbytes
