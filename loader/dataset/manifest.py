@@ -83,6 +83,7 @@ class Manifest:
             length=int(self.lengths[index]),
             samples=int(self.samples[index]),
             first_row=int(self.first_ids[index] - self._shard_first_ids[shard]),
+            memory=int(self.memory[index]),
         )
 
     def shard_of(self, sample_id: int) -> tuple[str, int]:

@@ -6,23 +6,20 @@ size for each column without a fixed one, then the columns' bytes.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
-import zstandard
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import Block, Column, IntArray
 from ..errors import DatasetError, FormatError
 from .base import BaseFormat, whole_part
 from .chunks import cut_samples
+from .compressed import codec_of, decompress
 from .mds_encodings import fixed_size, gather, make_column
 from .names import find_shards, is_hidden
 from .schema import choose_columns, make_block
@@ -128,7 +125,7 @@ class MdsFormat(BaseFormat):
         names = choose_columns(encodings, columns)
         shard = chunk.shard.key
         if chunk.offset == 0:
-            data = _decompress(whole_part(chunk, parts), shard)
+            data = _decompress(whole_part(chunk, parts), chunk)
             offsets = _read_offsets(data, chunk.samples, shard)
         else:
             data = whole_part(chunk, parts)
@@ -186,19 +183,9 @@ def _compression(key: str) -> str:
     return "" if suffix == _SUFFIX else suffix[1:]
 
 
-def _decompress(data: memoryview, shard: str) -> memoryview:
-    compression = _compression(shard)
-    try:
-        if compression == "":
-            return data
-        if compression == "gz":
-            return memoryview(gzip.decompress(data))
-        if compression == "bz2":
-            return memoryview(bz2.decompress(data))
-        # Works on frames that do not state their size, too.
-        return memoryview(zstandard.ZstdDecompressor().decompressobj().decompress(data))
-    except (zstandard.ZstdError, zlib.error, OSError, EOFError, ValueError) as exc:
-        raise FormatError(shard, f"cannot be decompressed ({exc}); copy it again", offset=0) from exc
+def _decompress(data: memoryview, chunk: ChunkRef) -> memoryview:
+    codec = codec_of(chunk.shard.key)
+    return data if codec is None else decompress(data, codec, chunk)
 
 
 def _read_offsets(data: memoryview, samples: int, shard: str) -> IntArray:

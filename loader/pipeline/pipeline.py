@@ -83,6 +83,7 @@ class Pipeline:
         self._assembling: EpochSpans | None = None
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
+        source.limit_memory(options.memory_limit_bytes)
         self._reader = ChunkReader(
             source,
             budget_bytes=options.chunk_budget_bytes,

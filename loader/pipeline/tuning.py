@@ -25,11 +25,13 @@ class MemoryLimitWarning(UserWarning):
 class PipelineOptions:
     """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once.
 
-    ``header_budget_bytes`` is the part of ``chunk_budget_bytes`` that headers of shards may take.
+    ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
+    ``chunk_budget_bytes`` that headers of shards may take.
     """
 
     fetch_threads: int
     decode_threads: int
+    memory_limit_bytes: int
     chunk_budget_bytes: int
     header_budget_bytes: int
     batch_budget_bytes: int
@@ -73,6 +75,7 @@ def tune(
     return PipelineOptions(
         fetch_threads=4 if is_local else 16,
         decode_threads=threads,
+        memory_limit_bytes=memory_limit,
         chunk_budget_bytes=chunk_budget,
         header_budget_bytes=memory_limit // 8,
         batch_budget_bytes=batch_budget // 2,

@@ -14,6 +14,7 @@ from ...storage import Store, open_store
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import ChecksumError
+from ..formats.base import refuse_large
 from ..formats.shard import ChunkRef, ShardFormat
 from ..progress import show_progress
 
@@ -61,8 +62,10 @@ def read_chunk(
 
     Raises:
         ChecksumError, FormatError: the bytes are not those of the manifest, or are no such chunk.
+        MemoryLimitError: the chunk takes more memory than it may.
         StorageError: they cannot be read, or the object has changed.
     """
+    refuse_large(chunk, shard_format.opened_bytes(chunk, header, None, schema))
     whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
     got = None if checksum is None else xxhash.xxh3_64_intdigest(whole)
     if got is not None and got != checksum:
