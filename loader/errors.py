@@ -35,9 +35,9 @@ class ChecksumError(FormatError):
 
 
 class MemoryLimitError(DatasetError):
-    """A chunk or a value takes more memory than it may, or could not be allocated. Nothing is wrong with the bytes.
+    """A chunk takes more memory than it may, or an allocation failed. Nothing is wrong with the bytes.
 
-    The message names it, what it would take, the limit and what to do.
+    The message names the shard, what the chunk would take, the limit and what to do.
     """
 
 

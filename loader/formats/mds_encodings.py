@@ -62,7 +62,7 @@ class EncodedColumn(ObjectColumn):
         """The values of ``rows``. Raises DecodeError."""
         try:
             return [self.decode(value) for value in ObjectColumn.take(self, rows)]
-        except (ValueError, ArithmeticError, IndexError, KeyError) as exc:
+        except (ValueError, ArithmeticError, LookupError, RecursionError, TypeError) as exc:
             raise DecodeError(f"a value cannot be decoded as MDS encoding {self.encoding!r}: {exc!r}") from exc
 
 
