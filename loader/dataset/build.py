@@ -122,7 +122,8 @@ def _warn_stale(url: str, *, new: int, gone: int) -> None:
 
 def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -> list[ShardTask]:
     """The shards of a selection, in sample order."""
-    found = shard_format.shards(store, selection.listing, selection.named)
+    with explain_failures(store.url, "listed"):
+        found = shard_format.shards(store, selection.listing, selection.named)
     if selection.chosen is None:
         tasks = list(found)
     else:

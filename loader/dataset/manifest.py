@@ -14,9 +14,9 @@ import xxhash
 
 from ...storage import ObjectInfo
 from ..columns import IntArray
-from ..errors import DatasetError
+from ..errors import DatasetError, MemoryLimitError
 from ..formats.shard import ChunkRef, ShardIndex
-from .bounds import find_misfit
+from .bounds import find_misfit, find_strange_schema
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
@@ -226,11 +226,23 @@ class Manifest:
                 samples=manifest.samples,
                 memory=manifest.memory,
             )
+            misfit = misfit or find_strange_schema(manifest.schema, manifest.config)
             if misfit is not None:
                 raise ValueError(misfit)
             if (manifest.fingerprint, manifest._checksum()) != (metadata["fingerprint"], metadata["checksum"]):
                 raise ValueError("its checksum does not fit")
-        except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as exc:
+        except MemoryError as exc:
+            raise MemoryLimitError(f"{where}: memory ran out while this manifest was read ({exc})") from exc
+        except (
+            pa.ArrowException,
+            OSError,
+            LookupError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as exc:
             raise DatasetError(
                 f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
             ) from exc

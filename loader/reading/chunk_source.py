@@ -23,7 +23,7 @@ from .records import pack_records
 
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
 # However small the limit: one chunk of this size is always read.
-_ALWAYS_BYTES = 64 << 20
+ALWAYS_BYTES = 64 << 20
 
 
 class ChunkSource:
@@ -134,7 +134,7 @@ class ChunkSource:
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Refuse a chunk that alone takes more than this, and more than 64 MiB, once opened."""
-        self._memory_limit = max(limit_bytes, _ALWAYS_BYTES)
+        self._memory_limit = max(limit_bytes, ALWAYS_BYTES)
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
