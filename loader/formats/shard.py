@@ -124,7 +124,7 @@ class ShardFormat(Protocol):
     def opened_bytes(
         self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
     ) -> int:
-        """About how many bytes ``columns`` of a chunk take once opened, as far as can be told before it is read."""
+        """About how many bytes ``columns`` of a chunk take while it is opened, as far as that is known before."""
         ...
 
     def open_chunk(

@@ -129,11 +129,14 @@ class ParquetFormat(BaseFormat):
     def opened_bytes(
         self, chunk: ChunkRef, header: ParquetHeader, columns: Sequence[str] | None, schema: Mapping[str, Any]
     ) -> int:
-        return sum(
-            column_bytes(header.footer, group, header.leaves[name], value_bytes(header.schema.field(name).type))
-            for group in header.row_groups(chunk)
-            for name in choose_columns(header.leaves, columns)
-        )
+        # What is fetched stays until all of it is opened.
+        total = 0
+        for group in map(header.footer.row_group, header.row_groups(chunk)):
+            for name in choose_columns(header.leaves, columns):
+                leaves = header.leaves[name]
+                total += column_bytes(header.footer, group, leaves, value_bytes(header.schema.field(name).type))
+                total += sum(group.column(leaf).total_compressed_size for leaf in leaves)
+        return total
 
     def open_chunk(
         self,

@@ -196,22 +196,21 @@ def row_group_spans(
             )
         if any(column.file_path for column in columns):
             raise FormatError(shard, f"row group {index} is in another file; give that file", offset=footer_start)
-        memory = sum(column_bytes(footer, index, own, width) for own, width in widths)
+        memory = sum(column_bytes(footer, group, own, width) for own, width in widths)
         yield ChunkSpan(start, stop - start, rows, memory)
 
 
-def column_bytes(footer: pq.FileMetaData, group: int, leaves: range, width: int | None) -> int:
+def column_bytes(footer: pq.FileMetaData, group: pq.RowGroupMetaData, leaves: range, width: int | None) -> int:
     """About how many bytes a column of a row group takes once opened; ``width``: of a value, None where it varies.
 
     Text and binaries stay what they are in the file, values or indices into a dictionary; all else is laid out.
     """
-    found = footer.row_group(group)
     if width is not None:
-        return int(found.num_rows * width)
+        return int(group.num_rows * width)
     # A value of variable length also takes its start and stop, int64 each.
-    total = 16 * found.num_rows
+    total = 16 * group.num_rows
     for leaf in leaves:
-        column, kind = found.column(leaf), footer.schema.column(leaf)
+        column, kind = group.column(leaf), footer.schema.column(leaf)
         each = kind.length if kind.physical_type == _FIXED else _WIDTHS.get(kind.physical_type, 0)
         total += max(column.total_uncompressed_size, column.num_values * each)
     return int(total)

@@ -58,6 +58,11 @@ def write_row_group(folder: Path) -> None:
     pq.write_table(pa.table({"x": np.zeros(TOO_LARGE // 8)}), folder / "a.parquet", row_group_size=TOO_LARGE)
 
 
+def write_fetched_beside_opened(folder: Path) -> None:
+    data = np.random.default_rng(0).bytes(TOO_LARGE // 2)
+    pq.write_table(pa.table({"x": [data[: 1 << 24], data[1 << 24 :]]}), folder / "a.parquet", compression="none")
+
+
 def write_lists(folder: Path) -> None:
     lists = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(TOO_LARGE // 8)), 1024).cast(pa.list_(pa.float64()))
     pq.write_table(pa.table({"x": lists}), folder / "a.parquet")
@@ -89,6 +94,7 @@ def write_packed_batch(folder: Path) -> None:
         write_lines_of_few_keys,
         write_packed_mds,
         write_row_group,
+        write_fetched_beside_opened,
         write_lists,
         write_fixed_binaries,
         write_texts_in_structs,
