@@ -19,6 +19,7 @@ from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, table_block, value_bytes
 from .ipc_reader import IpcReader
 from .messages import PREFIX_BYTES, RECORDS, Message, MessageBlock, metadata_length, parse_message
+from .string_views import views_are_inside
 
 # What a compressed body grows to is not in the metadata; a guess for the estimate of memory.
 _COMPRESSION_RATIO = 3
@@ -176,6 +177,8 @@ def _validate(table: pa.Table) -> None:
                 raise ValueError(f"the offsets of column {name!r} fall")
         elif kind.num_fields or not (pt.is_primitive(kind) or pt.is_fixed_size_binary(kind)):
             column.validate(full=True)
+            if not all(views_are_inside(chunk) for chunk in column.chunks):
+                raise ValueError(f"a view of a null in column {name!r} points outside of its buffers")
 
 
 def _check_nodes(block: MessageBlock, message: Message, firsts: Sequence[int], shard: str) -> None:
