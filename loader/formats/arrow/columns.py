@@ -139,7 +139,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     """
     if is_shared_text(values.type):
         arrays = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
-        return {name: dictionary_slices(arrays, text=_is_text(values.type.value_type))}
+        return {name: dictionary_slices(arrays, text=is_text(values.type.value_type))}
     array = _as_one(values)
     kind = array.type
     if pt.is_struct(kind) and is_file_struct(kind):
