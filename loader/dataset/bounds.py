@@ -69,7 +69,8 @@ def find_misfit(
 def find_strange_schema(schema: Any, config: Any) -> str | None:
     """What is wrong with the form of a manifest's schema and of its format's settings; None where nothing is.
 
-    A schema has ``fields``, a list of names, or ``columns``, names with a type, a str, and ``nulls``, a bool.
+    A schema has ``fields``, a list of names, or ``columns``, names with a type, a name or for JSON lines
+    an object, and ``nulls``, a bool.
     """
     if not isinstance(schema, dict) or not isinstance(config, dict):
         return "its schema, or its format's settings, are no object"
@@ -79,7 +80,7 @@ def find_strange_schema(schema: Any, config: Any) -> str | None:
     if not isinstance(columns, dict):
         return f"its schema has the columns {str(columns)[:_SHOWN]}"
     for name, column in columns.items():
-        form = {key: type(column.get(key)) for key in ("type", "nulls")} if isinstance(column, dict) else None
-        if form != {"type": str, "nulls": bool}:
+        fits = isinstance(column, dict) and isinstance(column.get("nulls"), bool)
+        if not fits or not isinstance(column.get("type"), (str, dict)):
             return f"its schema has the column {name!r} as {str(column)[:_SHOWN]}"
     return None

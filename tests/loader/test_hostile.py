@@ -68,6 +68,13 @@ def test_a_manifest_whose_schema_or_settings_are_anything_is_read_or_refused(
         read_all(Manifest.from_bytes(strange.to_bytes(), manifest.url))
 
 
+def test_the_schemas_of_json_lines_have_types_that_nest(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": [[1]], "b": {"c": [{"d": null}]}, "e": [], "f": 1}\n{"f": "x"}\n')
+    built = open_manifest(str(tmp_path), progress=False)
+    assert Manifest.from_bytes(built.to_bytes(), built.url).schema == built.schema
+    read_all(Manifest.from_bytes(built.to_bytes(), built.url))
+
+
 @pytest.mark.parametrize("part", ["schema", "config", "shards"])
 @pytest.mark.parametrize("text", ["[" * 200_000, "null", "[1]", '{"keys": 1}', '{"columns": [1]}', "1e999"])
 def test_a_manifest_whose_metadata_is_strange_is_refused(manifest: Manifest, part: str, text: str) -> None:
