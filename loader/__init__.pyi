@@ -19,6 +19,7 @@ from .errors import DecodeError as DecodeError
 from .errors import ForkedLoaderError as ForkedLoaderError
 from .errors import FormatError as FormatError
 from .errors import LoaderClosedError as LoaderClosedError
+from .errors import MemoryLimitError as MemoryLimitError
 from .errors import PartitionError as PartitionError
 from .errors import SampleNotFoundError as SampleNotFoundError
 from .errors import StateMismatchError as StateMismatchError

@@ -34,6 +34,13 @@ class ChecksumError(FormatError):
     """The bytes of a chunk do not have the checksum that the manifest holds for them."""
 
 
+class MemoryLimitError(DatasetError):
+    """A chunk takes more memory than it may, or an allocation failed. Nothing is wrong with the bytes.
+
+    The message names the shard, what the chunk would take, the limit and what to do.
+    """
+
+
 class DecodeError(PenstockError):
     """A sample's field could not be decoded; the message names sample, shard, field and cause."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from ...storage import ObjectInfo
 from ..columns import IntArray
 
 _MOST = 1 << 60  # samples, or bytes, of a whole data set: sums stay within int64
+_SHOWN = 100  # characters of what is wrong
 
 
 def find_misfit(
@@ -61,4 +63,24 @@ def find_misfit(
         return f"chunk {int(np.argmax(falling)) + 1} lies before the chunk that it follows"
     if float(samples.sum(dtype=np.float64)) >= _MOST or float(memory.sum(dtype=np.float64)) >= _MOST:
         return "its samples or bytes are too many to count"
+    return None
+
+
+def find_strange_schema(schema: Any, config: Any) -> str | None:
+    """What is wrong with the form of a manifest's schema and of its format's settings; None where nothing is.
+
+    A schema has ``fields``, a list of names, or ``columns``, names with a type, a name or for JSON lines
+    an object, and ``nulls``, a bool.
+    """
+    if not isinstance(schema, dict) or not isinstance(config, dict):
+        return "its schema, or its format's settings, are no object"
+    fields, columns = schema.get("fields", []), schema.get("columns", {})
+    if not isinstance(fields, list) or not all(isinstance(name, str) for name in fields):
+        return f"its schema has the fields {str(fields)[:_SHOWN]}"
+    if not isinstance(columns, dict):
+        return f"its schema has the columns {str(columns)[:_SHOWN]}"
+    for name, column in columns.items():
+        fits = isinstance(column, dict) and isinstance(column.get("nulls"), bool)
+        if not fits or not isinstance(column.get("type"), (str, dict)):
+            return f"its schema has the column {name!r} as {str(column)[:_SHOWN]}"
     return None

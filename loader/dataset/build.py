@@ -13,6 +13,7 @@ import numpy as np
 from ...storage import ObjectInfo, StorageError, Store
 from ..errors import DatasetError, FormatError
 from ..formats.detect import detect_format, make_format
+from ..formats.failures import explain_failures
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
@@ -121,7 +122,8 @@ def _warn_stale(url: str, *, new: int, gone: int) -> None:
 
 def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -> list[ShardTask]:
     """The shards of a selection, in sample order."""
-    found = shard_format.shards(store, selection.listing, selection.named)
+    with explain_failures(store.url, "listed"):
+        found = shard_format.shards(store, selection.listing, selection.named)
     if selection.chosen is None:
         tasks = list(found)
     else:
@@ -152,10 +154,12 @@ def index_one(store: Store, shard_format: ShardFormat, task: ShardTask) -> Shard
 
     Raises:
         FormatError: the shard cannot be indexed, or has no bytes.
+        MemoryLimitError: an allocation failed.
     """
     if task.info.size == 0:
         raise FormatError(task.info.key, "the shard is empty (0 bytes); write it again or remove it")
-    return shard_format.index_shard(store, task)
+    with explain_failures(task.info.key, "indexed"):
+        return shard_format.index_shard(store, task)
 
 
 def index_shards(

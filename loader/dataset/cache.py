@@ -20,6 +20,8 @@ from ..formats.shard import ShardFormat
 from .manifest import Manifest
 
 _KEPT = 256
+# Manifests with other estimates of memory are other manifests: an order that is chosen for a new run depends on them.
+_ESTIMATES = 2
 # A suspended builder keeps its lock: after this long, another process builds as well.
 _LOCK_PATIENCE_S = 600.0
 _OURS = re.compile(rf"[0-9a-f]{{32}}(-copy)?\.(arrow|lock)|{re.escape(TEMPORARY_PREFIX)}.*")
@@ -56,7 +58,7 @@ class IndexCache:
         if any(info.etag is None for info in shards):
             return None
         digest = xxhash.xxh3_128()
-        digest.update(json.dumps([1, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
+        digest.update(json.dumps([_ESTIMATES, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
         for info in shards:
             digest.update(f"{info.key}\0{info.size}\0{info.etag}\n".encode())
         return digest.hexdigest()

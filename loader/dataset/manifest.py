@@ -14,9 +14,9 @@ import xxhash
 
 from ...storage import ObjectInfo
 from ..columns import IntArray
-from ..errors import DatasetError
+from ..errors import DatasetError, MemoryLimitError
 from ..formats.shard import ChunkRef, ShardIndex
-from .bounds import find_misfit
+from .bounds import find_misfit, find_strange_schema
 from .part_sums import PartSums
 
 MANIFEST_NAME = "penstock-manifest.arrow"
@@ -86,6 +86,7 @@ class Manifest:
             length=int(self.lengths[index]),
             samples=int(self.samples[index]),
             first_row=int(self.first_ids[index] - self._shard_first_ids[shard]),
+            memory=int(self.memory[index]),
         )
 
     def shard_of(self, sample_id: int) -> tuple[str, int]:
@@ -233,6 +234,7 @@ class Manifest:
                 samples=manifest.samples,
                 memory=manifest.memory,
             )
+            misfit = misfit or find_strange_schema(manifest.schema, manifest.config)
             if misfit is not None:
                 raise ValueError(misfit)
             if (manifest.fingerprint, manifest._checksum()) != (metadata["fingerprint"], metadata["checksum"]):
@@ -240,7 +242,18 @@ class Manifest:
             if stream.tell() < stream.size():
                 parts = PartSums.from_stream(stream, manifest.fingerprint, manifest.num_chunks)
                 manifest = replace(manifest, parts=parts)
-        except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as exc:
+        except MemoryError as exc:
+            raise MemoryLimitError(f"{where}: memory ran out while this manifest was read ({exc})") from exc
+        except (
+            pa.ArrowException,
+            OSError,
+            LookupError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as exc:
             raise DatasetError(
                 f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
             ) from exc

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
 from ..columns import AnyArray, BytesColumn
-from ..errors import ConfigError, DecodeError
+from ..errors import ConfigError, DecodeError, MemoryLimitError
+from .arrays import read_npy, read_npz
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -215,6 +214,8 @@ class _Calling:
 def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exception:
     if isinstance(exc, ConfigError):
         return exc
+    if isinstance(exc, MemoryError):
+        return MemoryLimitError(f"field {field!r}: memory ran out while its {len(data):,} bytes were decoded ({exc})")
     unit = "characters" if isinstance(data, str) else "bytes"
     cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({len(data)} {unit})"
     return DecodeError(f"field {field!r}: {cause}")
@@ -240,25 +241,13 @@ def _read_json(data: memoryview) -> Any:
     return json.loads(bytes(data))
 
 
-def _read_npy(data: memoryview) -> AnyArray:
-    array: AnyArray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-untyped-call]
-    return array
-
-
-def _read_npz(data: memoryview) -> dict[str, AnyArray]:
-    if not zipfile.is_zipfile(io.BytesIO(data)):
-        raise DecodeError(f"not an .npz archive: {len(data)} bytes that start with {bytes(data[:8])!r}")
-    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
-
-
 _IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
 _READERS: dict[str, Callable[[memoryview], Any]] = {
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _read_int),
     **dict.fromkeys(("json", "jsn"), _read_json),
     **dict.fromkeys(("txt", "text", "transcript"), _read_text),
-    "npy": _read_npy,
-    "npz": _read_npz,
+    "npy": read_npy,
+    "npz": read_npz,
 }
 
 

@@ -1,7 +1,8 @@
-"""Which image format some bytes are in, told by how they begin."""
+"""Which image format some bytes are in, told by how they begin, and how large the image is by its header."""
 
 from __future__ import annotations
 
+import struct
 from typing import Literal
 
 ImageKind = Literal["jpeg", "png", "webp"]
@@ -10,6 +11,9 @@ _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _RIFF, _WEBP = b"RIFF", b"WEBP"  # four bytes of length lie between the two
 _HEAD_BYTES = 12
+_SIZED_BYTES = 30  # in which all headers but TIFF's state the size
+_TIFF_ORDER = {b"II*\0": "<", b"MM\0*": ">"}
+_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_SHORT, _TIFF_LONG = 256, 257, 3, 4
 
 
 def image_kind(data: bytes | memoryview) -> ImageKind | None:
@@ -22,3 +26,52 @@ def image_kind(data: bytes | memoryview) -> ImageKind | None:
     if head.startswith(_RIFF) and head[8:] == _WEBP:
         return "webp"
     return None
+
+
+def image_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """(height, width) by the header of a PNG, WebP, BMP, GIF or TIFF; None where it is none of these, or cut short."""
+    head = bytes(data[:_SIZED_BYTES])
+    try:
+        if head.startswith(_PNG):
+            width, height = struct.unpack_from(">II", head, 16)
+        elif head.startswith(_RIFF) and head[8:12] == _WEBP:
+            width, height = _webp_size(head)
+        elif head.startswith(b"BM"):
+            is_old = struct.unpack_from("<I", head, 14)[0] == 12
+            width, height = map(abs, struct.unpack_from("<HH" if is_old else "<ii", head, 18))
+        elif head[:6] in (b"GIF87a", b"GIF89a"):
+            width, height = struct.unpack_from("<HH", head, 6)
+        elif head[:4] in _TIFF_ORDER:
+            width, height = _tiff_size(data, _TIFF_ORDER[head[:4]])
+        else:
+            return None
+    except (struct.error, KeyError):
+        return None
+    return height, width
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    """Width and height by RFC 9649, sections 2.5 to 2.7 (and RFC 6386, section 9.1, for the lossy form)."""
+    form = head[12:16]
+    if form == b"VP8X":
+        low_high = struct.unpack_from("<HBHB", head, 24)
+        return (low_high[0] | low_high[1] << 16) + 1, (low_high[2] | low_high[3] << 16) + 1
+    if form == b"VP8L":
+        (bits,) = struct.unpack_from("<I", head, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if form == b"VP8 ":
+        width, height = struct.unpack_from("<HH", head, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    raise KeyError(form)
+
+
+def _tiff_size(data: bytes | memoryview, order: str) -> tuple[int, int]:
+    """Width and height of the first image: entries of its directory (TIFF 6.0, section 2)."""
+    (at,) = struct.unpack_from(f"{order}I", data, 4)
+    (count,) = struct.unpack_from(f"{order}H", data, at)
+    found = {}
+    for entry in range(at + 2, at + 2 + 12 * count, 12):
+        tag, kind = struct.unpack_from(f"{order}HH", data, entry)
+        if tag in (_TIFF_WIDTH, _TIFF_HEIGHT) and kind in (_TIFF_SHORT, _TIFF_LONG):
+            found[tag] = struct.unpack_from(f"{order}{'H' if kind == _TIFF_SHORT else 'I'}", data, entry + 8)[0]
+    return found[_TIFF_WIDTH], found[_TIFF_HEIGHT]

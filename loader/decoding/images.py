@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import ConfigError, DecodeError
-from .image_kind import image_kind
+from .image_kind import image_kind, image_size
 
 try:
     import cv2
@@ -72,8 +72,9 @@ class ImageDecoder:
     ``layout`` is that of the loader's samples and batches: "chw" for (3, height, width), in channels-last memory, or
     "hwc" for (height, width, 3). A call of the decoder itself returns (height, width, 3) whatever the layout.
 
-    Formats are recognised by content, not by name. Grey, palette and 16-bit images become 8-bit RGB, CMYK is converted,
-    alpha is dropped, of an animation the first frame is taken, and EXIF orientation is ignored (as PIL does).
+    Formats, BMP, GIF and TIFF too, are recognised by content, not by name. Grey, palette and 16-bit images become
+    8-bit RGB, CMYK is converted, alpha is dropped, of an animation the first frame is taken, and EXIF orientation is
+    ignored (as PIL does).
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is still larger than the result. Reduction is
     low-pass filtered as in PIL's antialiased bilinear resize: of the same region, the two agree to about 35 dB PSNR
     or better on photographs; an edge that is no multiple of 8 pixels can cost a little of that. A region is placed to
@@ -246,7 +247,10 @@ def _read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
 
 def _check_pixels(height: int, width: int) -> None:
     if height * width > MAX_PIXELS:
-        raise DecodeError(f"the image claims to be {width}x{height}; no more than {MAX_PIXELS} pixels are decoded")
+        raise DecodeError(
+            f"the image claims to be {width}x{height}; no more than {MAX_PIXELS} pixels are decoded. "
+            "Store it smaller, or give decode= a function of your own"
+        )
 
 
 def _decode_jpeg(data: bytes | memoryview, height: int, width: int, reduction: int) -> Pixels:
@@ -267,12 +271,19 @@ def _decode_jpeg(data: bytes | memoryview, height: int, width: int, reduction: i
 
 
 def _decode_other(data: bytes | memoryview) -> Pixels:
-    """Decode what OpenCV can: PNG, WebP, and JPEGs that simplejpeg cannot decode, such as CMYK."""
+    """Decode what OpenCV can: PNG, WebP, BMP, GIF, TIFF, and JPEGs that simplejpeg cannot decode, such as CMYK."""
     if len(data) == 0:
         raise DecodeError("no image: the field is empty")
+    if image_kind(data) != "jpeg":
+        size = image_size(data)
+        if size is None:
+            raise DecodeError(f"no readable image: {len(data)} bytes that start with {bytes(data[:12])!r}")
+        _check_pixels(*size)
     try:
         pixels: Pixels | None = cv2.imdecode(np.frombuffer(data, np.uint8), _BGR_FLAGS)
     except cv2.error as exc:
+        if exc.code == cv2.Error.StsNoMem:
+            raise MemoryError(str(exc.err)) from exc
         raise DecodeError(f"unreadable image of {len(data)} bytes: {exc.err or exc}") from exc
     if pixels is None:
         raise DecodeError(f"no readable image: {len(data)} bytes that start with {bytes(data[:12])!r}")

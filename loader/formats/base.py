@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from ...storage import ByteRange, ObjectInfo, Store
-from ..errors import ConfigError, FormatError
+from ..errors import ConfigError, FormatError, MemoryLimitError
 from .names import find_shards
 from .schema import merge_columns
 from .shard import ChunkRef, Header, ShardTask
@@ -50,6 +50,11 @@ class BaseFormat:
     def chunk_parts(self, chunk: ChunkRef, header: Any) -> list[ByteRange]:
         return []
 
+    def opened_bytes(
+        self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
+    ) -> int:
+        return chunk.memory
+
 
 def refuse_empty(shard: ObjectInfo) -> None:
     """Raise FormatError where the shard has no bytes."""
@@ -67,6 +72,17 @@ def whole_part(chunk: ChunkRef, parts: Sequence[memoryview]) -> memoryview:
             offset=chunk.offset,
         )
     return data
+
+
+def refuse_large(chunk: ChunkRef, needed: int, *, at_least: bool = False) -> None:
+    """Raise MemoryLimitError where a chunk takes more memory than it may; ``at_least`` where ``needed`` is not all."""
+    if needed > chunk.memory_limit:
+        raise MemoryLimitError(
+            f"{chunk.shard.key} at byte {chunk.offset}: opening this chunk of {chunk.samples:,} samples takes "
+            f"{'more than' if at_least else 'about'} {needed:,} bytes of memory, and the limit is "
+            f"{chunk.memory_limit:,}; raise memory_limit=, read fewer columns, or write the data in smaller row "
+            "groups, record batches or compressed shards"
+        )
 
 
 def refuse_change(chunk: ChunkRef, samples: int) -> None:

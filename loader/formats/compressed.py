@@ -15,6 +15,8 @@ import zstandard
 
 from ...storage import ObjectInfo, Store
 from ..errors import FormatError
+from .base import refuse_large
+from .shard import ChunkRef
 from .windows import ShardWindows
 
 PIECE_BYTES = 4 << 20
@@ -23,25 +25,30 @@ _MAX_RATIO = 1032
 # The longest header of a Zstandard frame (RFC 8878, 3.1.1.1).
 _ZSTD_HEADER_BYTES = 18
 
-_CODECS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd"}
+_CODECS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd"}
 # What a compressed shard's name ends in, after the suffix of its format.
 CODEC_SUFFIXES = (".gz", ".zst", ".zstd")
-_MAGICS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+_MAGICS = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5\x2f\xfd"}
 
 
 def codec_of(key: str) -> str | None:
-    """'gzip' or 'zstd' by the key's suffix, None for a shard that is not compressed."""
+    """'gzip', 'bz2' or 'zstd' by the key's suffix, None for a shard that is not compressed."""
     return next((codec for suffix, codec in _CODECS.items() if key.lower().endswith(suffix)), None)
 
 
-def decompress(data: memoryview, codec: str, shard: str) -> memoryview:
-    """The decompressed bytes of a whole shard, in one buffer that grows where the stream's own hint is too low.
+def decompress(data: memoryview, codec: str, chunk: ChunkRef) -> memoryview:
+    """The decompressed bytes of a whole shard, in one buffer of the size that the index found.
+
+    It grows where that is too low, but never beyond the chunk's ``memory_limit``, whatever the stream holds.
 
     Raises:
         FormatError: the stream is damaged or cut off.
+        MemoryLimitError: it holds more than the limit.
     """
+    shard, most = chunk.shard.key, chunk.memory_limit
     _check_magic(data, codec, shard)
-    buffer = np.empty(_size_hint(data, codec), np.uint8)
+    refuse_large(chunk, chunk.memory)
+    buffer = np.empty(min(chunk.memory or _size_hint(data, codec), most), np.uint8)
     filled = 0
     with _translated(shard, codec), pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(data)), codec) as stream:
         while True:
@@ -49,7 +56,8 @@ def decompress(data: memoryview, codec: str, shard: str) -> memoryview:
                 more = stream.read(PIECE_BYTES)
                 if not more:
                     break
-                grown = np.empty(max(len(buffer) * 3 // 2, filled + 4 * len(more)), np.uint8)
+                refuse_large(chunk, filled + len(more), at_least=True)
+                grown = np.empty(min(max(len(buffer) * 3 // 2, filled + 4 * len(more)), most), np.uint8)
                 grown[:filled] = buffer[:filled]
                 grown[filled : filled + len(more)] = np.frombuffer(more, np.uint8)
                 buffer, filled = grown, filled + len(more)
@@ -116,6 +124,8 @@ def _size_hint(data: memoryview, codec: str) -> int:
     """How many bytes the stream says it holds, within plausible bounds; a guess where it does not say."""
     if codec == "gzip":
         hint = int.from_bytes(data[-4:], "little")
+    elif codec == "bz2":
+        hint = 0
     else:
         try:
             hint = zstandard.frame_content_size(data[:_ZSTD_HEADER_BYTES])  # -1 where the frame does not state it

@@ -6,23 +6,20 @@ size for each column without a fixed one, then the columns' bytes.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
-import zstandard
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import Block, Column, IntArray
 from ..errors import DatasetError, FormatError
 from .base import BaseFormat, whole_part
 from .chunks import cut_samples
+from .compressed import codec_of, decompress
 from .mds_encodings import fixed_size, gather, make_column
 from .names import find_shards, is_hidden
 from .schema import choose_columns, make_block
@@ -34,6 +31,8 @@ _COMPRESSIONS = ("zstd", "zst", "gz", "bz2")
 # mosaicml-streaming writes these, too; such shards are recognised, and refused by name.
 _OTHER_COMPRESSIONS = ("br", "snappy")
 _U32 = np.dtype("<u4")
+# More than bz2, the densest of the codecs, makes of zeros.
+_MOST_RATIO = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,7 @@ class MdsFormat(BaseFormat):
         schema = {"columns": columns, "seen_in": shard.key}
         if entry.samples == 0:
             return ShardIndex([], schema)
+        _check_count(entry, shard)
         if _compression(shard.key) or shard.size <= self.chunk_bytes:
             return ShardIndex([ChunkSpan(0, shard.size, entry.samples, entry.raw_bytes)], schema)
         head = store.get(shard.key, ByteRange(0, min(shard.size, 4 * (entry.samples + 2))), etag=shard.etag)
@@ -131,7 +131,7 @@ class MdsFormat(BaseFormat):
         names = choose_columns(encodings, columns)
         shard = chunk.shard.key
         if chunk.offset == 0:
-            data = _decompress(whole_part(chunk, parts), shard)
+            data = _decompress(whole_part(chunk, parts), chunk)
             offsets = _read_offsets(data, chunk.samples, shard)
         else:
             data = whole_part(chunk, parts)
@@ -145,11 +145,22 @@ class MdsFormat(BaseFormat):
         return make_block({name: found[name] for name in names}, chunk.samples)
 
 
+def _check_count(entry: MdsEntry, shard: ObjectInfo) -> None:
+    """Raise FormatError where so many samples have no room in the bytes that the index states."""
+    least = sum(fixed_size(encoding) or _U32.itemsize for encoding in entry.encodings.values())
+    needed = _U32.itemsize * (entry.samples + 2) + entry.samples * least
+    is_raw = codec_of(shard.key) is None
+    raw = shard.size if is_raw else entry.raw_bytes
+    if entry.samples < 0 or needed > raw or raw > _MOST_RATIO * shard.size:
+        problem = f"has {shard.size} bytes ({raw} uncompressed), but is said to hold {entry.samples} samples"
+        raise FormatError(shard.key, f"{problem} of {least} bytes or more in {_INDEX_NAME}; copy both again", offset=0)
+
+
 def _read_index(store: Store, info: ObjectInfo) -> list[dict[str, Any]]:
     try:
         index = json.loads(bytes(store.get(info.key, etag=info.etag)))
         version, shards = index["version"], index["shards"]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise FormatError(info.key, f"is not an MDS index ({exc!r}): that has a version and shards") from exc
     if version != 2 or not isinstance(shards, list):
         raise FormatError(info.key, f"is an MDS index of version {version!r}; only version 2 is supported")
@@ -167,7 +178,7 @@ def _task(index_key: str, entry: Mapping[str, Any], objects: Mapping[str, Object
         names, encodings, sizes = entry["column_names"], entry["column_encodings"], entry["column_sizes"]
         hint = MdsEntry(int(entry["samples"]), int(raw["bytes"]), dict(zip(names, encodings, strict=True)))
         expected = [fixed_size(encoding) for encoding in encodings]
-    except (KeyError, TypeError, ValueError) as exc:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as exc:
         raise FormatError(index_key, f"its entry for a shard is damaged ({exc!r}); write the index again") from exc
     if expected != [size or None for size in sizes]:
         raise FormatError(index_key, f"says that {names} take {sizes} bytes, but {encodings} take {expected}")
@@ -189,19 +200,9 @@ def _compression(key: str) -> str:
     return "" if suffix == _SUFFIX else suffix[1:]
 
 
-def _decompress(data: memoryview, shard: str) -> memoryview:
-    compression = _compression(shard)
-    try:
-        if compression == "":
-            return data
-        if compression == "gz":
-            return memoryview(gzip.decompress(data))
-        if compression == "bz2":
-            return memoryview(bz2.decompress(data))
-        # Works on frames that do not state their size, too.
-        return memoryview(zstandard.ZstdDecompressor().decompressobj().decompress(data))
-    except (zstandard.ZstdError, zlib.error, OSError, EOFError, ValueError) as exc:
-        raise FormatError(shard, f"cannot be decompressed ({exc}); copy it again", offset=0) from exc
+def _decompress(data: memoryview, chunk: ChunkRef) -> memoryview:
+    codec = codec_of(chunk.shard.key)
+    return data if codec is None else decompress(data, codec, chunk)
 
 
 def _read_offsets(data: memoryview, samples: int, shard: str) -> IntArray:

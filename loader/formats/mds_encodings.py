@@ -62,7 +62,7 @@ class EncodedColumn(ObjectColumn):
         """The values of ``rows``. Raises DecodeError."""
         try:
             return [self.decode(value) for value in ObjectColumn.take(self, rows)]
-        except (ValueError, ArithmeticError, IndexError, KeyError) as exc:
+        except (ValueError, ArithmeticError, LookupError, RecursionError, TypeError) as exc:
             raise DecodeError(f"a value cannot be decoded as MDS encoding {self.encoding!r}: {exc!r}") from exc
 
 
@@ -73,7 +73,10 @@ def fixed_layout(encoding: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
         return np.dtype(_SCALARS[name]).newbyteorder("<"), ()
     if name == "ndarray" and ":" in arguments:
         dtype, shape = arguments.split(":")
-        return _array_dtype(dtype), tuple(int(size) for size in shape.split(","))
+        sizes = tuple(int(size) for size in shape.split(","))
+        if min(sizes) < 0:
+            raise ValueError(f"an ndarray of shape {sizes}")
+        return _array_dtype(dtype), sizes
     return None
 
 

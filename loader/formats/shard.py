@@ -5,6 +5,7 @@ A format holds no state but its configuration. The loader's threads call it conc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -48,13 +49,18 @@ class ShardIndex:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """A chunk to be opened: its shard, its bytes, its samples, and the ordinal of its first sample in the shard."""
+    """A chunk to be opened: its shard, its bytes, its samples, and the ordinal of its first sample in the shard.
+
+    ``memory`` is what the index estimates that it takes once opened, ``memory_limit`` the most that it may, in bytes.
+    """
 
     shard: ObjectInfo
     offset: int
     length: int
     samples: int
     first_row: int
+    memory: int = 0
+    memory_limit: int = sys.maxsize
 
     @property
     def byte_range(self) -> ByteRange:
@@ -119,6 +125,12 @@ class ShardFormat(Protocol):
         """The byte ranges that ``chunk_ranges`` may return, or joins, beside the whole chunk: each gets a checksum."""
         ...
 
+    def opened_bytes(
+        self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
+    ) -> int:
+        """About how many bytes ``columns`` of a chunk take while it is opened, as far as that is known before."""
+        ...
+
     def open_chunk(
         self,
         chunk: ChunkRef,
@@ -131,6 +143,7 @@ class ShardFormat(Protocol):
 
         Raises:
             FormatError: the bytes are not such a chunk; names shard and offset.
+            MemoryLimitError: it grows beyond its ``memory_limit``.
             ConfigError: a column that the data set does not have, with those that it has.
         """
         ...

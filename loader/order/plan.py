@@ -26,6 +26,8 @@ from .permutation import IntArray, permutation, stream_key
 from .pieces import Pieces, cut_into_pieces
 
 _MASK = (1 << 64) - 1
+# Far beyond any use: more lanes would be arrays that no machine holds, larger numbers would not fit into int64.
+_MOST = {"lanes": 1 << 20, "window": 1 << 40, "piece": 1 << 40}
 # What a stream of random numbers is used for: a part of its key, so that no two uses share a stream.
 _FOR_CHUNKS, _FOR_WINDOWS = 1, 2
 
@@ -61,6 +63,9 @@ class Order:
             raise ConfigError(f"piece={self.piece} rows: must be at least 1, or 0 for whole chunks")
         if self.piece and not self.shuffle:
             raise ConfigError(f"piece={self.piece} without shuffle: nothing is permuted; leave it out")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at most {most}")
         if not 0 <= self.seed <= _MASK:
             raise ConfigError(f"seed={self.seed}: must be from 0 to 2**64 - 1")
 

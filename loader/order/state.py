@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import StateMismatchError
+from ..errors import ConfigError, StateMismatchError
 from .plan import Order
 
 # A state without pieces is of version 1, which every penstock reads; one with pieces must not be read without them.
 _VERSION, _VERSION_OF_PIECES = 1, 2
+_MOST_EPOCHS = 1 << 62  # logs keep them as int64
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
 
@@ -75,7 +76,11 @@ class LoaderState:
         if wrong:
             raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} of the wrong type")
         loaded = LoaderState(**{name: state[name] for name in kinds})
-        if loaded.epoch < 0 or not 0 <= loaded.consumed <= loaded.num_samples or loaded.piece < 0:
+        try:
+            _ = loaded.order
+        except ConfigError as exc:
+            raise StateMismatchError(f"a damaged loader state: {exc}") from exc
+        if not 0 <= loaded.epoch < _MOST_EPOCHS or not 0 <= loaded.consumed <= loaded.num_samples or loaded.piece < 0:
             raise StateMismatchError(
                 f"a damaged loader state: epoch={loaded.epoch}, consumed={loaded.consumed} "
                 f"of {loaded.num_samples} samples, piece={loaded.piece}"

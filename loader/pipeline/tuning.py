@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ..dataset.manifest import Manifest
+from ..errors import MemoryLimitError
 from ..limits import usable_memory
 from ..order.plan import Order
 from ..ranks import local_world_size
+from ..reading.chunk_source import ALWAYS_BYTES
 
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
@@ -25,11 +27,13 @@ class MemoryLimitWarning(UserWarning):
 class PipelineOptions:
     """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once.
 
-    ``header_budget_bytes`` is the part of ``chunk_budget_bytes`` that headers of shards may take.
+    ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
+    ``chunk_budget_bytes`` that headers of shards may take.
     """
 
     fetch_threads: int
     decode_threads: int
+    memory_limit_bytes: int
     chunk_budget_bytes: int
     header_budget_bytes: int
     batch_budget_bytes: int
@@ -58,6 +62,7 @@ def tune(
     if memory_limit is None:
         share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
         memory_limit = min(share, 2 * open_bytes + _AHEAD_BYTES)
+    _refuse_endless(manifest, max(memory_limit, ALWAYS_BYTES))
     batch_budget = memory_limit // 4
     chunk_budget = memory_limit - batch_budget
     if open_bytes > chunk_budget:
@@ -73,9 +78,22 @@ def tune(
     return PipelineOptions(
         fetch_threads=4 if is_local else 16,
         decode_threads=threads,
+        memory_limit_bytes=memory_limit,
         chunk_budget_bytes=chunk_budget,
         header_budget_bytes=memory_limit // 8,
         batch_budget_bytes=batch_budget // 2,
         span_bytes=span_bytes,
         device=device,
     )
+
+
+def _refuse_endless(manifest: Manifest, most: int) -> None:
+    """Raise MemoryLimitError where the order of a chunk's samples alone, 4 bytes each, takes more than the limit."""
+    largest = int(manifest.samples.argmax())
+    chunk = manifest.chunk(largest)
+    if 4 * chunk.samples > most:
+        raise MemoryLimitError(
+            f"{chunk.shard.key} at byte {chunk.offset}: a chunk of {chunk.samples:,} samples, whose order alone takes "
+            f"{4 * chunk.samples:,} bytes, and the limit is {most:,}; raise memory_limit=, or write the data in "
+            "smaller row groups or shards"
+        )

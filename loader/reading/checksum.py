@@ -17,6 +17,7 @@ from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..dataset.part_sums import PartSums, SumArray
 from ..errors import ChecksumError, FormatError
+from ..formats.base import refuse_large
 from ..formats.detect import make_format
 from ..formats.shard import ChunkRef, ShardFormat
 from ..metrics import Counters
@@ -197,8 +198,10 @@ def read_chunk(
 
     Raises:
         ChecksumError, FormatError: the bytes are not those of the manifest, or are no such chunk.
+        MemoryLimitError: the chunk takes more memory than it may.
         StorageError: they cannot be read, or the object has changed.
     """
+    refuse_large(chunk, shard_format.opened_bytes(chunk, header, None, schema))
     whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
     got = None if checksum is None else xxhash.xxh3_64_intdigest(whole)
     if got is not None and got != checksum:

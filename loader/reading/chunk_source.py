@@ -5,23 +5,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...storage import CacheStore, Store
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
+from ..formats.base import refuse_large
+from ..formats.failures import explain_failures
 from ..formats.shard import ChunkRef, ShardFormat
-from ..limits import usable_cores
+from ..limits import usable_cores, usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
 from .records import pack_records
 
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
+# However small the limit: one chunk of this size is always read.
+ALWAYS_BYTES = 64 << 20
 
 
 class ChunkSource:
-    """Reads and opens one chunk at a time; its only state is the shards' headers. Called by the fetch threads."""
+    """Reads and opens one chunk at a time. Called by the fetch threads.
+
+    Mutable state: the shards' headers, and the most that one chunk may take: what the process may use, until it is set.
+    """
 
     def __init__(
         self,
@@ -39,6 +47,7 @@ class ChunkSource:
         self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
+        self._memory_limit = usable_memory()
         self._may_open = threading.Semaphore(usable_cores())
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
@@ -50,8 +59,9 @@ class ChunkSource:
 
         Raises:
             StorageError, FormatError, ChecksumError, ConfigError.
+            MemoryLimitError: the chunk alone takes more than it may.
         """
-        chunk = self.manifest.chunk(index)
+        chunk = replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
         try:
             return self._load(index, chunk)
         except FormatError:
@@ -72,15 +82,17 @@ class ChunkSource:
 
     def _load(self, index: int, chunk: ChunkRef) -> Block:
         started = time.perf_counter()
-        header = self._headers.get(chunk.shard)
-        ranges = self._format.chunk_ranges(chunk, header, self.columns)
+        with explain_failures(chunk.shard.key, "opened"):
+            header = self._headers.get(chunk.shard)
+            ranges = self._format.chunk_ranges(chunk, header, self.columns)
+            refuse_large(chunk, self._format.opened_bytes(chunk, header, self.columns, self.manifest.schema))
         if len(ranges) == 1:
             parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
         else:
             parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
         fetched = time.perf_counter()
         self._checks.check(index, chunk, header, ranges, parts)
-        with self._may_open:
+        with self._may_open, explain_failures(chunk.shard.key, "opened", chunk.offset):
             started_opening = time.perf_counter()
             block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
             block = pack_records(block)
@@ -108,6 +120,10 @@ class ChunkSource:
     def limit_headers(self, budget_bytes: int) -> None:
         """Keep no more of the shards' headers than this."""
         self._headers.limit(budget_bytes)
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Refuse a chunk that alone takes more than this, and more than 64 MiB, once opened."""
+        self._memory_limit = max(limit_bytes, ALWAYS_BYTES)
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""

@@ -22,6 +22,9 @@ from ..columns import IntArray
 from ..errors import DatasetError
 from ..pipeline.delivery_log import MAGIC, SKIP_MAGIC, SUFFIX
 
+_MOST_SAMPLES = 1 << 60  # as in a manifest
+_MOST_ABSENT = 10_000  # epochs
+_DENSE = 16
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -95,6 +98,12 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     counted, replayed = _settle(groups)
     by_epoch, again = _by_epoch(counted), _by_epoch(replayed)
     epochs = range(min(by_epoch), max(by_epoch) + 1)
+    absent = len(epochs) - len(by_epoch)
+    if absent > _MOST_ABSENT:
+        raise DatasetError(
+            f"{os.fspath(folder)}: logs of epochs {epochs[0]} to {epochs[-1]}, of which {absent:,} are absent; a log "
+            "is damaged, or is of another run"
+        )
     usual_batch = max((record.stop - record.start for record in counted if not record.is_skip), default=1)
     return AuditReport(
         attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
@@ -129,13 +138,14 @@ def _account(
     usual_batch: int,
 ) -> EpochAccount:
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
-    times = np.bincount(ids, minlength=num_samples)
     reached = max((record.stop for record in records), default=0)
     batches = [record.stop - record.start for record in records if not record.is_skip]
     batch = max(batches, default=usual_batch if records else 1)
     if not is_last and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
-    unique = int(np.count_nonzero(times))
+    # Counting is faster than sorting, and takes memory for every sample of the data set.
+    is_dense = num_samples <= _DENSE * max(len(ids), 1)
+    unique = int(np.count_nonzero(np.bincount(ids))) if is_dense else len(np.unique(ids))
     skipped = _length_of_union((record.start, record.stop) for record in records if record.is_skip)
     return EpochAccount(
         epoch=epoch,
@@ -223,8 +233,10 @@ def _read_log(path: Path) -> _Log | None:
         lacking = _HEADER.keys() - header.keys()
         if lacking or any(type(header[name]) is not kind for name, kind in _HEADER.items()):
             raise ValueError("its first line is not the header of a log")
+        if not 0 < header["num_samples"] < _MOST_SAMPLES or not 0 <= header["rank"] < header["world_size"]:
+            raise ValueError("its first line states an impossible number of samples or ranks")
         words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
-    except (OSError, ValueError, AttributeError) as exc:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as exc:
         raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
     records = []
     at = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from ..dataset.manifest import Manifest
 from ..errors import FormatError
 from ..formats.detect import make_format
 from ..formats.shard import ChunkRef, ShardFormat
+from ..limits import usable_memory
 from ..metrics import Counters
 from ..progress import show_progress
 from ..reading.checksum import read_chunk
@@ -59,7 +61,7 @@ def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool,
 def _check_chunk(
     store: Store, manifest: Manifest, shard_format: ShardFormat, headers: HeaderCache, index: int
 ) -> Flaw | None:
-    chunk = manifest.chunk(index)
+    chunk = replace(manifest.chunk(index), memory_limit=usable_memory())
     try:
         checksum = None if manifest.checksums is None else int(manifest.checksums[index])
         block = read_chunk(store, shard_format, headers.get(chunk.shard), chunk, manifest.schema, checksum=checksum)

@@ -8,7 +8,7 @@
 | fixed_size_list of these, fixed-shape tensor (as it lies in memory) | ArrayColumn of shape (samples, ...) |
 | string | BytesColumn of text |
 | binary, struct<bytes: binary, path: string> | BytesColumn; of a struct (an image or sound with its name), the bytes |
-| dictionary | what its values are |
+| dictionary | what its values are; of text and binaries, slices of the dictionary itself |
 | all else: lists, structs, maps, decimals | ObjectColumn |
 """
 
@@ -26,6 +26,7 @@ from ...errors import FormatError
 from ..base import refuse_change
 from ..schema import NULL_SUFFIX, make_block, refuse_null_clash
 from ..shard import ChunkRef
+from .dictionaries import dictionary_slices, is_shared_text
 
 _NUMPY = {
     pa.int8(): np.int8,
@@ -136,6 +137,9 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     Raises:
         FormatError: there are nulls though the data set was indexed as having none.
     """
+    if is_shared_text(values.type):
+        arrays = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
+        return {name: dictionary_slices(arrays, text=is_text(values.type.value_type))}
     array = _as_one(values)
     kind = array.type
     if pt.is_struct(kind) and is_file_struct(kind):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,13 +12,14 @@ import pyarrow.types as pt
 from ....storage import ObjectInfo, Store
 from ...columns import Block
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change, whole_part
+from ..base import BaseFormat, refuse_change, refuse_large, whole_part
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, table_block, value_bytes
 from .ipc_reader import IpcReader
 from .messages import PREFIX_BYTES, RECORDS, Message, MessageBlock, metadata_length, parse_message
+from .string_views import views_are_inside
 
 # What a compressed body grows to is not in the metadata; a guess for the estimate of memory.
 _COMPRESSION_RATIO = 3
@@ -122,8 +123,9 @@ class ArrowFormat(BaseFormat):
 
     def _read(self, chunk: ChunkRef, header: ArrowHeader, data: memoryview, names: list[str]) -> pa.Table:
         try:
-            length = metadata_length(data[:PREFIX_BYTES])
-            first = parse_message(data[PREFIX_BYTES : PREFIX_BYTES + length])
+            first = next(_messages(data))[0]
+            if first.compressed:
+                refuse_large(chunk, sum(message.opened_bytes(body) for message, body in _messages(data)))
             if header.has_dictionaries or first.compressed:
                 batches = _read_stream(header, data, names)
             else:
@@ -134,6 +136,17 @@ class ArrowFormat(BaseFormat):
             problem = f"its record batches cannot be read ({exc}); write the file again"
             raise FormatError(chunk.shard.key, problem, offset=chunk.offset) from exc
         return table
+
+
+def _messages(data: memoryview) -> Iterator[tuple[Message, memoryview]]:
+    """The messages of a chunk, each with its body."""
+    at = 0
+    while at < len(data):
+        start = at + PREFIX_BYTES
+        body = start + metadata_length(data[at:start])
+        message = parse_message(data[start:body])
+        at = body + message.body_bytes
+        yield message, data[body:at]
 
 
 def _read_in_place(header: ArrowHeader, data: memoryview, names: list[str]) -> list[pa.RecordBatch]:
@@ -164,6 +177,8 @@ def _validate(table: pa.Table) -> None:
                 raise ValueError(f"the offsets of column {name!r} fall")
         elif kind.num_fields or not (pt.is_primitive(kind) or pt.is_fixed_size_binary(kind)):
             column.validate(full=True)
+            if not all(views_are_inside(chunk) for chunk in column.chunks):
+                raise ValueError(f"a view of a null in column {name!r} points outside of its buffers")
 
 
 def _check_nodes(block: MessageBlock, message: Message, firsts: Sequence[int], shard: str) -> None:

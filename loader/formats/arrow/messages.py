@@ -14,15 +14,20 @@ CONTINUATION = b"\xff\xff\xff\xff"
 PREFIX_BYTES = 8
 # The coarsest that writers pad buffers to.
 _ALIGNMENT = 64
+# Zstandard's blocks of 128 KiB take 4 bytes at least (RFC 8878, 3.1.1.2); lz4 saves less.
+_MAX_RATIO = 1 << 15
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, the ``lengths`` and ``null_counts`` of
-    its nodes in depth-first order, whether the body is ``compressed``, and for a dictionary its id and whether it is a
-    delta."""
+    """One message.
+
+    ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, the ``lengths`` and ``null_counts`` of its nodes in
+    depth-first order, whether the body is ``compressed``, where its ``buffers`` lie in it (start, length), and for a
+    dictionary its id and whether it is a delta.
+    """
 
     kind: int
     body_bytes: int
@@ -32,6 +37,20 @@ class Message:
     compressed: bool = False
     dictionary: int = -1
     delta: bool = False
+    buffers: tuple[tuple[int, int], ...] = ()
+
+    def opened_bytes(self, body: memoryview) -> int:
+        """What the body's buffers take decompressed: each compressed one begins with its size, or with -1.
+
+        Raises ValueError where no codec could have made a buffer so small.
+        """
+        if not self.compressed:
+            return self.body_bytes
+        sizes = [struct.unpack_from("<q", body, start)[0] if length >= 8 else 0 for start, length in self.buffers]
+        stored = [length - 8 for _, length in self.buffers]
+        if any(size > max(held, 1) * _MAX_RATIO for size, held in zip(sizes, stored, strict=True)):
+            raise ValueError(f"a record batch with a buffer of {max(sizes)} bytes in {self.body_bytes}")
+        return sum(size if size >= 0 else held for size, held in zip(sizes, stored, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +91,15 @@ def parse_message(metadata: memoryview) -> Message:
     rows = header.number(0, "<q")
     if rows < 0:
         raise ValueError(f"a record batch of {rows} rows")
-    used = max((start + length for start, length in header.structs(2, "<qq")), default=0)
+    buffers = tuple((start, length) for start, length in header.structs(2, "<qq"))
+    if any(start < 0 or length < 0 for start, length in buffers):
+        raise ValueError("a record batch with a buffer of negative place or length")
+    used = max((start + length for start, length in buffers), default=0)
     if not 0 <= body_bytes - used < _ALIGNMENT:
         raise ValueError(f"a record batch of {body_bytes} bytes, whose buffers end at byte {used}")
     nodes = header.structs(1, "<qq")
     lengths, nulls = tuple(length for length, _ in nodes), tuple(count for _, count in nodes)
-    return Message(kind, body_bytes, rows, lengths, nulls, compressed=header.table(3) is not None)
+    return Message(kind, body_bytes, rows, lengths, nulls, compressed=header.table(3) is not None, buffers=buffers)
 
 
 def refuse_inner_message(metadata: memoryview) -> None:

@@ -9,28 +9,33 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from ....storage import ByteRange, ObjectInfo, Store
 from ...columns import Block, IntArray
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change
+from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
-from .columns import marks_nulls, schema_columns, table_block
+from .columns import has_offsets, marks_nulls, schema_columns, table_block, value_bytes
 from .parquet_footer import (
     SparseFile,
     arrow_schema,
+    column_bytes,
     column_leaves,
     column_range,
     may_hold_nulls,
     read_footer,
     row_group_spans,
 )
+from .parquet_pages import PAGE_HEADER_BYTES, repeats_values
 
 # Two wanted columns are read as one range where less than this lies between them. It is more than the 8 KiB of
 # pyarrow's own coalescing, so that its reads stay inside the parts.
 _GAP_BYTES = 64 << 10
+# Rows of a column inside of others, whose opened size nothing tells, are opened and counted so many at a time.
+_COUNTED_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class ParquetHeader:
     """A shard's footer: ``first_rows`` (row groups + 1,) int64, ``leaves`` of each column in the order of the file."""
 
     footer: pq.FileMetaData
+    schema: pa.Schema
     first_rows: IntArray
     leaves: Mapping[str, range]
 
@@ -93,7 +99,8 @@ class ParquetFormat(BaseFormat):
         footer, _ = read_footer(store, shard)
         rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
         first_rows = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]).astype(np.int64)
-        return ParquetHeader(footer, first_rows, column_leaves(arrow_schema(footer, shard.key), footer, shard.key))
+        schema = arrow_schema(footer, shard.key)
+        return ParquetHeader(footer, schema, first_rows, column_leaves(schema, footer, shard.key))
 
     def chunk_ranges(self, chunk: ChunkRef, header: ParquetHeader, columns: Sequence[str] | None) -> list[ByteRange]:
         if columns is None:
@@ -124,6 +131,18 @@ class ParquetFormat(BaseFormat):
         groups = (header.footer.row_group(index) for index in header.row_groups(chunk))
         return [ByteRange(*column_range(group.column(leaf))) for group in groups for leaf in range(group.num_columns)]
 
+    def opened_bytes(
+        self, chunk: ChunkRef, header: ParquetHeader, columns: Sequence[str] | None, schema: Mapping[str, Any]
+    ) -> int:
+        # What is fetched stays until all of it is opened.
+        total = 0
+        for group in map(header.footer.row_group, header.row_groups(chunk)):
+            for name in choose_columns(header.leaves, columns):
+                leaves = header.leaves[name]
+                total += column_bytes(header.footer, group, leaves, value_bytes(header.schema.field(name).type))
+                total += sum(group.column(leaf).total_compressed_size for leaf in leaves)
+        return total
+
     def open_chunk(
         self,
         chunk: ChunkRef,
@@ -136,14 +155,14 @@ class ParquetFormat(BaseFormat):
         names = choose_columns(known, columns)
         if not names:
             return Block(chunk.samples, 0, {})
-        table = self._read(chunk, header, parts, columns, names)
+        table = self._read(chunk, header, parts, columns, names, share=True)
         return table_block(table.select(names), chunk, known)
 
     def read_table(
         self, chunk: ChunkRef, header: ParquetHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
     ) -> pa.Table:
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
-        table = self._read(chunk, header, parts, None, list(schema["columns"]))
+        table = self._read(chunk, header, parts, None, list(schema["columns"]), share=False)
         refuse_change(chunk, table.num_rows)
         return table
 
@@ -154,20 +173,63 @@ class ParquetFormat(BaseFormat):
         parts: Sequence[memoryview],
         columns: Sequence[str] | None,
         names: list[str],
+        *,
+        share: bool,
     ) -> pa.Table:
+        """The columns as a table; with ``share``, text that many rows share as a dictionary."""
         groups = header.row_groups(chunk)
         ranges = self.chunk_ranges(chunk, header, columns)
         source = SparseFile(chunk.shard.size, [(r.start, part) for r, part in zip(ranges, parts, strict=True)])
         try:
             # pre_buffer reads the source once per part instead of once per column: each read needs the GIL, which a
             # busy Python thread elsewhere may hold for milliseconds. Page checksums are compared where there are any.
+            shared = _repeating(header, groups, names, source) if share else []
             with pq.ParquetFile(
-                pa.PythonFile(source, "r"), metadata=header.footer, pre_buffer=True, page_checksum_verification=True
+                pa.PythonFile(source, "r"),
+                metadata=header.footer,
+                read_dictionary=[name for name in shared if has_offsets(header.schema.field(name).type)],
+                pre_buffer=True,
+                page_checksum_verification=True,
             ) as file:
-                return file.read_row_groups(groups, columns=names, use_threads=False)
+                if all(has_offsets(header.schema.field(name).type) for name in shared):
+                    return file.read_row_groups(groups, columns=names, use_threads=False)
+                return _read_counted(file, groups, names, chunk)
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise FormatError(
                 chunk.shard.key,
                 f"row groups {groups.start} to {groups.stop} cannot be decoded ({exc}); write the file again",
                 offset=chunk.offset,
             ) from exc
+
+
+def _repeating(header: ParquetHeader, groups: range, names: Sequence[str], source: SparseFile) -> list[str]:
+    """The columns that hold text or binaries which their dictionaries, in one of the row groups, repeat."""
+    return [
+        name
+        for name in names
+        if not pt.is_dictionary(header.schema.field(name).type)
+        and any(
+            _repeats(header.footer.row_group(group).column(leaf), source)
+            for group in groups
+            for leaf in header.leaves[name]
+        )
+    ]
+
+
+def _repeats(column: pq.ColumnChunkMetaData, source: SparseFile) -> bool:
+    if column.physical_type != "BYTE_ARRAY" or not column.has_dictionary_page:
+        return False
+    start, stop = column_range(column)
+    source.seek(start)
+    return repeats_values(column, source.read(min(PAGE_HEADER_BYTES, stop - start)))
+
+
+def _read_counted(file: pq.ParquetFile, groups: range, names: list[str], chunk: ChunkRef) -> pa.Table:
+    """The row groups as a table, opened piece by piece so that it ends where they take more than they may."""
+    batches: list[pa.RecordBatch] = []
+    total = 0
+    for batch in file.iter_batches(_COUNTED_ROWS, row_groups=list(groups), columns=names, use_threads=False):
+        batches.append(batch)
+        total += batch.nbytes
+        refuse_large(chunk, total, at_least=True)
+    return pa.Table.from_batches(batches)

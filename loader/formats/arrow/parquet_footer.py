@@ -17,6 +17,8 @@ from .columns import check_names, value_bytes
 
 _MAGIC, _ENCRYPTED_MAGIC = b"PAR1", b"PARE"
 _TRAILER_BYTES = 8
+_FIXED = "FIXED_LEN_BYTE_ARRAY"
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 # Most footers fit, so that one GET reads them.
 _TAIL_BYTES = 64 << 10
@@ -194,14 +196,24 @@ def row_group_spans(
             )
         if any(column.file_path for column in columns):
             raise FormatError(shard, f"row group {index} is in another file; give that file", offset=footer_start)
-        # A value of variable length also takes its start and stop, int64 each.
-        memory = sum(
-            rows * width
-            if width is not None
-            else 16 * rows + sum(columns[leaf].total_uncompressed_size for leaf in own)
-            for own, width in widths
-        )
+        memory = sum(column_bytes(footer, group, own, width) for own, width in widths)
         yield ChunkSpan(start, stop - start, rows, memory)
+
+
+def column_bytes(footer: pq.FileMetaData, group: pq.RowGroupMetaData, leaves: range, width: int | None) -> int:
+    """About how many bytes a column of a row group takes once opened; ``width``: of a value, None where it varies.
+
+    Text and binaries stay what they are in the file, values or indices into a dictionary; all else is laid out.
+    """
+    if width is not None:
+        return int(group.num_rows * width)
+    # A value of variable length also takes its start and stop, int64 each.
+    total = 16 * group.num_rows
+    for leaf in leaves:
+        column, kind = group.column(leaf), footer.schema.column(leaf)
+        each = kind.length if kind.physical_type == _FIXED else _WIDTHS.get(kind.physical_type, 0)
+        total += max(column.total_uncompressed_size, column.num_values * each)
+    return int(total)
 
 
 def may_hold_nulls(footer: pq.FileMetaData, leaves: range) -> bool:

@@ -92,6 +92,12 @@ class JsonlFormat(BaseFormat):
             return known or new
         return _schema(union_columns(known["columns"], new["columns"]), shard)
 
+    def opened_bytes(
+        self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
+    ) -> int:
+        # Each column has a value in each row, whether the line has its key or not.
+        return chunk.memory + 8 * chunk.samples * len(choose_columns(schema["columns"], columns))
+
     def open_chunk(
         self,
         chunk: ChunkRef,
@@ -105,7 +111,7 @@ class JsonlFormat(BaseFormat):
         shard, run, base = chunk.shard.key, whole_part(chunk, parts), chunk.offset
         codec = codec_of(shard)
         if codec is not None:
-            run = decompress(run, codec, shard)
+            run = decompress(run, codec, chunk)
         if base == 0 and bytes(run[:3]) == _BYTE_ORDER_MARK:
             run, base = run[3:], 3
         lines = find_lines(run, shard, base)

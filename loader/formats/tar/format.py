@@ -61,6 +61,12 @@ class TarFormat(BaseFormat):
     def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
         return {"fields": sorted({*known.get("fields", ()), *new.get("fields", ())})}
 
+    def opened_bytes(
+        self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
+    ) -> int:
+        # Each field of each sample has a start and a stop, whether the sample has the field or not.
+        return chunk.memory + 16 * chunk.samples * (1 + len(schema["fields"]))
+
     def open_chunk(
         self,
         chunk: ChunkRef,
@@ -74,7 +80,7 @@ class TarFormat(BaseFormat):
         run = whole_part(chunk, parts)
         codec = codec_of(shard)
         if codec is not None:
-            run = decompress(run, codec, shard)
+            run = decompress(run, codec, chunk)
         members = read_members(run, shard, base, whole=True)
         refuse_truncation(members, len(run), shard, base, padded=codec is not None)
         table = group_names(members.names)

@@ -274,7 +274,7 @@ def test_a_damaged_compressed_shard_is_an_error(mds_store: FolderStore) -> None:
     write(mds_store.root, range(3), compression="zstd")
     shard = mds_store.root / "shard.00000.mds.zstd"
     shard.write_bytes(b"\x00" * shard.stat().st_size)
-    with pytest.raises(FormatError, match="cannot be decompressed"):
+    with pytest.raises(FormatError, match="is not a zstd stream"):
         open_all(mds_store, MdsFormat())
 
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.dataset.index import open_manifest
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
-from penstock.loader.errors import FormatError
+from penstock.loader.errors import FormatError, MemoryLimitError
 from penstock.loader.formats.detect import make_format
 from penstock.loader.formats.shard import ChunkRef
 from penstock.loader.metrics import Counters
@@ -107,3 +108,35 @@ def test_gathered_values_keep_no_chunk_in_memory(decode):
     assert [value and bytes(value) for value in rows.fields["x"]] == [b"efgh", b"abcd", None]
     column.buffer.release()  # raises BufferError while a view of it is left
     buffer.clear()
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_allocation_that_fails_is_not_a_damaged_chunk(source, monkeypatch, wrapped):
+    chunks, _, counters = source
+
+    def fail(*_: object) -> Block:
+        try:
+            raise pa.ArrowMemoryError("malloc of size 1234 failed")
+        except pa.ArrowException as exc:
+            if wrapped:
+                raise FormatError("a", "its pages are damaged") from exc
+            raise
+
+    monkeypatch.setattr(type(chunks._format), "open_chunk", fail)
+    with pytest.raises(
+        MemoryLimitError, match=r"parquet: memory ran out while it was opened \(malloc of size 1234 failed"
+    ):
+        chunks.load(0)
+    assert counters.metrics(resident_bytes=0, peak_bytes=0).refetched_chunks == 0
+
+
+@pytest.mark.parametrize("raised", [RecursionError(), OverflowError("too large"), KeyError("type"), IndexError()])
+def test_what_a_parser_stumbles_over_is_an_error_that_names_the_shard(source, monkeypatch, raised):
+    chunks, _, _ = source
+
+    def fail(*_: object) -> Block:
+        raise raised
+
+    monkeypatch.setattr(type(chunks._format), "open_chunk", fail)
+    with pytest.raises(FormatError, match=rf"parquet at byte \d+: cannot be opened \({type(raised).__name__}"):
+        chunks.load(0)

@@ -1,0 +1,72 @@
+"""NumPy's .npy and .npz, read within bounds: sizes that a header states are compared with what is there first."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from typing import IO, Any
+
+import numpy as np
+
+from ..columns import AnyArray
+from ..errors import DecodeError
+
+_MOST_ARRAYS = 10_000
+# What the arrays of one archive may take together: this much, or this many times the archive, if that is more.
+_MOST_BYTES, _MOST_RATIO = 1 << 30, 8
+
+
+def read_npy(data: memoryview) -> AnyArray:
+    """The array of a .npy. Raises DecodeError or ValueError where it is none, is cut off, or holds objects."""
+    _check_size(io.BytesIO(data), len(data))
+    return _read(io.BytesIO(data))
+
+
+def read_npz(data: memoryview) -> dict[str, Any]:
+    """The arrays of a .npz by name; members that are no .npy as bytes.
+
+    Raises:
+        DecodeError: it is none, or its arrays are too many or too large together.
+    """
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise DecodeError(f"not an .npz archive: {len(data)} bytes that start with {bytes(data[:8])!r}")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = archive.infolist()
+        total, most = sum(member.file_size for member in members), max(_MOST_BYTES, _MOST_RATIO * len(data))
+        if len(members) > _MOST_ARRAYS or total > most:
+            raise DecodeError(
+                f"an .npz of {len(data):,} bytes opens to {len(members):,} arrays of {total:,} bytes; no more than "
+                f"{_MOST_ARRAYS:,} arrays of {most:,} are opened. Write fewer or smaller ones, or give decode= a "
+                "function of your own"
+            )
+        return {member.filename.removesuffix(".npy"): _read_member(archive, member) for member in members}
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> AnyArray | bytes:
+    with archive.open(member) as stream:
+        if stream.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            return archive.read(member)
+    with archive.open(member) as stream:
+        _check_size(stream, member.file_size)
+    with archive.open(member) as stream:
+        return _read(stream)
+
+
+def _read(stream: IO[bytes]) -> AnyArray:
+    array: AnyArray = np.lib.format.read_array(stream, allow_pickle=False)  # type: ignore[no-untyped-call]
+    return array
+
+
+def _check_size(stream: IO[bytes], size: int) -> None:
+    """Raise DecodeError unless the values that a .npy's header states fit into its ``size`` bytes."""
+    version = np.lib.format.read_magic(stream)  # type: ignore[no-untyped-call]
+    if version > (2, 0):  # of 3.0 only names of fields can differ from 2.0, and their encoding is no matter here
+        version = (2, 0)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+    shape, _, dtype = read(stream)  # type: ignore[no-untyped-call]
+    count, held = math.prod(shape), size - stream.tell()
+    if dtype.hasobject:
+        return  # refused by NumPy, in its words
+    if any(side < 0 for side in shape) or (count and not dtype.itemsize) or count * dtype.itemsize > held:
+        raise DecodeError(f"an .npy whose header says {shape} values of {dtype.str!r}, in {held:,} bytes")
