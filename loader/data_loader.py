@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Generic, Literal, Self, cast
+from typing import Any, Generic, Literal, cast
 
 import torch
 
@@ -45,12 +44,12 @@ from .position import Position
 from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
-from .resources import Resources
+from .resources import Owner
 from .views.peek import Look
 from .views.samples import DatasetView
 
 
-class DistributedDataLoader(Generic[BatchT]):
+class DistributedDataLoader(Owner, Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
@@ -132,8 +131,7 @@ class DistributedDataLoader(Generic[BatchT]):
         audit_dir: str | PathLike[str] | None = None,
         max_bad_chunks: int = 0,
     ) -> None:
-        self._resources = Resources()
-        self._finalizer = weakref.finalize(self, self._resources.abandon)
+        super().__init__()
         check_shuffle(shuffle)
         check_last_batch(last_batch)
         self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
@@ -343,20 +341,6 @@ class DistributedDataLoader(Generic[BatchT]):
         """
         pipeline = self._resources.pipeline
         return {} if pipeline is None else pipeline.activity()
-
-    def close(self) -> None:
-        """Stop all threads and processes, and close the store; the loader cannot be used again.
-
-        Safe at any time, and twice.
-        """
-        self._finalizer()
-        self._resources.close()  # waits where another thread is closing it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         share = self._share

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+import weakref
+from typing import Any, Self
 
 from .decoding.worker_pool import WorkerPool
 from .errors import LoaderClosedError
@@ -63,3 +64,25 @@ class Resources:
             if self.log is not None:
                 self.log.close()
             self.workers = self.log = self.store = None
+
+
+class Owner:
+    """Whoever holds resources: closed by a call, as a context manager, or with its last reference."""
+
+    def __init__(self) -> None:
+        self._resources = Resources()
+        self._finalizer = weakref.finalize(self, self._resources.abandon)
+
+    def close(self) -> None:
+        """Stop all threads and processes, and close the store; the loader cannot be used again.
+
+        Safe at any time, and twice.
+        """
+        self._finalizer()
+        self._resources.close()  # waits where another thread is closing it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
