@@ -13,11 +13,14 @@ import torch
 from ..storage import LocalStore, open_store
 from .arguments import (
     LastBatch,
+    SampleWeights,
     check_at_least,
     check_last_batch,
     check_names,
+    check_selection,
     check_shuffle,
     count_threads,
+    make_selection,
     make_share,
     parse_cache_limit,
 )
@@ -34,7 +37,7 @@ from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
 from .order.auto import Choice
-from .order.plan import Order
+from .order.subset import Subset
 from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
@@ -45,11 +48,12 @@ from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Owner
+from .standing import Standing
 from .views.peek import Look
 from .views.samples import DatasetView
 
 
-class DistributedDataLoader(Owner, Generic[BatchT]):
+class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
@@ -69,6 +73,9 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
             world size when a run starts, and adopts those of a loaded state.
         piece: how many rows of a chunk a shuffle moves together, 0 for whole chunks; "auto" moves single rows where a
             data set has few chunks and is small, and adopts that of a loaded state.
+        subset: a part of the samples, decided by their ids: ``Subset.share``, ``Subset.split`` or ``Subset.take``.
+        weights: draw samples with replacement, each in proportion to its weight: one a sample id, or a mapping from
+            patterns of shard names to the weight of each of their samples. An epoch has as many draws as samples.
         columns: the fields to read; None reads all. Of parquet only the bytes of these are fetched.
         decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
@@ -112,6 +119,8 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
         lanes: Choice = "auto",
         window: Choice = "auto",
         piece: Choice = "auto",
+        subset: Subset | None = None,
+        weights: SampleWeights | None = None,
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
         transform: Callable[..., Sample] | None = None,
@@ -133,6 +142,7 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
     ) -> None:
         super().__init__()
         check_shuffle(shuffle)
+        check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
         check_last_batch(last_batch)
         self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
         batch_options = BatchOptions(
@@ -152,6 +162,7 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
         self._manifest = open_manifest(
             source, split=split, storage_options=storage_options, format=format, cache_dir=cache_dir
         )
+        selection = make_selection(self._manifest, subset, weights)
         self._position = Position(
             self._manifest,
             seed=seed,
@@ -162,6 +173,7 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
             world_size=self._share.world_size,
             global_batch_size=self._share.global_batch_size,
             last_batch=last_batch,
+            selection=selection,
         )
         names = None if columns is None else list(columns)
         check_names(self._manifest, names, decode)
@@ -180,9 +192,16 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
         )
         shard_format = make_format(self._manifest.format, self._manifest.config)
         chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
-        self._quarantine = Quarantine(chunks, max_bad_chunks)
+        self._quarantine = Quarantine(chunks, max_bad_chunks, selection)
         self._look = Look(
-            chunks.apart(names), batch_options, decoders, max_bad_chunks, decode_threads, cuda, self._resources
+            chunks.apart(names),
+            batch_options,
+            decoders,
+            max_bad_chunks,
+            decode_threads,
+            cuda,
+            self._resources,
+            selection,
         )
         make_pipeline = partial(
             Pipeline,
@@ -193,6 +212,7 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
             quarantine=self._quarantine,
             counters=self._counters,
             workers=self._resources.workers,
+            selection=selection,
         )
         self._passes = Passes(
             position=self._position,
@@ -205,7 +225,11 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
         )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
-                audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
+                audit_dir,
+                manifest=self._manifest,
+                rank=self._share.rank,
+                world_size=self._share.world_size,
+                subset=subset,
             )
 
     # -- iteration ------------------------------------------------------------------------------------------------
@@ -214,46 +238,6 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
         """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""
         return self._passes.begin(self)
 
-    def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
-        return self._position.steps_per_epoch
-
-    @property
-    def steps_left(self) -> int:
-        """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch."""
-        return self._position.steps_left
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
-        return self._position.epoch
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a full batch of this rank."""
-        return self._passes.share.batch_size
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples in a full batch of all ranks together."""
-        return self._share.global_batch_size
-
-    @property
-    def rank(self) -> int:
-        return self._share.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._share.world_size
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    @property
-    def order(self) -> Order:
-        return self._position.order
-
     @property
     def bad_chunks(self) -> list[BadChunk]:
         """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
@@ -261,8 +245,11 @@ class DistributedDataLoader(Owner, Generic[BatchT]):
 
     @property
     def dataset(self) -> DatasetView:
-        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks."""
-        return DatasetView(self._look.samples, owner=self)
+        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks.
+
+        Of a loader with a ``subset``, the samples of that; their sample ids are ``dataset.ids``.
+        """
+        return DatasetView(self._look.samples, self._look.ids, owner=self)
 
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""

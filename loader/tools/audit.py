@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray
-from ..errors import DatasetError
+from ..errors import ConfigError, DatasetError
+from ..order.subset import Subset, blocks
 from ..pipeline.delivery_log import MAGIC, SKIP_MAGIC, SUFFIX
+
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
@@ -49,7 +52,8 @@ class EpochAccount:
     An epoch that a later one followed has been reached to its end, less what does not fill a batch: what it did not
     deliver is missing. ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``:
     rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
-    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``.
+    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``. ``samples`` are those of
+    the loader's subset; ``outside``: all others of the data set; ``stray``: delivered rows of these.
     """
 
     epoch: int
@@ -60,6 +64,8 @@ class EpochAccount:
     duplicated: int
     replayed: int
     skipped: int = 0
+    outside: int = 0
+    stray: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +77,15 @@ class AuditReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample reached was delivered exactly once, or skipped on purpose."""
-        return all(not account.missing and not account.duplicated for account in self.epochs)
+        """Whether every sample reached was delivered exactly once or skipped on purpose, and none is from outside."""
+        return all(not (account.missing or account.duplicated or account.stray) for account in self.epochs)
 
 
 def audit(folder: str | os.PathLike[str]) -> AuditReport:
     """Account for everything that was delivered according to the logs in a folder.
 
     Raises:
-        DatasetError: there are no logs, a log is damaged, or the logs are of several data sets.
+        DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
     logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
     started = [log for log in logs if log is not None]
@@ -88,7 +94,9 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     fingerprints = {log.header["fingerprint"] for log in started}
     if len(fingerprints) > 1:
         raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; use one audit_dir= for each")
-    num_samples = int(started[0].header["num_samples"])
+    if any(log.header.get("subset") != started[0].header.get("subset") for log in started):
+        raise DatasetError(f"{os.fspath(folder)}: logs of several subsets; use one audit_dir= for each")
+    members = _members(int(started[0].header["num_samples"]), started[0].header.get("subset"))
     groups = _attempts(started)
     attempts = [attempt for group in groups for attempt in _passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
@@ -101,7 +109,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         epochs=[
             _account(
                 epoch,
-                num_samples,
+                members,
                 by_epoch[epoch],
                 again[epoch],
                 is_last=epoch == epochs[-1],
@@ -119,9 +127,21 @@ def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered
     return found
 
 
+def _members(num_samples: int, subset: dict[str, Any] | None) -> BoolArray:
+    """Whether each sample of the data set belongs to the subset of a log's header, (num_samples,)."""
+    if subset is None:
+        return np.ones(num_samples, np.bool_)
+    try:
+        chosen = Subset(**subset)
+        bounds = chosen.bounds(num_samples)
+    except (TypeError, ConfigError) as exc:
+        raise DatasetError(f"the subset in the logs' headers is damaged: {exc}") from exc
+    return np.concatenate([chosen.holds(start, stop, bounds) for start, stop in blocks(num_samples)])
+
+
 def _account(
     epoch: int,
-    num_samples: int,
+    members: BoolArray,
     records: Sequence[_Delivered],
     replayed: Sequence[_Delivered],
     *,
@@ -129,13 +149,15 @@ def _account(
     usual_batch: int,
 ) -> EpochAccount:
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
-    times = np.bincount(ids, minlength=num_samples)
+    num_samples = int(members.sum())
+    times = np.bincount(ids, minlength=len(members))
     reached = max((record.stop for record in records), default=0)
     batches = [record.stop - record.start for record in records if not record.is_skip]
     batch = max(batches, default=usual_batch if records else 1)
     if not is_last and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
-    unique = int(np.count_nonzero(times))
+    unique = int(np.count_nonzero(times[members]))
+    stray = int(times[~members].sum())
     skipped = _length_of_union((record.start, record.stop) for record in records if record.is_skip)
     return EpochAccount(
         epoch=epoch,
@@ -143,9 +165,11 @@ def _account(
         reached=reached,
         delivered=len(ids),
         missing=max(0, reached - skipped - unique),
-        duplicated=len(ids) - unique,
+        duplicated=len(ids) - stray - unique,
         replayed=sum(len(record.ids) for record in replayed),
         skipped=skipped,
+        outside=len(members) - num_samples,
+        stray=stray,
     )
 
 
