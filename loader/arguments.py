@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from .order.plan import Share
 from .order.selection import Selection
 from .order.subset import Subset
 from .order.weights import Weights
-from .ranks import find_rank, local_world_size
+from .ranks import find_rank, find_rank_in_mesh, local_world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LastBatch = Literal["drop", "pad", "partial"]
 SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]
@@ -31,14 +34,25 @@ _NUMBERS = re.compile(r"(bool|u?int\d*|float\d*|(timestamp|date|time|duration)\d
 
 
 def make_share(
-    rank: int | None, world_size: int | None, batch_size: int | None, global_batch_size: int | None, *, pad: bool
+    rank: int | None,
+    world_size: int | None,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    *,
+    pad: bool,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] | None = None,
 ) -> Share:
-    """This rank's share of every global batch.
+    """This rank's share of every global batch; of a mesh, the group's that the process belongs to.
 
     Raises:
         ConfigError, PartitionError: there is no such share; says what would work.
     """
-    rank, world_size = find_rank(rank, world_size)
+    if mesh is None and data_dims is not None:
+        raise ConfigError(f"data_dims={data_dims!r} without a mesh; give mesh= too")
+    if mesh is not None and (rank is not None or world_size is not None):
+        raise ConfigError(f"rank={rank}, world_size={world_size} and a mesh: give the one or the other")
+    rank, world_size = find_rank(rank, world_size) if mesh is None else find_rank_in_mesh(mesh, data_dims)
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(
             f"batch_size={batch_size}, global_batch_size={global_batch_size}: give one of them "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Generic, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 import torch
 
@@ -52,6 +52,9 @@ from .standing import Standing
 from .views.peek import Look
 from .views.samples import DatasetView
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
@@ -94,6 +97,8 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
             found is compared with torch.distributed again at the first batch.
+        mesh, data_dims: a ``DeviceMesh`` instead, and its dimensions along which samples differ (by default those with
+            the usual names, such as dp and dp_shard); along all others, such as tp and pp, samples are the same.
         storage_options: credentials, endpoint and the like for the store.
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with its own settings, such as ``TokensFormat(seq_len=2048)``; None detects it.
@@ -134,6 +139,8 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         cache_limit: int | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        data_dims: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         with_ids: bool = False,
         format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
@@ -144,7 +151,9 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         check_shuffle(shuffle)
         check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
         check_last_batch(last_batch)
-        self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
+        self._share = make_share(
+            rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad", mesh=mesh, data_dims=data_dims
+        )
         batch_options = BatchOptions(
             transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
         )
@@ -221,7 +230,9 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
             counters=self._counters,
             tune=fit_options,
             make_pipeline=make_pipeline,
-            check_rank=partial(check_rank, self._share.rank, self._share.world_size, is_given=rank is not None),
+            check_rank=partial(
+                check_rank, self._share.rank, self._share.world_size, is_given=rank is not None or mesh is not None
+            ),
         )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(

@@ -13,6 +13,7 @@ from ..columns import IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset
+from ..ranks import own_process
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
@@ -44,6 +45,7 @@ class DeliveryLog:
             "num_samples": manifest.num_samples,
             "rank": rank,
             "world_size": world_size,
+            "process": own_process(),
             "started_ns": started_ns,
             "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
             **({"subset": subset.to_dict()} if subset is not None else {}),

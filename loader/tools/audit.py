@@ -183,19 +183,50 @@ def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
-    """The logs grouped by launch, in order of start."""
+    """The logs grouped by launch, in order of start; one a rank.
+
+    Raises:
+        DatasetError: processes of one rank, which hold parts of one model, got different samples.
+    """
     groups: list[list[_Log]] = []
     for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
         fits = (
             groups
             and all(groups[-1][0].header[name] == log.header[name] for name in ("launch", "world_size"))
-            and all(other.header["rank"] != log.header["rank"] for other in groups[-1])
+            and all(_place(other) != _place(log) for other in groups[-1])
         )
         if fits:
             groups[-1].append(log)
         else:
             groups.append([log])
-    return groups
+    return [_without_peers(group) for group in groups]
+
+
+def _place(log: _Log) -> tuple[int, int | None]:
+    """The rank, and the process: several hold parts of one model where it is cut by tensor or pipeline."""
+    return int(log.header["rank"]), log.header.get("process")
+
+
+def _without_peers(group: Sequence[_Log]) -> list[_Log]:
+    """One log of each rank, the longest of its processes; the others must have got the beginning of the same."""
+    kept: dict[int, _Log] = {}
+    for log in group:
+        rank = int(log.header["rank"])
+        other = kept.get(rank, log)
+        for one, two in zip(log.records, other.records, strict=False):
+            if (one.epoch, one.start, one.stop) != (
+                two.epoch,
+                two.start,
+                two.stop,
+            ) or one.ids.tolist() != two.ids.tolist():
+                raise DatasetError(
+                    f"processes {log.header.get('process')} and {other.header.get('process')} are both rank {rank} of "
+                    f"{log.header['world_size']}, and got different samples at position {one.start:,} of epoch "
+                    f"{one.epoch:,} ({two.start:,} of {two.epoch:,}): processes that hold parts of one model must take "
+                    "the same batches"
+                )
+        kept[rank] = max(other, log, key=lambda each: len(each.records))
+    return list(kept.values())
 
 
 def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_Delivered]]:
