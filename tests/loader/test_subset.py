@@ -13,6 +13,7 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Manifest, Subset, audit, open_manifest
 from penstock.loader import BadChunkWarning, ConfigError, DatasetError, StateMismatchError
+from penstock.loader.integrations import TorchLoader
 
 SIZES = [30, 50, 20, 100, 7, 40]
 SAMPLES = sum(SIZES)
@@ -58,6 +59,11 @@ def test_lengths_batches_and_samples_by_id_are_those_of_the_subset(tars):
             assert view[::-1].find(f"{val[5]:08d}") == len(val) - 6
             with pytest.raises(IndexError, match=f"of {len(val)}"):
                 view[len(val)]
+
+
+def test_a_torch_loader_of_a_subset_has_its_samples(tars):
+    with DistributedDataLoader(tars, batch_size=7, subset=SPLIT["val"]) as loader:
+        assert len(TorchLoader(loader).dataset) == len(ids_of(tars, subset=SPLIT["val"]))
 
 
 def test_a_run_on_a_subset_resumes_on_other_ranks_and_its_audit_is_exact(tars, tmp_path):
