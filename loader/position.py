@@ -111,7 +111,7 @@ class Position:
         ``tell`` gets the positions passed over as (epoch, start, stop); if it raises, this stays where it was. What
         ``last_batch="drop"`` drops is not among them.
         """
-        samples, size = self._manifest.num_samples, self._global_batch_size
+        samples, size = self._num_samples, self._global_batch_size
         epoch, consumed = self.upcoming
         while steps:
             left = count_steps(samples, consumed, size, self._last_batch)

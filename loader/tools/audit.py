@@ -52,8 +52,8 @@ class EpochAccount:
     An epoch that a later one followed has been reached to its end, less what does not fill a batch: what it did not
     deliver is missing. ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``:
     rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
-    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``. ``samples`` are those of
-    the loader's subset; ``outside``: all others of the data set; ``stray``: delivered rows of these.
+    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``. ``samples`` are those
+    of the loader's subset; ``outside``: all others of the data set; ``stray``: delivered rows of these.
     """
 
     epoch: int

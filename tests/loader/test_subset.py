@@ -102,6 +102,14 @@ def test_a_run_on_a_subset_resumes_on_other_ranks_and_its_audit_is_exact(tars, t
         audit(tmp_path)
 
 
+def test_skipping_batches_of_a_subset_ends_its_epoch_where_it_ends(tars):
+    with DistributedDataLoader(tars, batch_size=7, subset=SPLIT["val"], last_batch="partial") as loader:
+        loader.skip_batches(len(loader) + 1)
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (1, 7)
+        assert len(list(loader)) == len(loader) - 1
+
+
 def test_an_audit_finds_samples_from_outside_of_the_subset(tars, tmp_path):
     with DistributedDataLoader(tars, batch_size=20, audit_dir=tmp_path) as loader:
         next(iter(loader))
