@@ -11,6 +11,7 @@ from .loader import LoaderMetrics as LoaderMetrics
 from .loader import Manifest as Manifest
 from .loader import MdsFormat as MdsFormat
 from .loader import ParquetFormat as ParquetFormat
+from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat
 from .loader import TokensFormat as TokensFormat
 from .loader import audit as audit

@@ -16,6 +16,8 @@ from ..loader.errors import ConfigError, PartitionError
 from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.order.auto import choose_order
 from ..loader.order.forecast import Forecast, forecast
+from ..loader.order.selection import Selection
+from ..loader.order.subset import Subset
 from ..storage.errors import PenstockError
 from .common import Flag, OptionalNumber, SourceArguments, in_option_words, parse, print_json
 from .screen import console, fact_table, format_bytes, format_count, print_columns, wrapped
@@ -58,6 +60,9 @@ class PlanArguments(SourceArguments):
     shuffle: Flag = True
     """Plan for sequential order."""
 
+    share: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="START STOP", help_behavior_hint="")] = None
+    """Part of the samples to plan for, such as 0 0.95: that of Subset.share."""
+
     last_batch: Literal["drop", "pad", "partial"] = "drop"
     """What happens to the samples that do not fill a global batch."""
 
@@ -74,6 +79,8 @@ class PlanArguments(SourceArguments):
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
     name, chunks = _hypothetical(given) if given.samples is not None else _existing(given)
+    if given.share is not None:
+        chunks = _part(chunks, Subset.share(*given.share))
     columns = [_column(given, chunks, world_size) for world_size in given.world_size]
     forecasts = [each for each in columns if isinstance(each, Forecast)]
     if not forecasts and (first := next((each for each in columns if isinstance(each, _Refused)), None)):
@@ -133,6 +140,13 @@ def _existing(given: PlanArguments) -> tuple[str, _Chunks]:
         format=given.chosen_format(),
     )
     return manifest.url, _Chunks(manifest.samples, manifest.lengths, manifest.memory, len(manifest.shards))
+
+
+def _part(chunks: _Chunks, subset: Subset) -> _Chunks:
+    """What a subset has of the chunks; those of which it has nothing are never read."""
+    counts = Selection(chunks.samples, subset).counts
+    used = counts > 0
+    return _Chunks(counts[used], chunks.bytes[used], chunks.memory[used], chunks.shards)
 
 
 def _forecast(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecast:

@@ -35,6 +35,7 @@ from .metrics import LoaderMetrics as LoaderMetrics
 from .order.forecast import Forecast as Forecast
 from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
+from .order.subset import Subset as Subset
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk

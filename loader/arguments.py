@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from os import PathLike
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
 
 from .columns import KEY_COLUMN
 from .dataset.manifest import Manifest
@@ -13,9 +16,16 @@ from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
 from .limits import parse_bytes, usable_cores
 from .order.plan import Share
-from .ranks import find_rank, local_world_size
+from .order.selection import Selection
+from .order.subset import Subset
+from .order.weights import Weights
+from .ranks import find_rank, find_rank_in_mesh, local_world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LastBatch = Literal["drop", "pad", "partial"]
+SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]
 
 _WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields
 _OF_VALUES = {"jsonl"}  # formats whose text is handed out as Python values, as all else of them is
@@ -24,14 +34,25 @@ _NUMBERS = re.compile(r"(bool|u?int\d*|float\d*|(timestamp|date|time|duration)\d
 
 
 def make_share(
-    rank: int | None, world_size: int | None, batch_size: int | None, global_batch_size: int | None, *, pad: bool
+    rank: int | None,
+    world_size: int | None,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    *,
+    pad: bool,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] | None = None,
 ) -> Share:
-    """This rank's share of every global batch.
+    """This rank's share of every global batch; of a mesh, the group's that the process belongs to.
 
     Raises:
         ConfigError, PartitionError: there is no such share; says what would work.
     """
-    rank, world_size = find_rank(rank, world_size)
+    if mesh is None and data_dims is not None:
+        raise ConfigError(f"data_dims={data_dims!r} without a mesh; give mesh= too")
+    if mesh is not None and (rank is not None or world_size is not None):
+        raise ConfigError(f"rank={rank}, world_size={world_size} and a mesh: give the one or the other")
+    rank, world_size = find_rank(rank, world_size) if mesh is None else find_rank_in_mesh(mesh, data_dims)
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(
             f"batch_size={batch_size}, global_batch_size={global_batch_size}: give one of them "
@@ -78,6 +99,57 @@ def _is_value(manifest: Manifest, name: str) -> bool:
         return True
     column = manifest.schema.get("columns", {}).get(name)
     return column is not None and _NUMBERS.fullmatch(str(column["type"])) is not None
+
+
+def make_selection(manifest: Manifest, subset: object, weights: SampleWeights | None) -> Selection | None:
+    """Which samples of the data set an epoch has; None for all of them, each once. O(samples) time.
+
+    Raises:
+        ConfigError, PartitionError: they are not of their type, do not fit the data set, or leave nothing.
+    """
+    if subset is not None and not isinstance(subset, Subset):
+        hint = f"one of the parts, such as split[{next(iter(subset))!r}]" if isinstance(subset, dict) and subset else ""
+        raise ConfigError(f"subset={subset!r}: give {hint or 'a Subset, such as Subset.share(0, 0.1)'}")
+    if weights is None:
+        read = None
+    elif isinstance(weights, Mapping):
+        read = Weights.read(_shard_weights(manifest, weights)[manifest.shard_index], by_chunk=True)
+    else:
+        read = Weights.read(weights)
+    return None if subset is None and read is None else Selection(manifest.samples, subset, read)
+
+
+def _shard_weights(manifest: Manifest, weights: Mapping[str, float]) -> np.ndarray[Any, Any]:
+    """(shards,): each shard's weight, by the first pattern that its name fits."""
+    keys = [shard.key for shard in manifest.shards]
+    fits = [next((pattern for pattern in weights if fnmatchcase(key, pattern)), None) for key in keys]
+    if None in fits:
+        raise ConfigError(
+            f"weights: no pattern of {list(weights)} fits the shard {keys[fits.index(None)]!r} and "
+            f"{fits.count(None) - 1:,} others; add '*' last for all others"
+        )
+    idle = [pattern for pattern in weights if pattern not in fits]
+    if idle:
+        raise ConfigError(f"weights: no shard has its weight from {idle}; shards are named like {keys[0]!r}")
+    bad = [f"{pattern!r}: {weight!r}" for pattern, weight in weights.items() if not _is_weight(weight)]
+    if bad:
+        raise ConfigError(f"weights: {', '.join(bad)}: weights are positive, finite numbers")
+    return np.array([weights[str(pattern)] for pattern in fits], np.float64)
+
+
+def _is_weight(weight: object) -> bool:
+    return isinstance(weight, int | float | np.number) and bool(0 < weight < float("inf"))
+
+
+def check_selection(*, shuffle: bool, is_weighted: bool, is_audited: bool) -> None:
+    """Raise ConfigError where weights cannot do what is asked for."""
+    if is_weighted and not shuffle:
+        raise ConfigError("weights= with shuffle=False: drawing by weights is random; leave out one of the two")
+    if is_weighted and is_audited:
+        raise ConfigError(
+            "weights= with audit_dir=: an audit proves that each sample comes once, and weights repeat some; leave out "
+            "one of the two"
+        )
 
 
 def check_last_batch(last_batch: LastBatch) -> None:

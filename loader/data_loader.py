@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Generic, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 import torch
 
 from ..storage import LocalStore, open_store
 from .arguments import (
     LastBatch,
+    SampleWeights,
     check_at_least,
     check_last_batch,
     check_names,
+    check_selection,
     check_shuffle,
     count_threads,
+    make_selection,
     make_share,
     parse_cache_limit,
 )
@@ -36,7 +38,7 @@ from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
 from .order.auto import Choice
-from .order.plan import Order
+from .order.subset import Subset
 from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
@@ -46,12 +48,16 @@ from .position import Position
 from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
-from .resources import Resources
+from .resources import Owner
+from .standing import Standing
 from .views.peek import Look
 from .views.samples import DatasetView
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-class DistributedDataLoader(Generic[BatchT]):
+
+class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
@@ -71,6 +77,9 @@ class DistributedDataLoader(Generic[BatchT]):
             world size when a run starts, and adopts those of a loaded state.
         piece: how many rows of a chunk a shuffle moves together, 0 for whole chunks; "auto" moves single rows where a
             data set has few chunks and is small, and adopts that of a loaded state.
+        subset: a part of the samples, decided by their ids: ``Subset.share``, ``Subset.split`` or ``Subset.take``.
+        weights: draw samples with replacement, each in proportion to its weight: one a sample id, or a mapping from
+            patterns of shard names to the weight of each of their samples. An epoch has as many draws as samples.
         columns: the fields to read; None reads all. Of parquet only the bytes of these are fetched.
         decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
         raw: what is not decoded is handed out as a list of "bytes", or with "view" as ``ByteViews`` of the chunks'
@@ -91,6 +100,8 @@ class DistributedDataLoader(Generic[BatchT]):
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
             found is compared with torch.distributed again at the first batch.
+        mesh, data_dims: a ``DeviceMesh`` instead, and its dimensions along which samples differ (by default those with
+            the usual names, such as dp and dp_shard); along all others, such as tp and pp, samples are the same.
         storage_options: credentials, endpoint and the like for the store.
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with its own settings, such as ``TokensFormat(seq_len=2048)``; None detects it.
@@ -116,6 +127,8 @@ class DistributedDataLoader(Generic[BatchT]):
         lanes: Choice = "auto",
         window: Choice = "auto",
         piece: Choice = "auto",
+        subset: Subset | None = None,
+        weights: SampleWeights | None = None,
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
         raw: RawValues = "bytes",
@@ -130,17 +143,21 @@ class DistributedDataLoader(Generic[BatchT]):
         cache_limit: int | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        data_dims: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         with_ids: bool = False,
         format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
         audit_dir: str | PathLike[str] | None = None,
         max_bad_chunks: int = 0,
     ) -> None:
-        self._resources = Resources()
-        self._finalizer = weakref.finalize(self, self._resources.abandon)
+        super().__init__()
         check_shuffle(shuffle)
+        check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
         check_last_batch(last_batch)
-        self._share = make_share(rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad")
+        self._share = make_share(
+            rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad", mesh=mesh, data_dims=data_dims
+        )
         batch_options = BatchOptions(
             transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
         )
@@ -157,6 +174,7 @@ class DistributedDataLoader(Generic[BatchT]):
         self._manifest = open_manifest(
             source, split=split, storage_options=storage_options, format=format, cache_dir=cache_dir
         )
+        selection = make_selection(self._manifest, subset, weights)
         self._position = Position(
             self._manifest,
             seed=seed,
@@ -167,6 +185,7 @@ class DistributedDataLoader(Generic[BatchT]):
             world_size=self._share.world_size,
             global_batch_size=self._share.global_batch_size,
             last_batch=last_batch,
+            selection=selection,
         )
         names = check_names(self._manifest, columns, decode)
         self._counters = Counters()
@@ -185,9 +204,16 @@ class DistributedDataLoader(Generic[BatchT]):
         shard_format = make_format(self._manifest.format, self._manifest.config)
         chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
         decoders.are_images = ImageFields(chunks)
-        self._quarantine = Quarantine(chunks, max_bad_chunks)
+        self._quarantine = Quarantine(chunks, max_bad_chunks, selection)
         self._look = Look(
-            chunks.apart(names), batch_options, decoders, max_bad_chunks, decode_threads, cuda, self._resources
+            chunks.apart(names),
+            batch_options,
+            decoders,
+            max_bad_chunks,
+            decode_threads,
+            cuda,
+            self._resources,
+            selection,
         )
         make_pipeline = partial(
             Pipeline,
@@ -198,6 +224,7 @@ class DistributedDataLoader(Generic[BatchT]):
             quarantine=self._quarantine,
             counters=self._counters,
             workers=self._resources.workers,
+            selection=selection,
         )
         self._passes = Passes(
             position=self._position,
@@ -206,11 +233,17 @@ class DistributedDataLoader(Generic[BatchT]):
             counters=self._counters,
             tune=fit_options,
             make_pipeline=make_pipeline,
-            check_rank=partial(check_rank, self._share.rank, self._share.world_size, is_given=rank is not None),
+            check_rank=partial(
+                check_rank, self._share.rank, self._share.world_size, is_given=rank is not None or mesh is not None
+            ),
         )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
-                audit_dir, manifest=self._manifest, rank=self._share.rank, world_size=self._share.world_size
+                audit_dir,
+                manifest=self._manifest,
+                rank=self._share.rank,
+                world_size=self._share.world_size,
+                subset=subset,
             )
 
     # -- iteration ------------------------------------------------------------------------------------------------
@@ -219,46 +252,6 @@ class DistributedDataLoader(Generic[BatchT]):
         """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""
         return self._passes.begin(self)
 
-    def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
-        return self._position.steps_per_epoch
-
-    @property
-    def steps_left(self) -> int:
-        """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch."""
-        return self._position.steps_left
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
-        return self._position.epoch
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a full batch of this rank."""
-        return self._passes.share.batch_size
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples in a full batch of all ranks together."""
-        return self._share.global_batch_size
-
-    @property
-    def rank(self) -> int:
-        return self._share.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._share.world_size
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
-    @property
-    def order(self) -> Order:
-        return self._position.order
-
     @property
     def bad_chunks(self) -> list[BadChunk]:
         """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
@@ -266,8 +259,11 @@ class DistributedDataLoader(Generic[BatchT]):
 
     @property
     def dataset(self) -> DatasetView:
-        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks."""
-        return DatasetView(self._look.samples, owner=self)
+        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks.
+
+        Of a loader with a ``subset``, the samples of that; their sample ids are ``dataset.ids``.
+        """
+        return DatasetView(self._look.samples, self._look.ids, owner=self)
 
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
@@ -345,17 +341,6 @@ class DistributedDataLoader(Generic[BatchT]):
         any thread while another one iterates: a watchdog asks it why training has stopped.
         """
         return self._resources.activity()
-
-    def close(self) -> None:
-        """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""
-        self._finalizer()
-        self._resources.close()  # waits where another thread is closing it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         share = self._share

@@ -8,6 +8,7 @@ from typing import Any
 from .dataset.manifest import Manifest
 from .order.auto import Choice, choose_order
 from .order.plan import count_steps, require_steps
+from .order.selection import Selection
 from .order.state import LoaderState
 
 
@@ -36,8 +37,12 @@ class Position:
         world_size: int,
         global_batch_size: int,
         last_batch: str,
+        selection: Selection | None = None,
     ) -> None:
         self._manifest = manifest
+        self._selection = {} if selection is None else selection.to_dict()
+        self._num_samples = manifest.num_samples if selection is None else selection.num_samples
+        counts = manifest.samples if selection is None else selection.counts
         self._global_batch_size = global_batch_size
         self._last_batch = last_batch
         # What "auto" chose is no condition on a state that is loaded later: its own are taken over.
@@ -51,10 +56,10 @@ class Position:
             window=window,
             piece=piece,
             world_size=world_size,
-            chunk_samples=manifest.samples,
-            chunk_memory=manifest.memory,
+            chunk_samples=counts[counts > 0],
+            chunk_memory=manifest.memory[counts > 0],
         )
-        self.steps_per_epoch = require_steps(manifest.num_samples, global_batch_size, last_batch, world_size=world_size)
+        self.steps_per_epoch = require_steps(self._num_samples, global_batch_size, last_batch, world_size=world_size)
         self.epoch, self.consumed = 0, 0
         self.is_loaded = False
         self.times_set = 0
@@ -62,7 +67,7 @@ class Position:
     @property
     def steps_left(self) -> int:
         """Batches from here to the epoch's end."""
-        return count_steps(self._manifest.num_samples, self.consumed, self._global_batch_size, self._last_batch)
+        return count_steps(self._num_samples, self.consumed, self._global_batch_size, self._last_batch)
 
     @property
     def upcoming(self) -> tuple[int, int]:
@@ -106,7 +111,7 @@ class Position:
         ``tell`` gets the positions passed over as (epoch, start, stop); if it raises, this stays where it was. What
         ``last_batch="drop"`` drops is not among them.
         """
-        samples, size = self._manifest.num_samples, self._global_batch_size
+        samples, size = self._num_samples, self._global_batch_size
         epoch, consumed = self.upcoming
         while steps:
             left = count_steps(samples, consumed, size, self._last_batch)
@@ -130,6 +135,7 @@ class Position:
             piece=self.order.piece,
             epoch=epoch,
             consumed=consumed,
+            selection=self._selection,
         )
 
     def check_state(self, state: Mapping[str, Any]) -> LoaderState:
@@ -147,6 +153,7 @@ class Position:
             lanes=self._fixed_lanes,
             window=self._fixed_window,
             piece=self._fixed_piece,
+            selection=self._selection,
         )
         return loaded
 

@@ -1,13 +1,34 @@
-"""Which rank this process is: the given one, else torch.distributed's, else torchrun's, else 0 of 1; never a guess."""
+"""Which rank this process is: the given one, else torch.distributed's, else torchrun's, else 0 of 1; never a guess.
+
+The ranks of a loader are those that share out the data. Where a model is cut too, by tensor, pipeline or context, the
+processes that hold parts of one replica need the same samples: they have the same rank here.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed
 import torch.utils.data
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Dimensions by the names that torch's documentation, torchtitan, Lightning, Accelerate and NeMo give them. Whether "ep"
+# or a flattened "dp_cp" shares out data depends on the model: these are asked for.
+_DATA_DIMS = {
+    *("dp", "data", "data_parallel", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp"),
+    *("dp_shard_mod_ep", "dp_shard_in_ep"),
+}
+_MODEL_DIMS = {
+    *("tp", "tensor", "tensor_parallel", "pp", "pipe", "pipeline", "pipeline_parallel"),
+    *("cp", "context", "sp", "sequence"),
+}
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -30,6 +51,50 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} of world_size={world_size}: a rank is from 0 to world_size - 1")
     return rank, world_size
+
+
+def find_rank_in_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | str | None) -> tuple[int, int]:
+    """Rank and world size among the groups of a mesh that get different samples.
+
+    They count the places along ``data_dims``, in the mesh's own order of dimensions; None takes the usual names.
+
+    Raises:
+        ConfigError: this process is not in the mesh, or it is not clear which dimensions share out the data.
+    """
+    _refuse_worker()
+    names = tuple(mesh.mesh_dim_names or ())
+    if not names and mesh.ndim > 1:
+        raise ConfigError(f"mesh={mesh}: its dimensions have no names; give mesh_dim_names to init_device_mesh")
+    if data_dims is None:
+        unknown = [name for name in names if name not in _DATA_DIMS | _MODEL_DIMS]
+        chosen = tuple(name for name in names if name in _DATA_DIMS)
+        if unknown or (names and not chosen):
+            problem = f"whether samples differ along {unknown} is not known" if unknown else "none shares out data"
+            raise ConfigError(
+                f"mesh with the dimensions {', '.join(names)}: {problem}; name those along which samples differ, as in "
+                "data_dims=['dp']; where all get the same samples, give rank=0, world_size=1 instead of the mesh"
+            )
+    else:
+        chosen = (data_dims,) if isinstance(data_dims, str) else tuple(data_dims)
+        missing = [name for name in chosen if name not in names]
+        if missing or not chosen:
+            raise ConfigError(f"data_dims={chosen}: {missing or 'nothing'} is not among the mesh's dimensions, {names}")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError(
+            f"mesh={mesh}: this process is not in it, so it has no share of the data; make no loader here"
+        )
+    places = [place for place, name in enumerate(names) if name in chosen] if names else [0]
+    rank = 0
+    for place in places:
+        rank = rank * mesh.size(place) + int(coordinate[place])
+    return rank, math.prod(mesh.size(place) for place in places)
+
+
+def own_process() -> int:
+    """The number of this process among all of its launch: torch.distributed's rank, else torchrun's, else 0."""
+    found = _from_torch()
+    return _from_environment("RANK", 0) if found is None else found[0]
 
 
 def check_rank(rank: int, world_size: int, *, is_given: bool) -> None:

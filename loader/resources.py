@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any
+from typing import Any, Self
 
 from .decoding.worker_pool import WorkerPool
 from .errors import ForkedLoaderError, LoaderClosedError
@@ -110,3 +110,22 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class Owner:
+    """Whoever holds resources: closed by a call, as a context manager, or with its last reference."""
+
+    def __init__(self) -> None:
+        self._resources = Resources()
+        self._finalizer = weakref.finalize(self, self._resources.abandon)
+
+    def close(self) -> None:
+        """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""
+        self._finalizer()
+        self._resources.close()  # waits where another thread is closing it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -37,7 +37,7 @@ FLOORS = {
         {"arguments", "foreign_arguments", "pipeline"},
         {"position", "resources"},
         {"passes"},
-        {"tools"},
+        {"standing", "tools"},
         {"views"},
         {"data_loader"},
         {"integrations"},

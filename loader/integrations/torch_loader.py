@@ -89,7 +89,7 @@ class _Batches(Dataset[Any]):
         self._loaded: int | None = None
 
     def __len__(self) -> int:
-        return self._loader.manifest.num_samples
+        return len(self._loader.dataset)
 
     def __getitem__(self, step: int) -> Any:
         if step != self._next:

@@ -29,6 +29,14 @@ def stream_key(*words: int) -> int:
     return key
 
 
+def random_numbers(start: int, stop: int, key: int) -> UIntArray:
+    """Numbers ``start`` to ``stop`` of a stream, (stop - start,) uint64; no two numbers of one stream are equal."""
+    numbers = np.arange(start + 1, stop + 1, dtype=np.uint64)
+    numbers *= np.uint64(_GOLDEN)
+    numbers += np.uint64(key)
+    return mix64(numbers)
+
+
 def permutation(size: int, key: int) -> IntArray:
     """A pseudorandom permutation of range(size), (size,) int64: the order of ``size`` random numbers.
 
@@ -36,10 +44,7 @@ def permutation(size: int, key: int) -> IntArray:
     the same permutation, and values are sorted instead of indexes, which is several times faster.
     """
     index_bits = np.uint64(max(1, (size - 1).bit_length()))
-    numbers = np.arange(1, size + 1, dtype=np.uint64)
-    numbers *= np.uint64(_GOLDEN)
-    numbers += np.uint64(key)
-    numbers = mix64(numbers)
+    numbers = random_numbers(0, size, key)
     numbers >>= index_bits
     numbers <<= index_bits
     numbers |= np.arange(size, dtype=np.uint64)

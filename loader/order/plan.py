@@ -1,6 +1,7 @@
 """The plan: which sample comes when, and on which rank. Order is arithmetic; nothing here does I/O or keeps state.
 
-From (manifest, seed, epoch, lanes, window, piece) to a rank's batch in six steps, each a function below:
+From (manifest, seed, epoch, lanes, window, piece) to a rank's batch in six steps, each a function below. Where a
+selection of samples is made, what it has of a chunk takes the place of the chunk.
 
 1. ``piece_order``     the epoch's permutation of all chunks, or of their pieces; laid end to end they are its stream
 2. ``lane_sizes``      the stream is cut into L contiguous lanes, equal to within one sample
@@ -24,6 +25,8 @@ import numpy as np
 from ..errors import ConfigError, PartitionError
 from .permutation import IntArray, permutation, stream_key
 from .pieces import Pieces, cut_into_pieces
+from .selection import Parts, Selection, lay_rows
+from .window import LaneWindow
 
 _MASK = (1 << 64) - 1
 # Far beyond any use: more lanes would be arrays that no machine holds, larger numbers would not fit into int64.
@@ -114,53 +117,40 @@ def lane_sizes(num_samples: int, lanes: int) -> IntArray:
     return lane_offsets(np.array(num_samples, np.int64), lane_turns(lanes))
 
 
-@dataclass(frozen=True, slots=True)
-class LaneWindow:
-    """A few consecutive pieces of a lane (cut where the lane is cut), and the order of their samples.
-
-    Covers the lane's offsets ``start`` to ``stop``. Piece i is of ``chunks[i]``, from its row ``first_rows[i]`` on;
-    ``bounds`` (pieces + 1,) are the pieces' ends laid end to end; ``permutation`` is (stop - start,) or None.
-    """
-
-    lane: int
-    index: int
-    start: int
-    stop: int
-    chunks: IntArray
-    first_rows: IntArray
-    bounds: IntArray
-    permutation: np.ndarray[tuple[int, ...], np.dtype[np.uint32]] | None
-
-    def locate(self, offsets: IntArray) -> tuple[IntArray, IntArray]:
-        """Piece, and row in the piece's chunk, of some of the lane's offsets: (n,) int64 each."""
-        where: IntArray = offsets - self.start
-        if self.permutation is not None:
-            where = self.permutation[where].astype(np.int64)
-        if len(self.chunks) == self.stop - self.start:  # pieces of one row each
-            return where, self.first_rows[where]
-        pieces = np.searchsorted(self.bounds, where, side="right") - 1
-        return pieces, where + (self.first_rows - self.bounds[:-1])[pieces]
-
-
 @dataclass(frozen=True)
 class EpochPlan:
-    """The order of one epoch over chunks of the given sizes: ``chunk_samples`` is (chunks,) int64, each at least 1."""
+    """The order of one epoch over chunks of the given sizes: ``chunk_samples`` is (chunks,) int64, each at least 1.
+
+    ``selection``, made for the same chunks, says which samples the epoch has; None: each once.
+    """
 
     chunk_samples: IntArray
     order: Order
     epoch: int
+    selection: Selection | None = None
 
     @cached_property
     def num_samples(self) -> int:
         return int(self.stream_starts[-1])
 
+    @property
+    def repeats_chunks(self) -> bool:
+        """Whether several pieces may be of one chunk."""
+        return self.order.piece > 0 or (self.selection is not None and self.selection.is_weighted)
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """What the selection has of the chunks in this epoch; None: all of each."""
+        return None if self.selection is None else self.selection.parts(self.order.seed, self.epoch)
+
     @cached_property
     def pieces(self) -> Pieces:
-        """The chunks, or the ranges of their rows that the permutation moves, in the epoch's order."""
+        """The chunks (or parts), or the ranges of their rows that the permutation moves, in the epoch's order."""
+        samples = self.chunk_samples if self.parts is None else self.parts.samples
         if not self.order.piece:
-            chunks = piece_order(len(self.chunk_samples), self.order, self.epoch)
-            return Pieces(chunks, np.broadcast_to(np.int64(0), chunks.shape), self.chunk_samples[chunks])
-        pieces = cut_into_pieces(self.chunk_samples, self.order.piece)
+            chunks = piece_order(len(samples), self.order, self.epoch)
+            return Pieces(chunks, np.broadcast_to(np.int64(0), chunks.shape), samples[chunks])
+        pieces = cut_into_pieces(samples, self.order.piece)
         return pieces.take(piece_order(len(pieces.chunks), self.order, self.epoch))
 
     @cached_property
@@ -206,16 +196,30 @@ class EpochPlan:
             mixed = permutation(size, key).astype(np.uint32)
         else:
             mixed = None
+        chunks = self.pieces.chunks[low:high]
+        first_rows = self.pieces.first_rows[low:high] + edges[:-1] - self.stream_starts[low:high]
+        selected = None
+        if self.parts is not None:
+            selected, starts = self._all_rows if self.order.piece else lay_rows(self.parts, chunks)
+            first_rows += starts[chunks] if self.order.piece else starts
+            chunks = self.parts.chunks[chunks]
         return LaneWindow(
             lane=lane,
             index=index,
             start=int(edges[0] - self.lane_starts[lane]),
             stop=int(edges[-1] - self.lane_starts[lane]),
-            chunks=self.pieces.chunks[low:high],
-            first_rows=self.pieces.first_rows[low:high] + edges[:-1] - self.stream_starts[low:high],
+            chunks=chunks,
+            first_rows=first_rows,
             bounds=bounds,
             permutation=mixed,
+            selected=selected,
         )
+
+    @cached_property
+    def _all_rows(self) -> tuple[IntArray, IntArray]:
+        """``lay_rows`` of all parts: pieces are for data sets that a rank holds whole."""
+        assert self.parts is not None
+        return lay_rows(self.parts, np.arange(len(self.parts.chunks)))
 
 
 # -- batches and ranks -----------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from .permutation import IntArray
-from .plan import EpochPlan, LaneWindow, Segments, Share, batch_bounds, lane_offsets, rank_segments, share_bounds
+from .plan import EpochPlan, Segments, Share, batch_bounds, lane_offsets, rank_segments, share_bounds
+from .window import LaneWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class EpochSpans:
     def _enter(self, window: LaneWindow, start: int) -> EnteredWindow:
         offsets = np.arange(start, window.stop, dtype=np.int64)
         pieces, _ = window.locate(offsets)
-        if self.plan.order.piece:  # several pieces may be of one chunk
+        if self.plan.repeats_chunks:
             chunks, uses = np.unique(self._narrow(window.chunks[pieces]), return_index=True)
             chunks, first = chunks.astype(np.int64), offsets[uses]
         else:

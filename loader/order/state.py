@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
 from .plan import Order
 
-# A state without pieces is of version 1, which every penstock reads; one with pieces must not be read without them.
-_VERSION, _VERSION_OF_PIECES = 1, 2
+# A state without pieces is of version 1, which every penstock reads. One with pieces, or with a selection of samples,
+# must not be read by a penstock that does not know these.
+_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS = 1, 2, 3
+_VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS)
 _MOST_EPOCHS = 1 << 62  # logs keep them as int64
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
@@ -20,7 +22,8 @@ _PASS = "pass what DistributedDataLoader.state_dict() returned"
 class LoaderState:
     """The first ``consumed`` positions of ``epoch`` have been handed out, in the order that the other fields fix.
 
-    ``fingerprint`` and ``num_samples`` are the manifest's.
+    ``fingerprint`` and ``num_samples`` are the manifest's. ``selection`` says which of its samples an epoch has, empty
+    for all (``Selection.to_dict``).
     """
 
     fingerprint: str
@@ -32,6 +35,7 @@ class LoaderState:
     epoch: int
     consumed: int
     piece: int = 0
+    selection: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def order(self) -> Order:
@@ -39,7 +43,9 @@ class LoaderState:
 
     def to_dict(self) -> dict[str, Any]:
         state = asdict(self)
-        piece = state.pop("piece")
+        piece, selection = state.pop("piece"), state.pop("selection")
+        if selection:
+            return {**state, "piece": piece, "selection": dict(selection), "version": _VERSION_OF_SELECTIONS}
         return {**state, "version": _VERSION} if not piece else {**state, "piece": piece, "version": _VERSION_OF_PIECES}
 
     @staticmethod
@@ -52,10 +58,11 @@ class LoaderState:
         if not isinstance(state, Mapping):
             raise StateMismatchError(f"a loader state is a dict, not {type(state).__name__}; {_PASS}")
         version = state.get("version", _VERSION)
-        if version not in (_VERSION, _VERSION_OF_PIECES):
+        if version not in _VERSIONS:
+            *some, last = _VERSIONS
             raise StateMismatchError(
-                f"a loader state of version {version!r}, this penstock reads versions {_VERSION} and "
-                f"{_VERSION_OF_PIECES}; {_PASS}"
+                f"a loader state of version {version!r}, this penstock reads versions {', '.join(map(str, some))} and "
+                f"{last}; {_PASS}"
             )
         kinds = {
             "fingerprint": str,
@@ -66,7 +73,8 @@ class LoaderState:
             "window": int,
             "epoch": int,
             "consumed": int,
-            **({"piece": int} if version == _VERSION_OF_PIECES else {}),
+            **({"piece": int} if version >= _VERSION_OF_PIECES else {}),
+            **({"selection": dict} if version == _VERSION_OF_SELECTIONS else {}),
         }
         missing = [name for name in (*kinds, "version") if name not in state]
         if missing:
@@ -95,7 +103,7 @@ class LoaderState:
         """
         here = {"fingerprint": fingerprint, "num_samples": num_samples, **order}
         differing = [
-            f"{_LABELS.get(name, name)}: {getattr(self, name)!r} in the state, {value!r} here"
+            f"{_LABELS.get(name, name)}: {_show(getattr(self, name))} in the state, {_show(value)} here"
             for name, value in here.items()
             if value is not None and getattr(self, name) != value
         ]
@@ -105,4 +113,12 @@ class LoaderState:
             )
 
 
-_LABELS = {"fingerprint": "data set (fingerprint)", "num_samples": "data set (samples)"}
+_LABELS = {
+    "fingerprint": "data set (fingerprint)",
+    "num_samples": "data set (samples)",
+    "selection": "subset= and weights=",
+}
+
+
+def _show(value: object) -> str:
+    return "none" if value == {} else repr(value)

@@ -12,6 +12,8 @@ import numpy as np
 from ..columns import IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
+from ..order.subset import Subset
+from ..ranks import own_process
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
@@ -28,15 +30,25 @@ class DeliveryLog:
     training loop's thread.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, manifest: Manifest, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        subset: Subset | None = None,
+    ) -> None:
         started_ns = time.time_ns()
         header = {
             "fingerprint": manifest.fingerprint,
             "num_samples": manifest.num_samples,
             "rank": rank,
             "world_size": world_size,
+            "process": own_process(),
             "started_ns": started_ns,
             "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
+            **({"subset": subset.to_dict()} if subset is not None else {}),
         }
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

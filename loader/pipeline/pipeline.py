@@ -23,6 +23,7 @@ from ..decoding.gather import Rows, gather
 from ..decoding.worker_pool import WorkerPool
 from ..metrics import Counters
 from ..order.plan import EpochPlan, Order, Share, count_steps
+from ..order.selection import Selection
 from ..order.spans import EpochSpans, Span, chunks_by_first_use
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
@@ -55,8 +56,10 @@ class Pipeline:
         position: int,
         counters: Counters,
         workers: WorkerPool | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self._source = source
+        self._selection = selection
         self._order = order
         self._share = share
         self._last_batch = last_batch
@@ -202,9 +205,9 @@ class Pipeline:
         step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
         most = int(min(64, max(1, self._options.span_bytes // step_bytes)))
         while True:
-            plan = EpochPlan(manifest.samples, self._order, self._epoch)
+            plan = EpochPlan(manifest.samples, self._order, self._epoch, self._selection)
             spans = EpochSpans(plan, self._share)
-            left = count_steps(manifest.num_samples, self._position, global_batch, self._last_batch)
+            left = count_steps(plan.num_samples, self._position, global_batch, self._last_batch)
             while left:
                 steps = min(steps_at_once, left)
                 span, entered = spans.plan_span(self._position, steps)

@@ -1,7 +1,7 @@
 """Chunks that cannot be read: reported and replaced by others, up to a limit.
 
 A bad chunk is replaced by the next chunk of the manifest that can be read, so every rank, every world size and every
-resume delivers the same samples. The replacing samples keep their own ids.
+resume delivers the same samples. The replacing samples keep their own ids, and are of the same selection.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ...storage import NotFoundError, ObjectChangedError
-from ..columns import Block
+from ..columns import Block, IntArray
 from ..errors import DatasetError, FormatError
+from ..order.selection import Selection
 from ..order.spans import ChunkRows
 from .chunk_source import ChunkSource
 
@@ -40,8 +41,9 @@ class BadChunk:
 class Quarantine:
     """Replaces the rows of up to ``limit`` bad chunks. Used by the assembler thread; ``records`` by any."""
 
-    def __init__(self, source: ChunkSource, limit: int) -> None:
+    def __init__(self, source: ChunkSource, limit: int, selection: Selection | None = None) -> None:
         self._source = source
+        self._selection = selection
         self._limit = limit
         self._records: dict[int, BadChunk] = {}
         self._blocks: OrderedDict[int, Block] = OrderedDict()
@@ -69,14 +71,18 @@ class Quarantine:
                 ) from error
             known = self._record(group.chunk, error)
         block = self._load(known.replaced_by)
-        return ChunkRows(known.replaced_by, group.rows % block.samples, group.targets), block
+        rows: IntArray = group.rows % block.samples
+        if self._selection is not None:
+            own = self._selection.rows_of(known.replaced_by)
+            rows = own[group.rows % len(own)]
+        return ChunkRows(known.replaced_by, rows, group.targets), block
 
     def _record(self, chunk: int, error: BaseException) -> BadChunk:
         manifest = self._source.manifest
         bad = manifest.chunk(chunk)
         for step in range(1, manifest.num_chunks):
             other = (chunk + step) % manifest.num_chunks
-            if other in self._records:
+            if other in self._records or (self._selection is not None and not self._selection.counts[other]):
                 continue
             try:
                 self._load(other)

@@ -19,12 +19,16 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray
-from ..errors import DatasetError
+from ..errors import ConfigError, DatasetError
+from ..order.subset import Subset, blocks
 from ..pipeline.delivery_log import MAGIC, SKIP_MAGIC, SUFFIX
+
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _MOST_SAMPLES = 1 << 60  # as in a manifest
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
+_MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -52,7 +56,8 @@ class EpochAccount:
     An epoch that a later one followed has been reached to its end, less what does not fill a batch: what it did not
     deliver is missing. ``delivered``: rows handed out; ``missing``: samples reached but not delivered; ``duplicated``:
     rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
-    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``.
+    again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``. ``samples`` are those
+    of the loader's subset; ``outside``: all others of the data set; ``stray``: delivered rows of these.
     """
 
     epoch: int
@@ -63,6 +68,8 @@ class EpochAccount:
     duplicated: int
     replayed: int
     skipped: int = 0
+    outside: int = 0
+    stray: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +81,15 @@ class AuditReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample reached was delivered exactly once, or skipped on purpose."""
-        return all(not account.missing and not account.duplicated for account in self.epochs)
+        """Whether every sample reached was delivered exactly once or skipped on purpose, and none is from outside."""
+        return all(not (account.missing or account.duplicated or account.stray) for account in self.epochs)
 
 
 def audit(folder: str | os.PathLike[str]) -> AuditReport:
     """Account for everything that was delivered according to the logs in a folder.
 
     Raises:
-        DatasetError: there are no logs, a log is damaged, or the logs are of several data sets.
+        DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
     logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
     started = [log for log in logs if log is not None]
@@ -91,7 +98,9 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     fingerprints = {log.header["fingerprint"] for log in started}
     if len(fingerprints) > 1:
         raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; use one audit_dir= for each")
-    num_samples = int(started[0].header["num_samples"])
+    if any(log.header.get("subset") != started[0].header.get("subset") for log in started):
+        raise DatasetError(f"{os.fspath(folder)}: logs of several subsets; use one audit_dir= for each")
+    members = _members(int(started[0].header["num_samples"]), started[0].header.get("subset"))
     groups = _attempts(started)
     attempts = [attempt for group in groups for attempt in _passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
@@ -110,7 +119,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         epochs=[
             _account(
                 epoch,
-                num_samples,
+                members,
                 by_epoch[epoch],
                 again[epoch],
                 is_last=epoch == epochs[-1],
@@ -128,9 +137,38 @@ def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Which samples of a data set of ``total`` belong to the loader's subset: all, or those of ``chosen`` (total,)."""
+
+    total: int
+    chosen: BoolArray | None = None
+
+    @property
+    def count(self) -> int:
+        return self.total if self.chosen is None else int(np.count_nonzero(self.chosen))
+
+    def holds(self, ids: IntArray) -> BoolArray:
+        return np.ones(len(ids), np.bool_) if self.chosen is None else self.chosen[ids]
+
+
+def _members(total: int, subset: dict[str, Any] | None) -> _Members:
+    """The samples of the subset that a log's header names."""
+    if subset is None:
+        return _Members(total)
+    if total > _MOST_IN_SUBSET:
+        raise DatasetError(f"the logs' headers tell of a subset of {total:,} samples; they are damaged")
+    try:
+        chosen = Subset(**subset)
+        bounds = chosen.bounds(total)
+    except (TypeError, ConfigError) as exc:
+        raise DatasetError(f"the subset in the logs' headers is damaged: {exc}") from exc
+    return _Members(total, np.concatenate([chosen.holds(start, stop, bounds) for start, stop in blocks(total)]))
+
+
 def _account(
     epoch: int,
-    num_samples: int,
+    members: _Members,
     records: Sequence[_Delivered],
     replayed: Sequence[_Delivered],
     *,
@@ -138,14 +176,17 @@ def _account(
     usual_batch: int,
 ) -> EpochAccount:
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
+    num_samples = members.count
     reached = max((record.stop for record in records), default=0)
     batches = [record.stop - record.start for record in records if not record.is_skip]
     batch = max(batches, default=usual_batch if records else 1)
     if not is_last and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
+    here = members.holds(ids)
     # Counting is faster than sorting, and takes memory for every sample of the data set.
     is_dense = num_samples <= _DENSE * max(len(ids), 1)
-    unique = int(np.count_nonzero(np.bincount(ids))) if is_dense else len(np.unique(ids))
+    unique = int(np.count_nonzero(np.bincount(ids[here]))) if is_dense else len(np.unique(ids[here]))
+    stray = len(ids) - int(np.count_nonzero(here))
     skipped = _length_of_union((record.start, record.stop) for record in records if record.is_skip)
     return EpochAccount(
         epoch=epoch,
@@ -153,9 +194,11 @@ def _account(
         reached=reached,
         delivered=len(ids),
         missing=max(0, reached - skipped - unique),
-        duplicated=len(ids) - unique,
+        duplicated=len(ids) - stray - unique,
         replayed=sum(len(record.ids) for record in replayed),
         skipped=skipped,
+        outside=members.total - num_samples,
+        stray=stray,
     )
 
 
@@ -169,19 +212,50 @@ def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
-    """The logs grouped by launch, in order of start."""
+    """The logs grouped by launch, in order of start; one a rank.
+
+    Raises:
+        DatasetError: processes of one rank, which hold parts of one model, got different samples.
+    """
     groups: list[list[_Log]] = []
     for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
         fits = (
             groups
             and all(groups[-1][0].header[name] == log.header[name] for name in ("launch", "world_size"))
-            and all(other.header["rank"] != log.header["rank"] for other in groups[-1])
+            and all(_place(other) != _place(log) for other in groups[-1])
         )
         if fits:
             groups[-1].append(log)
         else:
             groups.append([log])
-    return groups
+    return [_without_peers(group) for group in groups]
+
+
+def _place(log: _Log) -> tuple[int, int | None]:
+    """The rank, and the process: several hold parts of one model where it is cut by tensor or pipeline."""
+    return int(log.header["rank"]), log.header.get("process")
+
+
+def _without_peers(group: Sequence[_Log]) -> list[_Log]:
+    """One log of each rank, the longest of its processes; the others must have got the beginning of the same."""
+    kept: dict[int, _Log] = {}
+    for log in group:
+        rank = int(log.header["rank"])
+        other = kept.get(rank, log)
+        for one, two in zip(log.records, other.records, strict=False):
+            if (one.epoch, one.start, one.stop) != (
+                two.epoch,
+                two.start,
+                two.stop,
+            ) or one.ids.tolist() != two.ids.tolist():
+                raise DatasetError(
+                    f"processes {log.header.get('process')} and {other.header.get('process')} are both rank {rank} of "
+                    f"{log.header['world_size']}, and got different samples at position {one.start:,} of epoch "
+                    f"{one.epoch:,} ({two.start:,} of {two.epoch:,}): processes that hold parts of one model must take "
+                    "the same batches"
+                )
+        kept[rank] = max(other, log, key=lambda each: len(each.records))
+    return list(kept.values())
 
 
 def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_Delivered]]:

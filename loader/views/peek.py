@@ -17,6 +17,7 @@ from ..decoding.gather import gather
 from ..decoding.row_work import RowWork
 from ..metrics import Counters
 from ..order.plan import EpochPlan, Order, Share
+from ..order.selection import Selection
 from ..order.spans import ChunkRows, EpochSpans
 from ..passes import Passes
 from ..pipeline.device import DeviceFeeder
@@ -26,6 +27,7 @@ from ..reading.quarantine import Quarantine
 from ..resources import Resources
 from .ahead import load_ahead
 from .samples import SampleReader
+from .selected_ids import SelectedIds
 
 
 class Look:
@@ -40,9 +42,11 @@ class Look:
         threads: int,
         device: torch.device | None,
         resources: Resources,
+        selection: Selection | None = None,
     ) -> None:
         work = RowWork(transform=batch_options.transform, seed=batch_options.seed)
         self.samples = SampleReader(chunks, decoders.copy, work, resources.check_open)
+        self.ids = range(chunks.manifest.num_samples) if selection is None else SelectedIds(selection)
         self._decoders = decoders
         self._make = partial(
             first_batch,
@@ -51,6 +55,7 @@ class Look:
             max_bad_chunks=max_bad_chunks,
             threads=threads,
             device=device,
+            selection=selection,
         )
 
     def peek(self, passes: Passes) -> Any:
@@ -74,6 +79,7 @@ def first_batch(
     max_bad_chunks: int,
     threads: int,
     device: torch.device | None,
+    selection: Selection | None = None,
 ) -> Any:
     """The batch of one rank at ``position`` of ``epoch``, as its pipeline would make it, for the caller's stream.
 
@@ -81,10 +87,10 @@ def first_batch(
     run on threads here, where the loader has worker processes too.
     """
     manifest = chunks.manifest
-    spans = EpochSpans(EpochPlan(manifest.samples, order, epoch), share)
+    spans = EpochSpans(EpochPlan(manifest.samples, order, epoch, selection), share)
     span, _ = spans.plan_span(position, 1)
     groups = {group.chunk: group for group in spans.expand(span)}
-    quarantine = Quarantine(chunks, max_bad_chunks)
+    quarantine = Quarantine(chunks, max_bad_chunks, selection)
 
     def blocks() -> Iterator[tuple[ChunkRows, Block]]:
         for chunk, loaded in load_ahead(chunks.load, chunks.reserve, groups):

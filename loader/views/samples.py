@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, overload
 
 import numpy as np
@@ -79,7 +79,7 @@ class SampleReader:
     def _chunk_of(self, sample_id: int) -> int:
         return int(np.searchsorted(self.manifest.first_ids, sample_id, side="right")) - 1
 
-    def find(self, value: Any, field: str | None, ids: range, *, progress: bool = True) -> int:
+    def find(self, value: Any, field: str | None, ids: Sequence[int], *, progress: bool = True) -> int:
         """The first of ``ids`` whose ``field`` is ``value``; reads chunk after chunk, of columns the one's bytes alone.
 
         Raises:
@@ -89,7 +89,8 @@ class SampleReader:
         self._check_open()
         name = searched_field(self.manifest, field)
         first_ids = self.manifest.first_ids
-        chunks = range(self._chunk_of(min(ids)), self._chunk_of(max(ids)) + 1) if len(ids) else range(0)
+        ends = sorted((ids[0], ids[-1])) if len(ids) else []  # ids increase, or decrease
+        chunks = range(self._chunk_of(ends[0]), self._chunk_of(ends[1]) + 1) if ends else range(0)
         source = self._chunks.apart([name])
         total = int(self.manifest.samples[chunks.start : chunks.stop].sum())
         with show_progress("searching", total, unit="samples", enabled=progress) as advance:
@@ -115,14 +116,14 @@ class DatasetView:
     neighbours are quick, a shuffled pass is not; that is what the loader is for. In a notebook a view shows as a table.
     """
 
-    def __init__(self, reader: SampleReader, ids: range | None = None, *, owner: object = None) -> None:
+    def __init__(self, reader: SampleReader, ids: Sequence[int] | None = None, *, owner: object = None) -> None:
         self._reader = reader
         self._ids = range(reader.manifest.num_samples) if ids is None else ids
         self._owner = owner  # a view keeps its loader, whose end would close the store
 
     @property
-    def ids(self) -> range:
-        """The sample ids of the view: all of them, or those of its slice."""
+    def ids(self) -> Sequence[int]:
+        """The sample ids of the view: all of the data set, those of the loader's subset, or those of its slice."""
         return self._ids
 
     def __len__(self) -> int:

@@ -37,6 +37,20 @@ def tokens(tmp_path: Path) -> Path:
 MADE_UP = ("plan", "--samples", 100_000, "--shards", 50, "--sample-bytes", 20_000)
 
 
+def test_plan_of_a_share_counts_its_samples_and_the_chunks_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = (*MADE_UP, "--world-size", 4, "--batch-size", 10)
+    (whole,), (half,), (few,) = (
+        call_json(capsys, *plan, *share)[1] for share in ((), ("--share", 0, 0.5), ("--share", 0.999, 1))
+    )
+    assert abs(half["samples"] - 50_000) < 800  # five standard deviations of a binomial
+    assert half["batches_per_rank"] == half["samples"] // 40
+    assert (half["chunks"], half["bytes"]) == (whole["chunks"], whole["bytes"])
+    assert few["chunks"] <= few["samples"] < 160
+    code, _, err = call(capsys, *plan, "--share", 0.5, 0.4)
+    assert code
+    assert "0 <= start < stop <= 1" in err
+
+
 def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *MADE_UP, "--world-size", 1, 8, 1024, "--batch-size", 32)
     assert code == 0

@@ -1,0 +1,54 @@
+"""What can be read of a loader at any time: its numbers, and where it stands in its run."""
+
+from __future__ import annotations
+
+from .dataset.manifest import Manifest
+from .order.plan import Order
+from .passes import Passes
+
+
+class Standing:
+    """The properties of a loader that its passes and its manifest know. Used by the training loop's thread only."""
+
+    _passes: Passes
+    _manifest: Manifest
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on every rank."""
+        return self._passes.position.steps_per_epoch
+
+    @property
+    def steps_left(self) -> int:
+        """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch."""
+        return self._passes.position.steps_left
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
+        return self._passes.position.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a full batch of this rank."""
+        return self._passes.share.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a full batch of all ranks together."""
+        return self._passes.share.global_batch_size
+
+    @property
+    def rank(self) -> int:
+        return self._passes.share.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._passes.share.world_size
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def order(self) -> Order:
+        return self._passes.position.order
