@@ -37,7 +37,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     Raises:
         ConfigError: one without the other, or a rank outside its world; or this is a worker process of torch's.
     """
-    _refuse_worker()
+    refuse_worker()
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank={rank}, world_size={world_size}: give both, or neither to use torch.distributed's")
     if rank is None or world_size is None:
@@ -61,7 +61,7 @@ def find_rank_in_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | str | None) -
     Raises:
         ConfigError: this process is not in the mesh, or it is not clear which dimensions share out the data.
     """
-    _refuse_worker()
+    refuse_worker()
     names = tuple(mesh.mesh_dim_names or ())
     if not names and mesh.ndim > 1:
         raise ConfigError(f"mesh={mesh}: its dimensions have no names; give mesh_dim_names to init_device_mesh")
@@ -104,7 +104,7 @@ def check_rank(rank: int, world_size: int, *, is_given: bool) -> None:
         ConfigError: torch.distributed, initialised since, says otherwise, unless the rank was given; or this is a
             worker process of torch's.
     """
-    _refuse_worker()
+    refuse_worker()
     now = _from_torch()
     if now is not None and now != (rank, world_size) and not is_given:
         raise ConfigError(
@@ -118,7 +118,8 @@ def local_world_size() -> int:
     return max(1, _from_environment("LOCAL_WORLD_SIZE", 1))
 
 
-def _refuse_worker() -> None:
+def refuse_worker() -> None:
+    """Raise ConfigError in a worker process of a torch DataLoader."""
     worker = torch.utils.data.get_worker_info()
     if worker is not None:
         raise ConfigError(

@@ -11,6 +11,7 @@ from .decoding.worker_pool import WorkerPool
 from .errors import ForkedLoaderError, LoaderClosedError
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
+from .ranks import refuse_worker
 
 
 class Resources:
@@ -39,6 +40,7 @@ class Resources:
     def check_process(self) -> None:
         """Raise ForkedLoaderError in a process that was forked from the owner."""
         if not self._is_ours:
+            refuse_worker()  # a worker of a torch DataLoader is a fork too, and has a cure of its own
             raise ForkedLoaderError(
                 f"the loader was made in process {self._process}, from which this one, {os.getpid()}, was forked: its "
                 "threads and connections stayed there. Start processes with the method spawn or forkserver, and make a "
