@@ -176,10 +176,10 @@ class Pipeline:
         until = time.monotonic() + _CLOSING_S
         self._reader.close(until)
         assembler, *others = self._threads
-        if assembler.ident is not None:
+        if assembler.is_alive():
             assembler.join(max(0.1, until - time.monotonic()))  # it may be reading a replacement for a bad chunk
         for thread in others:
-            if thread.ident is not None:
+            if thread.is_alive():
                 thread.join()
         self._pool.close()
         if self._feeder is not None:
