@@ -39,10 +39,10 @@ class ImageFields:
 
     def _look(self, name: str) -> None:
         # Of columns each has bytes of its own; fields of files lie in one chunk, which answers for all of them.
-        # Of chunks that have checksums as a whole alone, and are read whole, so that these are compared here, too.
-        manifest = self._chunks.manifest
-        is_alone = "columns" in manifest.schema and not (self._chunks.columns is None and has_whole_sums_alone(manifest))
-        together = [name] if is_alone else self._chunks.columns
+        # Where all is read and chunks have checksums as a whole alone, whole ones are read here, too, and compared.
+        manifest, columns = self._chunks.manifest, self._chunks.columns
+        are_whole = "columns" not in manifest.schema or (columns is None and has_whole_sums_alone(manifest))
+        together = columns if are_whole else [name]
         source = self._chunks.apart(together)
         for chunk in range(min(LOOK_CHUNKS, manifest.num_chunks)):
             try:

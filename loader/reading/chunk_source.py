@@ -28,8 +28,8 @@ ALWAYS_BYTES = 64 << 20
 class ChunkSource:
     """Reads and opens one chunk at a time. Called by the fetch threads.
 
-    Mutable state: the shards' headers, and the most that one chunk may take: ``memory_limit`` bytes, or what the process
-    may use, until it is set.
+    Mutable state: the shards' headers, and the most that one chunk may take: until it is set, ``memory_limit`` bytes or
+    what the process may use.
     """
 
     def __init__(

@@ -121,7 +121,11 @@ def test_a_chunk_that_cannot_fit_is_refused_by_name_with_the_limit_and_what_to_d
 @pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
 @pytest.mark.parametrize(
     "look",
-    [lambda loader: loader.peek(), lambda loader: loader.dataset[0], lambda loader: loader.dataset.find(0.0, field="x")],
+    [
+        lambda loader: loader.peek(),
+        lambda loader: loader.dataset[0],
+        lambda loader: loader.dataset.find(0.0, field="x"),
+    ],
     ids=["peek", "sample", "find"],
 )
 def test_looking_beside_a_pass_keeps_to_the_limit(
