@@ -202,7 +202,7 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
             device=cuda,
         )
         shard_format = make_format(self._manifest.format, self._manifest.config)
-        chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters)
+        chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters, memory_bytes)
         decoders.are_images = ImageFields(chunks)
         self._quarantine = Quarantine(chunks, max_bad_chunks, selection)
         self._look = Look(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .dataset.manifest import Manifest
+from .errors import StateMismatchError
 from .order.auto import Choice, choose_order
 from .order.plan import count_steps, require_steps
 from .order.selection import Selection
@@ -142,7 +143,7 @@ class Position:
         """Read a state that is to be continued here.
 
         Raises:
-            StateMismatchError: the state is of another data set, seed or order; names what differs.
+            StateMismatchError: the state is of another data set, seed or order, or damaged; names what differs.
         """
         loaded = LoaderState.from_dict(state)
         loaded.check(
@@ -155,6 +156,10 @@ class Position:
             piece=self._fixed_piece,
             selection=self._selection,
         )
+        if loaded.consumed > self._num_samples:
+            raise StateMismatchError(
+                f"a damaged loader state: consumed={loaded.consumed} of {self._num_samples} samples of the subset"
+            )
         return loaded
 
     def load(self, state: LoaderState) -> None:

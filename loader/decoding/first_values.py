@@ -9,6 +9,7 @@ import numpy as np
 from ...storage import NotFoundError, ObjectChangedError
 from ..columns import Block, BytesColumn
 from ..errors import FormatError
+from ..reading.checksum import has_whole_sums_alone
 from ..reading.chunk_source import ChunkSource
 from .image_kind import image_kind
 
@@ -38,8 +39,10 @@ class ImageFields:
 
     def _look(self, name: str) -> None:
         # Of columns each has bytes of its own; fields of files lie in one chunk, which answers for all of them.
-        manifest = self._chunks.manifest
-        together = [name] if "columns" in manifest.schema else self._chunks.columns
+        # Where all is read and chunks have checksums as a whole alone, whole ones are read here, too, and compared.
+        manifest, columns = self._chunks.manifest, self._chunks.columns
+        are_whole = "columns" not in manifest.schema or (columns is None and has_whole_sums_alone(manifest))
+        together = columns if are_whole else [name]
         source = self._chunks.apart(together)
         for chunk in range(min(LOOK_CHUNKS, manifest.num_chunks)):
             try:

@@ -124,7 +124,7 @@ class WorkerPool:
                 worker.process.kill()
                 worker.process.wait()
         for thread in self._threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join()
         self._workers.clear()
         self._threads.clear()

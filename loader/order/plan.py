@@ -322,6 +322,11 @@ class Segments:
             slot=np.append(self.slot, others.slot),
         )
 
+    def of_step(self, step: int) -> Segments:
+        """Those of one step, which becomes step 0."""
+        cut = slice(*np.searchsorted(self.step, [step, step + 1]).tolist())
+        return Segments(self.step[cut] - step, self.lane[cut], self.start[cut], self.stop[cut], self.slot[cut])
+
 
 def rank_segments(
     bounds: IntArray, turns: IntArray, rank: int, world_size: int, weights: Sequence[float] | None = None

@@ -41,6 +41,16 @@ class Span:
     def num_rows(self) -> int:
         return int(self.row_starts[-1])
 
+    def cut(self, step: int) -> Span:
+        """One step of it."""
+        return Span(
+            self.epoch,
+            self.bounds[step : step + 2],
+            self.segments.of_step(step),
+            self.row_starts[step : step + 2] - self.row_starts[step],
+            self.num_valid[step : step + 1],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:

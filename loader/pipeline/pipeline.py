@@ -176,10 +176,10 @@ class Pipeline:
         until = time.monotonic() + _CLOSING_S
         self._reader.close(until)
         assembler, *others = self._threads
-        if assembler.ident is not None:
+        if assembler.is_alive():
             assembler.join(max(0.1, until - time.monotonic()))  # it may be reading a replacement for a bad chunk
         for thread in others:
-            if thread.ident is not None:
+            if thread.is_alive():
                 thread.join()
         self._pool.close()
         if self._feeder is not None:
@@ -223,13 +223,27 @@ class Pipeline:
             self._release(spans, spans.plan.num_samples)
             end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
             return self._host_out.put(end)
+        waited = self._counters.totals().chunk_wait_s
+        started = time.perf_counter()
+        rows: Rows | None = None
+        try:
+            rows = self._gather(spans, span)
+        except Exception:
+            if span.steps == 1 or self._stopping.is_set():
+                raise
+        if rows is None:  # the batches before the one that needs what failed are delivered
+            return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
+        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
+        self._counters.add(assemble_s=busy)
+        self._release(spans, int(span.bounds[-1]))
+        return all(self._emit(span, step, rows) for step in range(span.steps))
+
+    def _gather(self, spans: EpochSpans, span: Span) -> Rows:
         groups = spans.expand(span)
         self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
         by_chunk = {group.chunk: group for group in groups}
         blocks = self._reader.take([group.chunk for group in groups])
-        waited = self._counters.totals().chunk_wait_s
-        started = time.perf_counter()
-        rows = gather(
+        return gather(
             (
                 (by_chunk[chunk], loaded)
                 if isinstance(loaded, Block)
@@ -241,10 +255,6 @@ class Pipeline:
             self._maker.decoders,
             None if self._leases is None else self._leases.lend,
         )
-        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
-        self._counters.add(assemble_s=busy)
-        self._release(spans, int(span.bounds[-1]))
-        return all(self._emit(span, step, rows) for step in range(span.steps))
 
     def _release(self, spans: EpochSpans, position: int) -> None:
         done: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,11 @@ def lacks_parts(manifest: Manifest) -> bool:
     return manifest.parts is None and manifest.format in _IN_PARTS
 
 
+def has_whole_sums_alone(manifest: Manifest) -> bool:
+    """Whether chunks are compared only where they are read whole."""
+    return manifest.checksums is not None and lacks_parts(manifest)
+
+
 class UncheckedColumnsWarning(UserWarning):
     """Columns are read that the manifest has no checksums for, though it has those of whole chunks."""
 
@@ -119,13 +125,14 @@ class UncheckedColumnsWarning(UserWarning):
 class ChunkChecks:
     """Compares what is read of chunks with the manifest's checksums. Called by any thread.
 
-    The only state is whether it was said that some cannot be compared.
+    The only state is whether it was said that some cannot be compared, under a lock.
     """
 
     def __init__(self, manifest: Manifest, shard_format: ShardFormat) -> None:
         self._manifest = manifest
         self._format = shard_format
         self._has_warned = False
+        self._warning = threading.Lock()
 
     def check(
         self, index: int, chunk: ChunkRef, header: Any, ranges: Sequence[ByteRange], parts: Sequence[memoryview]
@@ -164,8 +171,9 @@ class ChunkChecks:
                 _compare(chunk, part, read[at][1][offset : offset + len(part)], expected)
 
     def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        with self._warning:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
             warnings.warn(
                 f"{self._manifest.url}: its manifest has checksums of whole chunks alone, and parts of chunks are "
                 "read, which are not compared; `penstock index` adds theirs",

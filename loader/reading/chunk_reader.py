@@ -160,7 +160,7 @@ class ChunkReader:
         """
         self.stop()
         for thread in self._threads:
-            if thread.ident is not None:
+            if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
         with self._changed:
             self._slots.clear()

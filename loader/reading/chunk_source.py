@@ -28,7 +28,8 @@ ALWAYS_BYTES = 64 << 20
 class ChunkSource:
     """Reads and opens one chunk at a time. Called by the fetch threads.
 
-    Mutable state: the shards' headers, and the most that one chunk may take: what the process may use, until it is set.
+    Mutable state: the shards' headers, and the most that one chunk may take: until it is set, ``memory_limit`` bytes or
+    what the process may use.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ChunkSource:
         store: Store,
         columns: Sequence[str] | None,
         counters: Counters,
+        memory_limit: int | None = None,
     ) -> None:
         self.manifest = manifest
         self.columns = columns
@@ -47,12 +49,14 @@ class ChunkSource:
         self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
-        self._memory_limit = usable_memory()
+        self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
         self._may_open = threading.Semaphore(usable_cores())
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
-        """One that reads ``columns`` of the same chunks, with headers and counters of its own."""
-        return ChunkSource(self.manifest, self._format, self._store, columns, Counters())
+        """One that reads ``columns`` of the same chunks within the same limit, with headers and counters of its own."""
+        source = ChunkSource(self.manifest, self._format, self._store, columns, Counters(), self._memory_limit)
+        source._checks = self._checks  # which warns once
+        return source
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk. Wrong bytes are fetched once more, past any cache, before they are an error.

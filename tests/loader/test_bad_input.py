@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, ImageDecoder, PenstockError
+from penstock import DistributedDataLoader, ImageDecoder, PenstockError, open_manifest
 from penstock.loader import DatasetError, DecodeError, FormatError
 from penstock.storage import AccessDeniedError, Fault, MemoryStore, NotFoundError, ObjectChangedError
 
@@ -163,3 +163,19 @@ def test_a_full_disk_under_the_cache_costs_no_sample(tmp_path, memory_store, mon
         monkeypatch.undo()
     assert refused
     assert sorted(delivered) == list(range(60))
+
+
+def test_all_batches_before_the_one_that_needs_a_bad_chunk_are_delivered(tmp_path: Path) -> None:
+    for number in range(3):
+        pq.write_table(pa.table({"x": range(64 * number, 64 * number + 64)}), tmp_path / f"{number}.parquet")
+    manifest = open_manifest(str(tmp_path))
+    (tmp_path / "2.parquet").unlink()
+    seen: list[int] = []
+    with DistributedDataLoader(manifest, batch_size=3, shuffle=False, lanes=1, rank=0, world_size=1) as loader:
+        batches = iter(loader)
+        for _ in range(42):
+            seen += next(batches)["x"].tolist()
+        for _ in range(2):  # also where it is tried again
+            with pytest.raises(NotFoundError, match=r"2\.parquet"):
+                next(batches)
+    assert seen == list(range(126))

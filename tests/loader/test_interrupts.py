@@ -116,6 +116,28 @@ def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: st
     assert number > 5
 
 
+@pytest.mark.parametrize("name", ["penstock-fetch-0", "penstock-assemble"])
+def test_an_interrupt_while_a_thread_begins_is_the_error_that_is_raised(
+    name: str, tars: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        if self.name != name:
+            return start(self)
+        monkeypatch.undo()
+        self._ident = 1  # type: ignore[attr-defined]  # known by now, while the thread has not said that it runs
+        raise KeyboardInterrupt
+
+    with DistributedDataLoader(tars, batch_size=5, rank=0, world_size=1) as loader:
+        batches = iter(loader)
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert len(list(batches)) == SAMPLES // 5
+    assert loader_threads() == []
+
+
 def test_a_batch_whose_delivery_cannot_be_logged_is_not_lost(
     tars: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,14 @@ def test_a_state_of_another_selection_is_refused_and_says_which(tars):
                     loader.load_state_dict(state)
 
 
+def test_a_state_beyond_the_subsets_samples_is_refused(tars):
+    with DistributedDataLoader(tars, batch_size=7, subset=Subset.take(57)) as loader:
+        state = loader.state_dict()
+        with pytest.raises(StateMismatchError, match="consumed=58 of 57 samples"):
+            loader.load_state_dict({**state, "consumed": 58})
+        assert len(list(loader)) == 8
+
+
 def test_shards_without_a_chosen_sample_are_not_read(tmp_path):
     write_tars(tmp_path, SIZES)
     manifest = open_manifest(str(tmp_path))

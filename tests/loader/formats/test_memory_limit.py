@@ -119,6 +119,26 @@ def test_a_chunk_that_cannot_fit_is_refused_by_name_with_the_limit_and_what_to_d
 
 
 @pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda loader: loader.peek(),
+        lambda loader: loader.dataset[0],
+        lambda loader: loader.dataset.find(0.0, field="x"),
+    ],
+    ids=["peek", "sample", "find"],
+)
+def test_looking_beside_a_pass_keeps_to_the_limit(
+    tmp_path: Path, look: Callable[[DistributedDataLoader], object]
+) -> None:
+    write_row_group(tmp_path)
+    with (
+        DistributedDataLoader(str(tmp_path), batch_size=1, memory_limit="64MiB") as loader,
+        pytest.raises(MemoryLimitError, match=r"a\.parquet at byte 4: .* the limit is 67,108,864"),
+    ):
+        look(loader)
+
+
 def test_a_column_that_is_not_read_takes_nothing(tmp_path: Path) -> None:
     rows = TOO_LARGE // 8
     pq.write_table(pa.table({"x": np.zeros(rows), "y": np.zeros(rows, np.int8)}), tmp_path / "a.parquet")

@@ -98,6 +98,24 @@ def test_a_manifest_that_an_older_penstock_wrote_is_read_with_a_warning_and_inde
         assert read(tmp_path / "data", ["a"]) == 2 * ROWS
 
 
+@pytest.mark.parametrize(("columns", "warned"), [(None, 0), (["x", "data"], 1)])
+def test_a_loader_warns_once_of_an_older_manifest_however_it_reads(
+    tmp_path: Path, columns: list[str] | None, warned: int
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        table = pa.table({"x": range(64), "y": range(64), "data": [b"raw"] * 64, "more": [b"also raw"] * 64})
+        pq.write_table(table, tmp_path / "data" / f"{number}.parquet")
+    old = replace(checksum.sum_chunks(open_manifest(str(tmp_path / "data")), progress=False), parts=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with DistributedDataLoader(old, batch_size=8, columns=columns) as loader:
+            loader.peek()
+            assert len(list(loader)) == 16
+            assert loader.dataset[0]["data"] == b"raw"
+    assert [warning.category for warning in caught] == [UncheckedColumnsWarning] * warned
+
+
 def test_damaged_checksums_of_parts_are_no_manifest(tmp_path: Path) -> None:
     write(tmp_path / "data")
     assert run_index([str(tmp_path / "data")]) == 0
