@@ -20,7 +20,7 @@ COMMANDS = {
     "bench": "measure how fast a data set is read, alone or against others",
     "export": "write the weights of a training run as safetensors",
     "audit": "prove that every sample of a run was delivered exactly once",
-    "report": "draw a training run as one HTML page: loss, throughput, waits, memory, restarts",
+    "report": "draw a training run as one HTML page, also while it runs",
 }
 
 OK, FOUND_BAD, USAGE, INTERRUPTED = 0, 1, 2, 130

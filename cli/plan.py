@@ -52,7 +52,7 @@ class PlanArguments(SourceArguments):
     """Lanes of the order, a power of two; chosen for each world size if not given."""
 
     window: OptionalNumber = None
-    """Pieces of a lane to shuffle together; chosen if not given."""
+    """Chunks of a lane (or pieces of --piece rows) to shuffle together; chosen if not given."""
 
     piece: OptionalNumber = None
     """Rows that a shuffle moves together, 0 for whole chunks; chosen if not given."""

@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of one server, which spoils chosen answers: for tests, and for the bench of faults.
+"""An HTTP proxy in front of one server, which spoils chosen answers, for tests.
 
 It listens on 127.0.0.1 and hands every request on unchanged, but for the header ``Connection``; signatures of S3 stay
 valid, because they sign the address that the client speaks to.

@@ -17,7 +17,7 @@ class CheckpointConfig:
     """Folder that all ranks share, inside output_dir unless it is absolute; or a URL as s3://bucket/prefix."""
 
     every_steps: int = 0
-    """Steps between checkpoints; 0: only when asked to."""
+    """Steps between checkpoints; 0: none; without keep_best nothing is saved then, even at a signal."""
 
     keep_last: int = 3
     """How many of the newest checkpoints to keep."""
@@ -34,7 +34,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         self._check_folder()
         if self.every_steps < 0:
-            raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (only when asked) or more")
+            raise TrainerConfigError(f"checkpoint.every_steps={self.every_steps} must be 0 (none) or more")
         if self.keep_last < 1:
             raise TrainerConfigError(f"checkpoint.keep_last={self.keep_last} must be 1 or more")
         if self.keep_best < 0:
