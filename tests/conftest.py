@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import pytest
 from hypothesis import settings
+from started_threads import begin_test
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: torch's threads on busy cores wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -94,6 +95,12 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+@pytest.fixture(autouse=True)
+def threads_before() -> None:
+    """Note which threads there are, for tests that look at those they started."""
+    begin_test()
 
 
 S3_SERVER = Path(__file__).parent / "servers" / "s3_server.sh"

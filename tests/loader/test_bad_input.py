@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import tarfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder, PenstockError, open_manifest
@@ -26,7 +26,7 @@ from penstock.storage import AccessDeniedError, Fault, MemoryStore, NotFoundErro
 def no_thread_left() -> Iterator[None]:
     yield
     until = time.monotonic() + 30
-    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-")]:
+    while left := [thread.name for thread in started_threads() if thread.name.startswith("penstock-")]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder, Manifest, TokensFormat
@@ -50,7 +51,7 @@ def ids_of(batch: dict[str, Any]) -> list[int]:
 
 
 def penstock_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    return [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
 def test_an_epoch_is_every_sample_once_and_its_fields_belong_together(tars):

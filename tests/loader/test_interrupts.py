@@ -10,6 +10,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
@@ -71,7 +72,7 @@ class Interrupt:
 
 
 def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+    return [thread.name for thread in started_threads() if thread.name.startswith("penstock-")]
 
 
 def keep_on(step: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
@@ -35,7 +36,7 @@ def ids(batches: Iterable[dict[str, Any]]) -> list[int]:
 
 def assemblers() -> list[threading.Thread]:
     """The threads of which each pipeline has one."""
-    return [thread for thread in threading.enumerate() if thread.name == "penstock-assemble"]
+    return [thread for thread in started_threads() if thread.name == "penstock-assemble"]
 
 
 @pytest.mark.parametrize("at_step", [1, 5, 9, 10])
@@ -131,7 +132,7 @@ def test_a_pass_begun_again_closes_the_pipeline_of_the_one_before_it(tars):
             next(iter(loader))
             assert len(assemblers()) == 1
         assert not abandoned.is_alive()
-        assert sum(thread.name.startswith("penstock") for thread in threading.enumerate()) < 40, "one pipeline's"
+        assert sum(thread.name.startswith("penstock") for thread in started_threads()) < 40, "one pipeline's"
     assert assemblers() == []
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import row_functions
 import torch
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder
@@ -237,7 +238,7 @@ def test_closing_ends_workers_that_are_busy(tars):
     assert time.monotonic() - started < 60
     loader.close()
     assert children() == []
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
 def test_workers_that_ignore_signals_end_with_their_killed_parent(tars, tmp_path):

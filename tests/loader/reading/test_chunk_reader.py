@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from started_threads import started_threads
 
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.errors import FormatError, LoaderClosedError
@@ -78,7 +79,7 @@ def close(reader: ChunkReader, within_s: float = 60.0) -> None:
 
 
 def fetch_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-fetch")]
+    return [thread.name for thread in started_threads() if thread.name.startswith("penstock-fetch")]
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

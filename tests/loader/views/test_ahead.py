@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from started_threads import started_threads
 
 from penstock.loader.columns import Block
 from penstock.loader.views.ahead import load_ahead
@@ -26,7 +27,7 @@ class Loads:
 
 
 def lookers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "penstock-look"]
+    return [thread for thread in started_threads() if thread.name == "penstock-look"]
 
 
 def test_chunks_come_in_order_with_what_was_raised() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
@@ -52,7 +53,7 @@ def peek_and_check(loader: DistributedDataLoader[Any]) -> dict[str, Any]:
     assert type(batch) is dict
     assert loader.state_dict() == state
     assert loader.metrics().batches == metrics.batches
-    assert {thread for thread in threading.enumerate() if thread.name == "penstock-look"} == set()
+    assert {thread for thread in started_threads() if thread.name == "penstock-look"} == set()
     if not any(thread.name == "penstock-assemble" for thread in threads):
         assert set(threading.enumerate()) == threads
     return batch
@@ -131,7 +132,7 @@ def test_a_peek_collates_and_its_errors_leave_no_thread(tars: str, tmp_path: Pat
             assert_same(looked, next(iter(loader)))
         with pytest.raises(FormatError):
             strict.peek()
-    assert not [thread for thread in threading.enumerate() if thread.name == "penstock-look"]
+    assert not [thread for thread in started_threads() if thread.name == "penstock-look"]
 
 
 def test_a_peek_heeds_what_a_pass_heeds(tars: str, monkeypatch: pytest.MonkeyPatch) -> None:

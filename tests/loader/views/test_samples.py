@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Manifest, open_manifest
@@ -113,7 +113,7 @@ def test_a_sample_is_found_by_its_key(tars: str) -> None:
             loader.dataset[:0].find("00000077")
         with pytest.raises(ConfigError, match="no field 'x'"):
             loader.dataset.find("1", field="x")
-    assert not [thread for thread in threading.enumerate() if thread.name == "penstock-look"]
+    assert not [thread for thread in started_threads() if thread.name == "penstock-look"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from launch_ranks import run_ranks
 from safetensors.torch import load_file
+from started_threads import started_threads
 from test_checkpoint import alone, assert_same, build, fill, step_once, whole_state  # noqa: F401 - a fixture
 from test_rewind import batches_to_rows, going_back, records, train
 from together_cases import make_trainer
@@ -61,7 +61,7 @@ def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert not list(folder.glob("penstock-checkpoint-*"))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
 
 
 def make_config(bucket: MemoryStore, **options: Any) -> CheckpointConfig:

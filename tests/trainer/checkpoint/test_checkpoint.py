@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks
+from started_threads import started_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -371,7 +371,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(alone: World
     for folder in (tmp_path / "file" / "inside", Path("/proc/penstock")):
         with pytest.raises(CheckpointError, match=f"cannot be written to {folder}"):
             Checkpointer(CheckpointConfig(folder=folder), alone)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(
@@ -443,7 +443,7 @@ def test_the_background_save_holds_the_state_of_its_step(alone: World, tmp_path:
         extra["loader"].append(3)
         for seed in range(2, 6):
             step_once(net, optimizer, seed)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
     other_net, other_optimizer = build()
     with Checkpointer(CheckpointConfig(folder=tmp_path), alone) as checkpoints:
         assert checkpoints.load_newest(other_net, other_optimizer) == (1, {"loader": [1, 2]})

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch_ranks import Outcome, Ranks, run_ranks
+from started_threads import started_threads
 
 from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
 from penstock.trainer.watch.blame import is_of_a_collective
@@ -205,7 +206,7 @@ def _train_in_peace(world: World) -> list[str]:
             dist.all_reduce(torch.ones(4))
         time.sleep(0.1 * world.rank)  # rank 0 is done first, and waits until the others are
     watchdog.close()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    return [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
 @pytest.mark.parametrize("host_in_rank0", [False, True])
