@@ -86,6 +86,7 @@ def _make_data() -> None:
     pack(tokens, "mem://docs-s3-bucket/tokens/", format="tokens", seq_len=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("object_stores")
 def test_every_python_block_of_the_documentation_runs(

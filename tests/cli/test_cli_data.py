@@ -255,6 +255,7 @@ def test_a_wrong_option_ends_with_two(capsys: pytest.CaptureFixture[str]) -> Non
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_the_process_hands_on_exit_codes_and_survives_a_closed_pipe(shards: Path) -> None:
     assert run_process(["--version"]).stdout.startswith("penstock ")
     assert run_process([]).returncode == 2

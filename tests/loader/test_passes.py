@@ -124,6 +124,7 @@ def test_an_interrupt_while_a_batch_is_waited_for_loses_none(tars, monkeypatch):
         assert sorted(seen + ids(batches)) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 def test_a_pass_begun_again_closes_the_pipeline_of_the_one_before_it(tars):
     with load(tars, processes=1) as loader:
         next(iter(loader))

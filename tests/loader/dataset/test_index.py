@@ -242,6 +242,7 @@ def _count_builds(folder: str, cache: str, started: object, results: object) -> 
     results.put(built)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_processes_of_a_node_build_an_index_once(
     memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path, own_index_cache: Path
 ) -> None:

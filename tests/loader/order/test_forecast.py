@@ -130,6 +130,7 @@ def test_what_cannot_be_is_refused(world_size, batch):
         forecast_of(np.array([5, 5]), Order(), world_size, batch)
 
 
+@pytest.mark.slow
 def test_a_billion_samples_in_a_million_chunks_are_forecast_in_seconds_and_under_a_gigabyte():
     code = """
 import json, resource, time

@@ -447,6 +447,7 @@ class Clock:
         self.each_look()
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_by_the_name_of_the_first(
     world: World, bucket: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ def test_text_that_ends_before_it_begins_is_refused(arrow_store: FolderStore) ->
         open_all(arrow_store, ArrowFormat())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_flipped_bit_of_the_metadata_loses_a_row(arrow_store: FolderStore, stream: bool) -> None:
     write(arrow_store, "whole", pa.table({"x": np.zeros(6, np.int64)}), batch=2, stream=stream)

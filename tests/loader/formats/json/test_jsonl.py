@@ -276,6 +276,7 @@ def test_lines_that_nest_deeper_than_100_are_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.slow
 def test_maps_with_keys_of_their_own_in_each_row_cost_no_more_than_their_text(tmp_path: Path) -> None:
     rows = [{"id": i, "counts": {f"key{i}": i}} for i in range(6000)]
     write(tmp_path, rows)
