@@ -7,8 +7,7 @@ than chance would have it, and 10 is ten times as clumped.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,9 +35,6 @@ class Mixing:
     neighbours: float
     classes: float
     drift: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def verdict(self) -> str:

@@ -40,9 +40,8 @@ def lay_rows(parts: Parts, chosen: IntArray) -> tuple[IntArray, IntArray]:
 class Selection:
     """Which samples of chunks of ``chunk_samples`` rows, (chunks,) int64, an epoch has, and how often each.
 
-    Making one takes O(samples) time, one to two seconds for 10**8 samples (five for a subset by count), and O(chunks)
-    memory. ``counts``: (chunks,) int64, how many samples of each chunk are in the subset. An epoch has ``num_samples``
-    samples or draws.
+    Making one takes O(samples) time, more for a subset by count, and O(chunks) memory. ``counts``: (chunks,) int64, how
+    many samples of each chunk are in the subset. An epoch has ``num_samples`` samples or draws.
 
     Raises:
         ConfigError: subset or weights do not fit the data set.
