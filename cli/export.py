@@ -32,11 +32,13 @@ class ExportArguments:
 
     example:  penstock export runs/gpt --step best --output exported/gpt
 
+    example:  penstock export s3://bucket/run-7 --output exported/run-7
+
     example:  penstock export runs/gpt --format hf --dtype bf16 --rename '^=>model.' --output exported/gpt-hf
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
-    """Output folder of a run, its folder of checkpoints, or one checkpoint."""
+    """Output folder of a run, its folder of checkpoints, or one checkpoint; or the URL of one of the last two."""
 
     output: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
     """Folder to write, which must not exist or be empty."""
@@ -78,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     if given.format != "hf" and given.max_shard_size != "5GB":
         raise ConfigError("--max-shard-size cuts files of --format hf; --format safetensors writes one")
     started = time.monotonic()
-    with show_progress("exporting", count_bytes(given.run, step), unit="B") as advance:
+    with show_progress("exporting", count_bytes(given.run, step, given.weights), unit="B") as advance:
         result = export_run(
             given.run,
             given.output,

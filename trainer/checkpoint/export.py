@@ -36,8 +36,7 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
     path, prefix = Path(path), f"{MODEL}."
 
     def need(folder: Path) -> dict[str, list[ByteRange]]:
-        parts = [find_needs_of(folder, key) for key in ((prefix, f"{EMA}.") if weights == "ema" else (prefix,))]
-        return {name: [one for part in parts for one in part.get(name, ())] for part in parts for name in part}
+        return find_needs_of(folder, prefix, *([f"{EMA}."] if weights == "ema" else []))
 
     with opened_checkpoint(checkpoint, need) as folder:
         manifest = read_manifest(folder)

@@ -115,10 +115,18 @@ def find_needs(
     return {name: [*needs.get(name, ()), *own.get(name, ())] for name in {**needs, **own}}
 
 
-def find_needs_of(folder: Path, prefix: str) -> dict[str, list[ByteRange]]:
-    """Return in which bytes of which files everything is whose key starts with ``prefix``."""
+def find_needs_of(folder: Path, *prefixes: str) -> dict[str, list[ByteRange]]:
+    """Return in which bytes of which files everything is whose key starts with one of ``prefixes``."""
     metadata = open_reader(folder).read_metadata()
-    return _ranges_of(metadata, [index for index in metadata.storage_data or () if index.fqn.startswith(prefix)])
+    return _ranges_of(metadata, [index for index in metadata.storage_data or () if index.fqn.startswith(prefixes)])
+
+
+def find_needs_of_weights(
+    folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, averaged: Collection[str]
+) -> dict[str, list[ByteRange]]:
+    """Return which bytes of which files ``read_weights`` reads."""
+    plan = _plan_reading(open_reader(folder), _split_averages(tensors, averaged), metadata)[0]
+    return _ranges_of(metadata, [item.storage_index for item in plan.items])
 
 
 def _ranges_of(metadata: Metadata, indices: Sequence[MetadataIndex]) -> dict[str, list[ByteRange]]:
@@ -161,7 +169,7 @@ def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list
     return [name for name in averages if name not in saved], sorted(saved - set(averages))
 
 
-def list_averages(folder: Path, metadata: Metadata, names: Collection[str]) -> list[str]:
+def list_averages(folder: Path | str, metadata: Metadata, names: Collection[str]) -> list[str]:
     """Return the names, of the model's ``names``, whose moving averages a checkpoint holds.
 
     Raises:
@@ -194,11 +202,14 @@ def read_state(folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
 
 def read_weights(folder: Path, tensors: Mapping[str, Tensor], metadata: Metadata, averaged: Collection[str]) -> None:
     """Fill tensors by name in place from a checkpoint's model; those that are ``averaged``, from its averages."""
+    for part, found in _split_averages(tensors, averaged).items():
+        read_state(folder, {part: found}, metadata)
+
+
+def _split_averages(tensors: Mapping[str, Tensor], averaged: Collection[str]) -> dict[str, Any]:
     own = {name: one for name, one in tensors.items() if name not in averaged}
     averages = {name: one for name, one in tensors.items() if name in averaged}
-    for part, found in ((MODEL, own), (EMA, averages)):
-        if found:
-            read_state(folder, {part: found}, metadata)
+    return {part: found for part, found in ((MODEL, own), (EMA, averages)) if found}
 
 
 def _plan_reading(

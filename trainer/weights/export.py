@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,23 +18,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ...storage.files import sync_folder, write_whole
-from ..checkpoint.config import CheckpointConfig
-from ..checkpoint.folder import find_damage, read_manifest, seal_file
-from ..checkpoint.state import MODEL, list_averages, read_weights
+from ...storage.store import ByteRange
+from ..checkpoint.folder import read_manifest, seal_file
+from ..checkpoint.state import EMA, MODEL, find_needs_of, list_averages, read_weights
 from ..checkpoint.traffic import open_reader
 from ..errors import CheckpointError, TrainerConfigError
 from ..options import check_choice
 from .names import rename_all
-from .run_folder import Step, Weights, find_checkpoint
+from .run_folder import CONFIG_NAME, Advance, Chosen, Step, Weights
+from .stored_run import open_checkpoint
 
-CONFIG_NAME = "config.json"
 _STEM, _SUFFIX = "model", ".safetensors"
 _INDEX_NAME = f"{_STEM}{_SUFFIX}.index.json"
 _METADATA_NAME = ".metadata"  # of torch.distributed.checkpoint
 _PREFIX = f"{MODEL}."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +68,9 @@ def export_run(
 
     With ``weights="ema"`` trained parameters are their moving averages; frozen parameters and buffers are the model's.
     "safetensors": one file, model.safetensors. "hf": the layout of Hugging Face, files of at most ``max_shard_bytes``
-    and an index, and the run's config.json where it has one (in ``run``, or beside the checkpoints). Needs the memory
-    of the largest file about twice, and neither ranks nor the model. ``dtype`` rounds what is floating point; tied
+    and an index, and the run's config.json where it has one (in ``run``, or beside the checkpoints). ``run`` may be the
+    URL of an object store; what is needed is fetched to this node's disk. Needs the memory of the largest file about
+    twice, and neither ranks nor the model. ``dtype`` rounds what is floating point; tied
     tensors are written once per name; ``rename`` has rules as ``warm_start.rename``. ``advance`` hears of bytes, first
     those checked and then those written. The folder appears when it is whole; with ``overwrite`` it takes the place of
     an earlier export.
@@ -83,55 +82,64 @@ def export_run(
     given, output = str(output), Path(output).absolute()
     check_choice("weights", weights, ("model", "ema"))
     _check_output(output, overwrite)
-    folder = find_checkpoint(Path(run), step)
-    number = _check_checkpoint(folder, advance)
-    metadata = open_reader(folder).read_metadata()
-    facts = _list_tensors(metadata)
-    averaged = frozenset(list_averages(folder, metadata, facts) if weights == "ema" else ())
-    names = rename_all(facts, rename)
-    if format == "safetensors":
-        max_shard_bytes = 1 << 62
-    shards = list(_cut(facts, max_shard_bytes, None if dtype is None else _DTYPES[dtype]))
-    sizes: dict[str, int] = {}
-    weight_map: dict[str, str] = {}
-    total = 0
-    with _new_folder(output, overwrite) as partial:
-        for index, keys in enumerate(shards):
-            middle = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            file = f"{_STEM}{middle}{_SUFFIX}"
-            tensors = {names[key]: one for key, one in _read(folder, metadata, keys, averaged, dtype).items()}
-            _save(tensors, partial / file, number)
-            written = sum(tensor.nbytes for tensor in tensors.values())
-            total += written
-            advance(written)
-            weight_map.update(dict.fromkeys(tensors, file))
-        if format == "hf" and len(shards) > 1:
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-            write_whole(partial / _INDEX_NAME, text.encode(), durable=True)
-        config = _find_config(Path(run), folder)
-        if format == "hf" and config is not None:
-            write_whole(partial / CONFIG_NAME, config.read_bytes(), durable=True)
-        sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    return Export(
-        checkpoint=str(folder),
-        step=number,
-        output=given,
-        files=sizes,
-        tensors=len(names),
-        numbers=sum(kind.size.numel() for kind in facts.values()),
-    )
+    with closing(open_checkpoint(run, step)) as chosen:
+        if damage := chosen.find_damage(advance=advance):
+            raise CheckpointError(f"{chosen.name} is damaged: {'; '.join(damage)}; export another checkpoint")
+        metadata = open_reader(chosen.folder).read_metadata()
+        facts = _list_tensors(metadata)
+        averaged = frozenset(list_averages(chosen.name, metadata, facts) if weights == "ema" else ())
+        names = rename_all(facts, rename)
+        config = _read_config(chosen) if format == "hf" else None
+        if format == "safetensors":
+            max_shard_bytes = 1 << 62
+        shards = list(_cut(facts, max_shard_bytes, None if dtype is None else _DTYPES[dtype]))
+        weight_map: dict[str, str] = {}
+        total = 0
+        with _new_folder(output, overwrite) as partial:
+            chosen.bring(_find_needs(chosen, weights), advance)
+            for index, keys in enumerate(shards):
+                middle = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+                file = f"{_STEM}{middle}{_SUFFIX}"
+                read = _read(chosen.folder, metadata, keys, averaged, dtype)
+                tensors = {names[key]: one for key, one in read.items()}
+                del read
+                _save(tensors, partial / file, chosen.step)
+                written = sum(tensor.nbytes for tensor in tensors.values())
+                total += written
+                advance(written)
+                weight_map.update(dict.fromkeys(tensors, file))
+            if format == "hf" and len(shards) > 1:
+                text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+                write_whole(partial / _INDEX_NAME, text.encode(), durable=True)
+            if config is not None:
+                write_whole(partial / CONFIG_NAME, config, durable=True)
+            sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        return Export(
+            checkpoint=chosen.name,
+            step=chosen.step,
+            output=given,
+            files=sizes,
+            tensors=len(names),
+            numbers=sum(kind.size.numel() for kind in facts.values()),
+        )
 
 
-def count_bytes(run: str | Path, step: Step) -> int:
+def count_bytes(run: str | Path, step: Step, weights: Weights = "model") -> int:
     """About how many bytes ``export_run`` tells ``advance`` of."""
-    folder = find_checkpoint(Path(run), step)
-    manifest = read_manifest(folder)
-    checked = sum(seal.size for seal in manifest.files.values())
-    metadata = folder / _METADATA_NAME
-    if not metadata.is_file() or seal_file(metadata) != manifest.files.get(_METADATA_NAME):
-        return checked  # the export will name the damage
-    facts = _list_tensors(open_reader(folder).read_metadata())
-    return checked + sum(_count(kind, None) for kind in facts.values())
+    with closing(open_checkpoint(run, step)) as chosen:
+        read = chosen.count_bytes(_find_needs(chosen, weights)) if _has_metadata(chosen) else 0
+        facts = _list_tensors(open_reader(chosen.folder).read_metadata()) if read else {}
+        return read + sum(_count(kind, None) for kind in facts.values())
+
+
+def _has_metadata(chosen: Chosen) -> bool:
+    """Whether the metadata is what was saved; if not, the export will name the damage."""
+    metadata = chosen.folder / _METADATA_NAME
+    return metadata.is_file() and seal_file(metadata) == read_manifest(chosen.folder).files.get(_METADATA_NAME)
+
+
+def _find_needs(chosen: Chosen, weights: Weights) -> dict[str, list[ByteRange]]:
+    return find_needs_of(chosen.folder, _PREFIX, *([f"{EMA}."] if weights == "ema" else []))
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -149,17 +157,6 @@ def _check_output(output: Path, overwrite: bool) -> None:
             f"{output} holds {', '.join(strange[:3])}, which no export writes, and is not overwritten; give another "
             "folder, or delete it yourself"
         )
-
-
-def _check_checkpoint(folder: Path, advance: Advance) -> int:
-    manifest = read_manifest(folder)
-    damage = []
-    for share, seal in enumerate(sorted(manifest.files.values(), key=lambda seal: -seal.size)):
-        damage += find_damage(folder, manifest, share=share, shares=len(manifest.files))
-        advance(seal.size)
-    if damage:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(damage)}; export another checkpoint")
-    return manifest.step
 
 
 def _list_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -230,18 +227,13 @@ def _mode_of_new_files(folder: Path) -> int:
         return (Path(probe) / "new").stat().st_mode & 0o777
 
 
-def _find_config(run: Path, checkpoint: Path) -> Path | None:
-    """The run's config.json: in what was given, beside the checkpoints, or above their folder of the usual name."""
-    places = [run, checkpoint, checkpoint.parent]
-    if checkpoint.parent.name == CheckpointConfig.folder:
-        places.append(checkpoint.parent.parent)
-    found = next((place / CONFIG_NAME for place in places if (place / CONFIG_NAME).is_file()), None)
-    if found is not None:
-        try:
-            json.loads(found.read_bytes())
-        except (OSError, ValueError) as exc:
-            raise TrainerConfigError(f"{found} would be exported and is no JSON: {exc}") from exc
-    return found
+def _read_config(chosen: Chosen) -> bytes | None:
+    config = chosen.read_config()
+    try:
+        json.loads(config or b"null")
+    except ValueError as exc:
+        raise TrainerConfigError(f"the {CONFIG_NAME} of {chosen.name} would be exported and is no JSON: {exc}") from exc
+    return config
 
 
 @contextmanager

@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..checkpoint.folder import MANIFEST_NAME, find_damage, read_manifest
-from ..checkpoint.state import MODEL, list_averages, read_weights
+from ..checkpoint.folder import MANIFEST_NAME
+from ..checkpoint.state import MODEL, find_needs_of_weights, list_averages, read_weights
 from ..checkpoint.traffic import TRAFFIC, open_reader
 from ..errors import CheckpointError
 from ..parallel.precision import local_part
 from .names import TensorFacts
-from .run_folder import Step, Weights, find_checkpoint, holds_checkpoints, refuse_url
+from .run_folder import Chosen, Step, Weights, holds_checkpoints
+from .stored_run import is_url, open_checkpoint
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
@@ -73,6 +74,10 @@ class WeightSource(Protocol):
         """Fill the targets, by the source's names, in place; of a DTensor this rank's part."""
         ...
 
+    def close(self) -> None:
+        """Give up what was fetched."""
+        ...
+
 
 def open_source(path: str, step: Step, weights: Weights = "model") -> WeightSource:
     """Find out what ``path`` is: a run or checkpoint, a safetensors file or its index, or a folder of those.
@@ -80,10 +85,9 @@ def open_source(path: str, step: Step, weights: Weights = "model") -> WeightSour
     Raises:
         CheckpointError: it is none of these, or of several one cannot tell which is meant.
     """
-    refuse_url(path)
     place = Path(path)
-    if place.is_dir() and holds_checkpoints(place):
-        return CheckpointSource(find_checkpoint(place, step), weights)
+    if is_url(path) or (place.is_dir() and holds_checkpoints(place)):
+        return CheckpointSource(open_checkpoint(path, step), weights)
     files = _find_files(place)
     if step != "latest":
         raise CheckpointError(f"{path} is no run, and step={step!r} chooses a checkpoint of one; leave it out")
@@ -180,21 +184,24 @@ class SafetensorsSource:
                     for name, target in part.items():
                         _fill(target, file, name)
 
+    def close(self) -> None:
+        """Do nothing: files are open only while they are read."""
+
 
 @dataclass
 class CheckpointSource:
     """The model of a run's checkpoint, of which ``weights`` may be the averages."""
 
-    folder: Path
+    chosen: Chosen
     weights: Weights = "model"
 
     @property
     def name(self) -> str:
-        return str(self.folder)
+        return self.chosen.name
 
     def describe(self) -> dict[str, TensorFacts]:
         prefix = f"{MODEL}."
-        saved = open_reader(self.folder).read_metadata().state_dict_metadata
+        saved = open_reader(self.chosen.folder).read_metadata().state_dict_metadata
         return {
             key.removeprefix(prefix): TensorFacts(
                 tuple(kind.size), kind.properties.dtype, str(kind.properties.dtype).removeprefix("torch.")
@@ -204,15 +211,19 @@ class CheckpointSource:
         }
 
     def fingerprint(self) -> str:
-        return xxhash.xxh3_64_hexdigest((self.folder / MANIFEST_NAME).read_bytes())
+        return xxhash.xxh3_64_hexdigest((self.chosen.folder / MANIFEST_NAME).read_bytes())
 
     def find_damage(self, *, share: int, shares: int) -> list[str]:
-        return find_damage(self.folder, read_manifest(self.folder), share=share, shares=shares)
+        return self.chosen.find_damage(share=share, shares=shares)
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        metadata = open_reader(self.folder).read_metadata()
-        averaged = list_averages(self.folder, metadata, self.describe()) if self.weights == "ema" else ()
-        read_weights(self.folder, targets, metadata, frozenset(averaged))
+        metadata = open_reader(self.chosen.folder).read_metadata()
+        averaged = frozenset(list_averages(self.name, metadata, self.describe()) if self.weights == "ema" else ())
+        self.chosen.bring(find_needs_of_weights(self.chosen.folder, targets, metadata, averaged))
+        read_weights(self.chosen.folder, targets, metadata, averaged)
+
+    def close(self) -> None:
+        self.chosen.close()
 
 
 @contextmanager

@@ -91,21 +91,25 @@ def load_weights(
     entered("warm start")
     what = f"init_from={path!r} cannot be loaded"
     control = ControlGroup(world)
+    opened: list[WeightSource] = []
     try:
-        sources = control.gather(what, lambda: open_source(path, config.step, config.weights))
-        source = sources[world.rank]
+        control.gather(what, lambda: opened.append(open_source(path, config.step, config.weights)))
+        source = opened[0]
         _refuse_different(what, control.gather(what, source.fingerprint))
         damage = control.gather(what, lambda: source.find_damage(share=world.rank, shares=world.world_size))
         if any(damage):
             found = "; ".join(dict.fromkeys(one for share in damage for one in share))
             raise CheckpointError(f"{what}: {source.name} is damaged: {found}; choose another step")
         assignment = control.gather(what, lambda: _load(model, source, config))[world.rank]
+        name = source.name
     finally:
+        for one in opened:
+            one.close()
         control.close()
     _refuse_not_finite(what, model, world)
     ties = [group for group in list_ties(model) if group & assignment.sources.keys()]
     return WarmStart(
-        source=source.name,
+        source=name,
         loaded=frozenset(assignment.sources).union(*ties),
         kept=assignment.kept,
         ignored=assignment.ignored,

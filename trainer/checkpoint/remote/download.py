@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -39,8 +39,8 @@ def fetch(store: Store, stored: Stored, needs: Needs, folder: Path) -> list[str]
         StorageError: the store cannot be read, which says nothing about the checkpoint.
     """
     write_manifest(folder, stored.manifest)
-    damage = _fetch_files(store, stored, {METADATA_NAME: None, EXTRA_NAME: None}, folder)
-    return damage or _fetch_files(store, stored, needs(folder), folder)
+    damage = fetch_files(store, stored, {METADATA_NAME: None, EXTRA_NAME: None}, folder)
+    return damage or fetch_files(store, stored, needs(folder), folder)
 
 
 @contextmanager
@@ -71,9 +71,14 @@ def opened_checkpoint(checkpoint: str | os.PathLike[str], needs: Needs) -> Itera
         yield staging.folder
 
 
-def _fetch_files(
-    store: Store, stored: Stored, wanted: Mapping[str, Sequence[ByteRange] | None], folder: Path
+def fetch_files(
+    store: Store,
+    stored: Stored,
+    wanted: Mapping[str, Sequence[ByteRange] | None],
+    folder: Path,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
+    """Fetch the parts that hold the wanted ranges of files, or whole files, as ``fetch``; ``advance`` gets bytes."""
     parts = [part for name, ranges in wanted.items() for part in stored.parts_of(name, ranges)]
     _check_room(folder, sum(part.seal.size for part in parts))
     for name in wanted:
@@ -83,7 +88,11 @@ def _fetch_files(
     try:
         waiting = [pool.submit(_fetch_part, store, part, folder) for part in parts]
         try:
-            return [damage for one in waiting if (damage := one.result()) is not None]
+            damages = []
+            for part, one in zip(parts, waiting, strict=True):
+                damages.append(one.result())
+                advance(part.seal.size)
+            return [damage for damage in damages if damage is not None]
         finally:
             _cancel(waiting)
     except OSError as exc:
