@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint bench clean servers
+.PHONY: help demo test quick lint bench gpu clean servers
 
 help:
 	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
@@ -18,6 +18,7 @@ help:
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
 	@echo 'make bench            throughput against other loaders on made-up data; ARGS="--store s3" from a real S3 server'
+	@echo 'make gpu              the tests that need a GPU, and loaders that feed one; says so where there is none'
 	@echo 'make clean            remove the virtual environment and everything that was made'
 
 demo: $(VENV)/.demo
@@ -37,6 +38,9 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+gpu: $(VENV)/.bench $(VENV)/.test
+	$(BIN)/python -m penstock.benchmarks.gpu $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m penstock.benchmarks.suite $(ARGS)

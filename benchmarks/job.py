@@ -22,7 +22,8 @@ class Job:
     ``mode``: "epoch" reads until ``epochs`` passes or ``seconds`` are over, whichever is first; "first-batch" stops
     after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``
     is the layout of a sample; ``shape`` says how the peer's conversion was laid out, and is the peer's own affair.
-    ``scratch`` is an empty folder of this job alone.
+    ``scratch`` is an empty folder of this job alone. ``device``: where batches will be used; ours go there themselves,
+    peers are told to pin them.
     """
 
     contender: str
@@ -41,6 +42,7 @@ class Job:
     seconds: float | None = None
     step_ms: float = 0.0
     cache_dir: str | None = None
+    device: str | None = None
     state: Any = None
     fields: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)

@@ -79,6 +79,8 @@ class Litdata:
             transform=decoder,
         )
         more = {"persistent_workers": True, "prefetch_factor": 4} if self._workers else {}
+        if job.device is not None:
+            more["pin_memory"] = True
         self._loader = StreamingDataLoader(
             dataset,
             batch_size=job.batch_size,

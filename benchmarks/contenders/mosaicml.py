@@ -70,6 +70,8 @@ class Mosaicml:
         dataset = _Dataset(**place, shuffle=True, batch_size=job.batch_size, num_canonical_nodes=1)
         dataset.decoder = make_decoder(job.fields, job.decode, job.peer_decode)
         more = {"persistent_workers": True, "prefetch_factor": 4} if self._workers else {}
+        if job.device is not None:
+            more["pin_memory"] = True
         self._loader = StreamingDataLoader(
             dataset,
             batch_size=job.batch_size,

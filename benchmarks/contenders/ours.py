@@ -23,6 +23,7 @@ class Ours:
             cache_dir=job.cache_dir,
             storage_options=job.storage_options or None,
             format=None if job.format is None else make_format(job.format, job.format_config),
+            device=job.device,
             rank=0,
             world_size=1,
         )

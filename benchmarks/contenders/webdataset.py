@@ -140,6 +140,8 @@ class WebDataset:
         collation = collate if job.decode == "none" else collate_wide
         dataset = dataset.batched(job.batch_size, collation_fn=collation, partial=True)
         more = {"persistent_workers": True, "prefetch_factor": 4} if self._workers else {}
+        if job.device is not None:
+            more["pin_memory"] = True
         self._loader = wds.WebLoader(dataset, batch_size=None, num_workers=self._workers, **more)
 
     def epoch(self) -> Iterator[Any]:

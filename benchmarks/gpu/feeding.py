@@ -1,0 +1,176 @@
+"""The measured process: ``python -m penstock.benchmarks.gpu.feeding RESULT``, with what to do on its standard input.
+
+One loader feeds one training loop. Nothing else runs in the process, so that neither memory nor imports mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...loader import DistributedDataLoader
+from ...loader.formats.detect import make_format
+from ...loader.pipeline.device import DeviceFeeder
+from ...storage.errors import PenstockError
+from ..contenders import find_module
+from ..job import Job
+from ..measure import tell
+from .models import Model, TrainStep, make_batch
+
+_WARM_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """``seconds`` of training ``model`` on what the loader of ``job`` gives, pass after pass.
+
+    Without a job one made-up batch of ``rows`` stays on the device: what no loader can be faster than.
+    """
+
+    model: Model
+    device: str
+    rows: int
+    seconds: float
+    is_small: bool = False
+    job: Mapping[str, Any] | None = None
+
+
+def run_feeding(asked: Feeding) -> dict[str, Any]:
+    """Samples per second after the first steps, and the share of that time in which the loop waited for batches."""
+    device = torch.device(asked.device)
+    step = TrainStep(asked.model, device, is_small=asked.is_small)
+    started = time.perf_counter()
+    if asked.job is None:
+        batch = make_batch(asked.model, asked.rows, device)
+        return _train(step, lambda: iter([batch] * 64), asked.seconds, started)
+    job = Job(**asked.job)
+    contender = find_module(job.contender).open_contender(job)
+    try:
+        result = _train(step, contender.epoch, asked.seconds, started)
+        report = contender.report()
+    finally:
+        contender.close()
+    return result | {"settings": report.get("settings", {}), "bottleneck": report.get("bottleneck")}
+
+
+def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, started: float) -> dict[str, Any]:
+    waits, samples, steps = 0.0, 0, 0
+    first_s = counted_from = 0.0
+    while True:
+        in_pass = 0
+        asked = time.perf_counter()
+        for batch in epoch():
+            got = time.perf_counter()
+            rows = step(batch)
+            done = time.perf_counter()
+            first_s = first_s or got - started
+            steps, in_pass = steps + 1, in_pass + 1
+            if steps == _WARM_STEPS:
+                counted_from = done
+            elif steps > _WARM_STEPS:
+                waits, samples = waits + got - asked, samples + rows
+                if done - counted_from >= seconds:
+                    spent = done - counted_from
+                    return {
+                        "samples_per_s": samples / spent,
+                        "wait_share": waits / spent,
+                        "steps": steps,
+                        "step_ms": 1e3 * (spent - waits) / (steps - _WARM_STEPS),
+                        "first_batch_s": first_s,
+                        "device_peak_bytes": _device_peak(step.device),
+                    }
+            asked = time.perf_counter()
+        if not in_pass:
+            raise PenstockError("the data set has no full batch")
+
+
+def _device_peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copying:
+    """Batches of tokens to the device: the loader's copies against bare ones out of one pinned buffer."""
+
+    device: str
+    url: str
+    rows: int
+    seconds: float
+    job: Mapping[str, Any]
+
+
+def run_copying(asked: Copying) -> dict[str, float]:
+    """Bytes per second to the device: of bare pinned copies, of the ring of buffers, and of the whole loader."""
+    device = torch.device(asked.device)
+    values = torch.randint(0, 50_257, (asked.rows, 2048))
+    pinned = values.pin_memory()
+
+    def copy_bare() -> int:
+        pinned.to(device, non_blocking=True)
+        torch.cuda.synchronize(device)
+        return pinned.nbytes
+
+    feeder = DeviceFeeder(device)
+    batch = {"tokens": values}
+
+    def copy_staged() -> int:
+        feeder.stage(batch).take()
+        torch.cuda.synchronize(device)
+        return values.nbytes
+
+    result = {"bare_bytes_per_s": _rate(copy_bare, asked.seconds)}
+    result["ring_bytes_per_s"] = _rate(copy_staged, asked.seconds)
+    feeder.close()
+    job = Job(**asked.job)
+    shards = None if job.format is None else make_format(job.format, job.format_config)
+    with DistributedDataLoader(asked.url, batch_size=asked.rows, device=device, format=shards) as loader:
+        batches = _endless(loader)
+
+        def copy_loaded() -> int:
+            taken = next(batches)
+            torch.cuda.synchronize(device)
+            return sum(one.nbytes for one in taken.values())
+
+        result["loader_bytes_per_s"] = _rate(copy_loaded, asked.seconds)
+    return result
+
+
+def _endless(loader: DistributedDataLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _rate(copy: Callable[[], int], seconds: float) -> float:
+    for _ in range(_WARM_STEPS):
+        copy()
+    total, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < seconds:
+        total += copy()
+    return total / spent
+
+
+def main() -> None:
+    asked = json.loads(sys.stdin.read())
+    kind = asked.pop("kind")
+    os.dup2(2, 1)  # what a peer prints is no result
+    try:
+        result = run_copying(Copying(**asked)) if kind == "copying" else run_feeding(Feeding(**asked))
+    except (PenstockError, ImportError) as exc:
+        sys.exit(tell(exc))
+    Path(sys.argv[1]).write_text(json.dumps(result))
+
+
+def message_of(asked: Feeding | Copying) -> str:
+    return json.dumps({"kind": "copying" if isinstance(asked, Copying) else "feeding", **asdict(asked)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The command for GPUs works as far as it can be tried without one, and says so where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from penstock.benchmarks.gpu.__main__ import LIMIT, GpuConfig, main
+from penstock.benchmarks.gpu.models import make_resnet50
+from penstock.loader import ConfigError
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@no_gpu
+def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
+    screen = Console(record=True, width=300)
+    assert main(GpuConfig(results=tmp_path / "results"), screen) == 3
+    assert "sees no CUDA device here" in screen.export_text()
+    assert not (tmp_path / "results").exists()
+    with pytest.raises(ConfigError, match="add --small"):
+        main(GpuConfig(device="cpu"), screen)
+
+
+def test_the_image_model_is_resnet_50() -> None:
+    with torch.device("meta"):
+        assert sum(one.numel() for one in make_resnet50().parameters()) == 25_557_032
+
+
+@pytest.mark.slow
+def test_loaders_take_turns_in_one_loop_and_leave_json_and_a_plot(tmp_path: Path) -> None:
+    screen = Console(record=True, width=120)
+    config = GpuConfig(
+        device="cpu", small=True, against=(), cases=("tokens",), rounds=1, seconds=0.1, scale=0.001,
+        data=tmp_path / "data", results=tmp_path / "results",
+    )  # fmt: skip
+    assert main(config, screen) == 0
+    assert "gpt on tokens" in screen.export_text()
+    result = json.loads((tmp_path / "results" / "gpu.json").read_text())
+    [case] = result["cases"]
+    assert case["runs"].keys() == {"penstock", LIMIT}
+    for runs in case["runs"].values():
+        assert runs[0]["samples_per_s"] > 0
+        assert 0 <= runs[0]["wait_share"] < 1
+    assert (tmp_path / "results" / "gpu.png").stat().st_size > 0
