@@ -10,6 +10,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+_LEAST_MB = 1.0  # below this, what a collective costs by itself outweighs what it hides
+_BUCKETS = 4
+
+
+def choose_bucket_mb(whole_mb: float, largest_mb: float) -> float:
+    """The size of buckets, in MiB, for ``whole_mb`` of gradients: a quarter, from 1 MiB to ``largest_mb``.
+
+    A bucket is exchanged while backward goes on, but for the last, which everything waits for. A model that fits into
+    one bucket would hide nothing.
+    """
+    return min(largest_mb, max(_LEAST_MB, whole_mb / _BUCKETS))
+
+
 class _SumOfParameters(nn.Module):
     """Stands in for the model: every parameter gets a gradient of zeros, the last parameter first."""
 

@@ -18,7 +18,7 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.world import World
 from .blocks import find_blocks
-from .buckets import settle_buckets
+from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .entry import EngineEntry
 from .limits import check_exchangeable, check_optimizer, keep_ties, list_sparse
@@ -47,7 +47,7 @@ class ParallelConfig:
     """Exchange while computing; false: one bucket (zero=0), no prefetch (zero=1..3)."""
 
     bucket_mb: float = 25.0
-    """With zero=0, size of the buckets in which gradients are exchanged, in MiB."""
+    """With zero=0, largest size of the buckets in which gradients are exchanged, in MiB; small models have smaller."""
 
     unused_parameters: bool = False
     """With zero=0, allow steps in which some parameters get no gradient."""
@@ -269,12 +269,12 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
-    whole_mb = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    whole_mb = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad) / 2**20
     replicated = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         # One bucket is complete only when backward is: nothing overlaps.
-        bucket_cap_mb=config.bucket_mb if config.overlap else whole_mb + 1,
+        bucket_cap_mb=choose_bucket_mb(whole_mb, config.bucket_mb) if config.overlap else whole_mb + 1,  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
         find_unused_parameters=config.unused_parameters,
     )

@@ -1,15 +1,18 @@
-"""A resumed run on three ranks or more is bit-equal to an unbroken one, whatever makes its gradients small."""
+"""DDP's buckets: their sizes, and a resumed run on three ranks or more that is bit-equal to an unbroken one."""
 
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch_ranks import run_ranks
 from together_cases import rows
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from penstock.trainer import DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
@@ -95,3 +98,48 @@ def test_a_resumed_run_is_bit_equal_on_three_ranks_and_more(scheme: str, dtype: 
 def test_it_is_so_for_every_way_of_sharding(parallel: dict[str, Any], scheme: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert all(run_ranks(resume_and_compare, 3, folder, scheme, dtype, parallel))
+
+
+def wide(layers: int) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(layers)], nn.Linear(512, 2))  # a layer has 1 MiB
+
+
+def list_buckets(world: World, folder: str, layers: int, parallel: dict[str, Any]) -> list[int]:
+    """The bytes of each bucket that is exchanged in one step."""
+    found: list[int] = []
+
+    def exchange(state, bucket):  # type: ignore[no-untyped-def] # DDP wants annotations as objects, or none
+        found.append(bucket.buffer().nbytes)
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    trainer = DistributedTrainer(
+        wide(layers),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        [{"x": torch.ones(4, 512), "number": torch.ones(4)}],
+        build_config(TrainerConfig, {"steps": 1, "output_dir": folder, "parallel": parallel, "report": {"quiet": True}}),
+        loss=loss,
+        world=world,
+    )
+    with trainer:
+        trainer.parallel.module.register_comm_hook(None, exchange)
+        trainer.train()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "most_in_the_last"),
+    [
+        (8, {}, 2),
+        (8, {"bucket_mb": 1.0}, 1),
+        (8, {"overlap": False}, 9),
+        (1, {}, 2),
+    ],
+)
+def test_a_small_models_gradients_are_exchanged_while_backward_goes_on(
+    tmp_path: Path, layers: int, parallel: dict[str, Any], most_in_the_last: int
+) -> None:
+    """The last bucket is complete only when backward is, so a model in one bucket would hide nothing."""
+    sizes, _ = run_ranks(list_buckets, 2, str(tmp_path), layers, parallel)
+    assert sum(sizes) == sum(parameter.nbytes for parameter in wide(layers).parameters())
+    assert sizes[-1] < most_in_the_last * 2**20 + 2**14
