@@ -30,51 +30,56 @@ _NAMES = tuple(one.name for one in fields(Totals))
 
 
 class StepTotals:
-    """Adds up a step's numbers in float64 on the device; each step has its own.
+    """Adds up a step's numbers in float64; each step has its own.
 
-    Tensors are added where they are. Losses that are not finite make the sum of losses so.
+    A device's tensors are added there, and nothing waits for them; numbers, and the CPU's tensors, on the host. Losses
+    that are not finite make the sum of losses so.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._values = torch.zeros(len(_NAMES), dtype=torch.float64, device=world.device)
-        self._by_name = dict(zip(_NAMES, self._values.unbind(), strict=True))
-        self._on_host = dict.fromkeys(("count", "rows"), 0.0)
+        self._on_host = dict.fromkeys(_NAMES, 0.0)
+        self._on_device: Tensor | None = None
+        self._by_name: dict[str, Tensor] = {}
+        if world.device.type != "cpu":
+            self._on_device = torch.zeros(len(_NAMES), dtype=torch.float64, device=world.device)
+            self._by_name = dict(zip(_NAMES, self._on_device.unbind(), strict=True))
 
     def add(self, loss: Tensor, count: Tensor | float, rows: Tensor | int) -> None:
         """Add a microbatch: the sum of its losses, their count, and its rows."""
-        self._add("loss", loss)
-        for name, amount in (("count", count), ("rows", rows)):
-            if isinstance(amount, Tensor):
-                self._add(name, amount)
-            else:
-                self._on_host[name] += amount
+        for name, amount in (("loss", loss), ("count", count), ("rows", rows)):
+            self._add(name, amount)
 
     def own_count(self) -> Tensor:
         """This rank's count so far, of no dimension."""
-        self._flush()
-        return self._by_name["count"].clone()
+        return self._collect()[_NAMES.index("count")].clone()
 
     def exchange(self, *, stop: bool, trace: bool, order: tuple[float, float], late: Tensor | None) -> Reading:
         """Add what a step has once, then add up over all ranks, while the caller goes on."""
-        self._flush()
         once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
         for name, amount in once.items():
-            if amount:
-                self._add(name, float(amount))
+            self._add(name, amount)
         if late is not None:
             self._add("late", late)
-        work = dist.all_reduce(self._values, async_op=True) if self._world.world_size > 1 else None
-        return Reading(self._values, work)
+        values = self._collect()
+        work = dist.all_reduce(values, async_op=True) if self._world.world_size > 1 else None
+        return Reading(values, work)
 
     def _add(self, name: str, amount: Tensor | float) -> None:
-        self._by_name[name].add_(amount)
+        if isinstance(amount, Tensor) and self._by_name:
+            self._by_name[name].add_(amount)
+        else:
+            self._on_host[name] += float(amount)
 
-    def _flush(self) -> None:
+    def _collect(self) -> Tensor:
+        """(names,) float64 on the world's device: all that was added."""
+        if self._on_device is None:
+            return torch.tensor(list(self._on_host.values()), dtype=torch.float64)
         for name, amount in self._on_host.items():
-            if amount:
-                self._add(name, amount)
+            if amount:  # a number as an argument is not copied to the device as a tensor would be
+                self._by_name[name].add_(amount)
                 self._on_host[name] = 0.0
+        return self._on_device
 
 
 class Reading:
