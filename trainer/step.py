@@ -254,7 +254,7 @@ class StepRunner:
         measured = self._gradients.measure()
         if measured.used is not None:
             self._parallel.drop_unused(measured.used.tolist())
-        norm: float | torch.Tensor = measured.norm * correction
+        norm: float | torch.Tensor = measured.norm if correction == 1.0 else measured.norm * correction
         if self._reads_late:
             self._unread = (step, (~measured.norm.isfinite()).double())
         else:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-
 _LEAST_MB = 1.0  # below this, what a collective costs by itself outweighs what it hides
 _BUCKETS = 4
 

@@ -274,7 +274,7 @@ def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> Distri
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         # One bucket is complete only when backward is: nothing overlaps.
-        bucket_cap_mb=choose_bucket_mb(whole_mb, config.bucket_mb) if config.overlap else whole_mb + 1,  # type: ignore[arg-type]
+        bucket_cap_mb=choose_bucket_mb(whole_mb, config.bucket_mb) if config.overlap else whole_mb + 1,
         gradient_as_bucket_view=True,
         find_unused_parameters=config.unused_parameters,
     )

@@ -117,7 +117,9 @@ def list_buckets(world: World, folder: str, layers: int, parallel: dict[str, Any
         wide(layers),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         [{"x": torch.ones(4, 512), "number": torch.ones(4)}],
-        build_config(TrainerConfig, {"steps": 1, "output_dir": folder, "parallel": parallel, "report": {"quiet": True}}),
+        build_config(
+            TrainerConfig, {"steps": 1, "output_dir": folder, "parallel": parallel, "report": {"quiet": True}}
+        ),
         loss=loss,
         world=world,
     )
