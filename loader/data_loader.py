@@ -43,6 +43,7 @@ from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .pipeline.pipeline import Pipeline
+from .pipeline.plain import PlainAssembler
 from .pipeline.tuning import tune
 from .position import Position
 from .ranks import check_rank
@@ -218,13 +219,13 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         make_pipeline = partial(
             Pipeline,
             source=chunks,
-            last_batch=last_batch,
             batch_options=batch_options,
             decoders=decoders,
-            quarantine=self._quarantine,
             counters=self._counters,
             workers=self._resources.workers,
-            selection=selection,
+            make_assembler=partial(
+                PlainAssembler, last_batch=last_batch, quarantine=self._quarantine, selection=selection
+            ),
         )
         self._passes = Passes(
             position=self._position,

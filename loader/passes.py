@@ -10,6 +10,7 @@ from .decoding.batch import BatchT
 from .errors import ConfigError
 from .metrics import Counters
 from .order.plan import Order, Share
+from .pipeline.assembler import Start
 from .pipeline.delivery_queue import Delivery
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import PipelineOptions
@@ -62,11 +63,13 @@ class Passes:
                 self.resources.workers.start()
             # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
             self.resources.pipeline = self._make_pipeline(
-                order=self.position.order,
-                share=self.share,
                 options=self._tune(self.position.order),
-                epoch=self.position.epoch,
-                position=self.position.consumed,
+                start=Start(
+                    order=self.position.order,
+                    share=self.share,
+                    epoch=self.position.epoch,
+                    position=self.position.consumed,
+                ),
             )
             self.resources.pipeline.start()
         return self.resources.pipeline

@@ -1,72 +1,51 @@
 """The pipeline of one rank: plan ahead, fetch ahead, gather, decode ahead, hand over in order.
 
-One assembler thread plans and gathers; the reader's threads fetch; the pool's threads or worker processes decode; with
-a device, one more thread copies. Batches wait in a bounded delivery queue for the training loop's thread.
+One thread runs the assembler, which plans and gathers; the reader's threads fetch; the pool's threads or worker
+processes decode; with a device, one more thread copies. Batches wait in a bounded delivery queue for the training
+loop's thread.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ...storage.daemon_pool import DaemonPool
-from ..columns import Block, IntArray
 from ..decoding.batch import BatchMaker, BatchOptions, PendingBatch
 from ..decoding.decode import FieldDecoders
-from ..decoding.gather import Rows, gather
 from ..decoding.worker_pool import WorkerPool
 from ..metrics import Counters
-from ..order.plan import EpochPlan, Order, Share, count_steps
-from ..order.selection import Selection
-from ..order.spans import EpochSpans, Span, chunks_by_first_use
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
-from ..reading.quarantine import Quarantine
+from .assembler import Assembler, Equipment, Start
 from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
 from .tuning import PipelineOptions
 
 _CLOSING_S = 1.0  # how long close() waits for requests in flight
 _SHOWN_IDS = 8
-_NO_IDS: IntArray = np.empty(0, np.int64)
 
 
 class Pipeline:
-    """Runs from (epoch, position) on, epoch after epoch, until it is closed or fails. Owns all threads of the rank."""
+    """Runs from ``start`` on, epoch after epoch, until it is closed or fails. Owns all threads of the rank."""
 
     def __init__(
         self,
         *,
         source: ChunkSource,
-        order: Order,
-        share: Share,
-        last_batch: str,
         batch_options: BatchOptions,
         decoders: FieldDecoders,
         options: PipelineOptions,
-        quarantine: Quarantine,
-        epoch: int,
-        position: int,
         counters: Counters,
+        make_assembler: Callable[[Equipment, Start], Assembler],
+        start: Start,
         workers: WorkerPool | None = None,
-        selection: Selection | None = None,
     ) -> None:
         self._source = source
-        self._selection = selection
-        self._order = order
-        self._share = share
-        self._last_batch = last_batch
-        self._options = options
-        self._quarantine = quarantine
-        self._epoch = epoch
-        self._position = position
         self._counters = counters
         self._stopping = threading.Event()
         # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
@@ -82,9 +61,6 @@ class Pipeline:
             counters=counters,
             stopping=self._stopping,
         )
-        self._next_uses: dict[int, int] | None = None
-        self._next_uses_from = 0
-        self._assembling: EpochSpans | None = None
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
         source.limit_memory(options.memory_limit_bytes)
@@ -100,6 +76,17 @@ class Pipeline:
         )
         self._feeder = None if options.device is None else DeviceFeeder(options.device)
         self._host_out = self._out if self._feeder is None else DeliveryQueue(options.batch_budget_bytes)
+        equipment = Equipment(
+            source=source,
+            reader=self._reader,
+            maker=self._maker,
+            leases=self._leases,
+            options=options,
+            counters=counters,
+            stopping=self._stopping,
+            deliver=self._host_out.put,
+        )
+        self._assembler = make_assembler(equipment, start)
         self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
         if self._feeder is not None:
             self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))
@@ -133,6 +120,9 @@ class Pipeline:
                 pids = " ".join(map(str, stopped))
                 what += f"; stopped worker processes, which `kill -CONT {pids}` continues: {pids}"
             return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
+        waiting_for = self._assembler.waiting_for()
+        if waiting_for is not None and not len(self._out):
+            return waiting_for
         missing, waited_s = self._reader.list_missing()
         if len(self._out) or not missing:
             return {}
@@ -140,6 +130,9 @@ class Pipeline:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         what = f"chunk at byte {chunk.offset} of {chunk.shard.key}{more}"
         return {"waiting_for": what, "since_s": round(waited_s, 1)}
+
+    def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
+        return self._assembler.next_use(chunks)  # which is made after the reader that asks
 
     def _finish(self, item: Delivery, pending: PendingBatch) -> Any:
         self._finishing = item, time.perf_counter()
@@ -189,105 +182,9 @@ class Pipeline:
 
     def _assemble(self) -> None:
         try:
-            ahead = _LookAhead(self._spans(), self._reader)
-            for spans, span in ahead:
-                if self._stopping.is_set() or not self._assemble_span(spans, span):
-                    return
+            self._assembler.run()
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._host_out.fail(exc)
-
-    def _spans(self) -> Iterator[tuple[EpochSpans, Span | None, list[int]]]:
-        """Every span from here on, with the chunks that it is the first to need; span None marks an epoch's end."""
-        manifest = self._source.manifest
-        global_batch = self._share.global_batch_size
-        steps_at_once = 1
-        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
-        step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
-        most = int(min(64, max(1, self._options.span_bytes // step_bytes)))
-        while True:
-            plan = EpochPlan(manifest.samples, self._order, self._epoch, self._selection)
-            spans = EpochSpans(plan, self._share)
-            left = count_steps(plan.num_samples, self._position, global_batch, self._last_batch)
-            while left:
-                steps = min(steps_at_once, left)
-                span, entered = spans.plan_span(self._position, steps)
-                yield spans, span, chunks_by_first_use(entered)
-                self._position = int(span.bounds[-1])
-                left -= steps
-                steps_at_once = min(most, 2 * steps_at_once)  # so that the first batch does not wait for others
-            yield spans, None, []
-            self._epoch, self._position = self._epoch + 1, 0
-
-    def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
-        if span is None:
-            self._release(spans, spans.plan.num_samples)
-            end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
-            return self._host_out.put(end)
-        waited = self._counters.totals().chunk_wait_s
-        started = time.perf_counter()
-        rows: Rows | None = None
-        try:
-            rows = self._gather(spans, span)
-        except Exception:
-            if span.steps == 1 or self._stopping.is_set():
-                raise
-        if rows is None:  # the batches before the one that needs what failed are delivered
-            return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
-        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
-        self._counters.add(assemble_s=busy)
-        self._release(spans, int(span.bounds[-1]))
-        return all(self._emit(span, step, rows) for step in range(span.steps))
-
-    def _gather(self, spans: EpochSpans, span: Span) -> Rows:
-        groups = spans.expand(span)
-        self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
-        by_chunk = {group.chunk: group for group in groups}
-        blocks = self._reader.take([group.chunk for group in groups])
-        return gather(
-            (
-                (by_chunk[chunk], loaded)
-                if isinstance(loaded, Block)
-                else self._quarantine.replace(by_chunk[chunk], loaded)
-                for chunk, loaded in blocks
-            ),
-            span.num_rows,
-            self._source.manifest.first_ids,
-            self._maker.decoders,
-            None if self._leases is None else self._leases.lend,
-        )
-
-    def _release(self, spans: EpochSpans, position: int) -> None:
-        done: list[int] = []
-        for entered in spans.close_windows(position):
-            done += entered.chunks.tolist()
-        if done:
-            self._reader.release(done)
-
-    def _emit(self, span: Span, step: int, rows: Rows) -> bool:
-        started = time.perf_counter()
-        batch_rows, num_rows, num_valid = cut_step(rows, span, step, self._share)
-        pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
-        item = Delivery(
-            epoch=span.epoch,
-            start=int(span.bounds[step]),
-            stop=int(span.bounds[step + 1]),
-            ids=batch_rows.ids[:num_valid],
-            nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
-            batch=pending,
-        )
-        delivered = self._host_out.put(item)
-        if not delivered:
-            pending.cancel()
-        self._counters.add(backpressure_s=time.perf_counter() - started)
-        return delivered
-
-    def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
-        """Positions at which resident chunks are next used, after the current span. Called by the reader to evict."""
-        if self._next_uses is None:
-            assert self._assembling is not None
-            self._next_uses = self._assembling.next_uses(self._next_uses_from)
-        never = self._source.manifest.num_samples
-        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
 
     # -- the copying thread ---------------------------------------------------------------------------------------
 
@@ -305,42 +202,6 @@ class Pipeline:
                     return
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._out.fail(exc)
-
-
-def cut_step(rows: Rows, span: Span, step: int, share: Share) -> tuple[Rows, int, int]:
-    """The rows of one step of a span, repeated where the batch is padded; how many make the batch, how many count."""
-    low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
-    num_valid = int(span.num_valid[step])
-    batch_rows = rows.cut(low, high)
-    num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
-    if num_rows > high - low:
-        batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
-    return batch_rows, num_rows, num_valid
-
-
-class _LookAhead:
-    """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
-
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
-    """
-
-    _PER_SPAN = 8
-    _MOST = 1024
-
-    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ChunkReader) -> None:
-        self._source = planned
-        self._reader = reader
-        self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
-
-    def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
-        while True:
-            for _ in range(self._PER_SPAN):
-                if self._planned and (len(self._planned) >= self._MOST or not self._reader.has_room):
-                    break
-                spans, span, chunks = next(self._source)
-                self._reader.request(chunks)
-                self._planned.append((spans, span))
-            yield self._planned.popleft()
 
 
 def _with_batch(item: Delivery, batch: Any) -> Delivery:

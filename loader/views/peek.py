@@ -20,8 +20,8 @@ from ..order.plan import EpochPlan, Order, Share
 from ..order.selection import Selection
 from ..order.spans import ChunkRows, EpochSpans
 from ..passes import Passes
+from ..pipeline.assembler import cut_step
 from ..pipeline.device import DeviceFeeder
-from ..pipeline.pipeline import cut_step
 from ..reading.chunk_source import ChunkSource
 from ..reading.quarantine import Quarantine
 from ..resources import Resources

@@ -14,7 +14,7 @@ import pytest
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
-from penstock.loader.pipeline.pipeline import Pipeline
+from penstock.loader.pipeline.plain import PlainAssembler
 
 
 @pytest.fixture
@@ -42,19 +42,19 @@ def test_a_loader_collected_in_a_thread_of_its_own_ends_all_of_them(
     write_tars(tmp_path, [200] * 5)
     before = set(threading.enumerate())
     dropped, collected = threading.Event(), threading.Event()
-    assemble = Pipeline._assemble_span
+    assemble = PlainAssembler._assemble_span
     calls = 0
 
-    def collecting(pipeline: Pipeline, *span: Any) -> bool:
+    def collecting(assembler: PlainAssembler, *span: Any) -> bool:
         nonlocal calls
         calls += 1
         if calls == 2:  # while it reads ahead of the first batch
             assert dropped.wait(60)
             gc.collect()
             collected.set()
-        return assemble(pipeline, *span)
+        return assemble(assembler, *span)
 
-    monkeypatch.setattr(Pipeline, "_assemble_span", collecting)
+    monkeypatch.setattr(PlainAssembler, "_assemble_span", collecting)
     holder = Holder(tmp_path)
     next(holder.batches)
     del holder

@@ -1,0 +1,77 @@
+"""What an assembler is: it plans, gathers and delivers batches in order, with a pipeline's threads and buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..decoding.batch import BatchMaker
+from ..decoding.gather import Rows
+from ..metrics import Counters
+from ..order.plan import Order, Share
+from ..order.spans import Span
+from ..reading.chunk_reader import ChunkReader
+from ..reading.chunk_source import ChunkSource
+from ..reading.leases import Leases
+from .delivery_queue import Delivery
+from .tuning import PipelineOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """From where on a pipeline delivers, and which part of global batches: ``position`` of ``epoch`` in ``order``."""
+
+    order: Order
+    share: Share
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equipment:
+    """What a pipeline owns and lends its assembler.
+
+    ``deliver`` waits for room in the queue of batches, and returns False once the pipeline is stopped; ``stopping`` is
+    set then. Everything here ends with the pipeline.
+    """
+
+    source: ChunkSource
+    reader: ChunkReader
+    maker: BatchMaker
+    leases: Leases | None
+    options: PipelineOptions
+    counters: Counters
+    stopping: threading.Event
+    deliver: Callable[[Delivery], bool]
+
+
+class Assembler(Protocol):
+    """Decides what each batch consists of. One thread of the pipeline runs it."""
+
+    def run(self) -> None:
+        """Deliver batches and ends of epochs, from the start on, until ``deliver`` returns False.
+
+        What it raises is raised again where the next batch is waited for.
+        """
+
+    def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
+        """When each resident chunk is used next, after what is being gathered: smaller is sooner.
+
+        Called by the reader's threads, to evict, while ``run`` waits for chunks.
+        """
+
+    def waiting_for(self) -> dict[str, Any] | None:
+        """What else than chunks keeps ``run`` waiting now, as ``Pipeline.activity`` tells it. Called by any thread."""
+
+
+def cut_step(rows: Rows, span: Span, step: int, share: Share) -> tuple[Rows, int, int]:
+    """The rows of one step of a span, repeated where the batch is padded; how many make the batch, how many count."""
+    low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
+    num_valid = int(span.num_valid[step])
+    batch_rows = rows.cut(low, high)
+    num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
+    if num_rows > high - low:
+        batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])
+    return batch_rows, num_rows, num_valid

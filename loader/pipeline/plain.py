@@ -1,0 +1,178 @@
+"""The assembler of a plain loader: each sample of an epoch's order, gathered by whole columns, a span at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..columns import Block, IntArray
+from ..decoding.gather import Rows, gather
+from ..order.plan import EpochPlan, count_steps
+from ..order.selection import Selection
+from ..order.spans import EpochSpans, Span, chunks_by_first_use
+from ..reading.chunk_reader import ChunkReader
+from ..reading.quarantine import Quarantine
+from .assembler import Equipment, Start, cut_step
+from .delivery_queue import Delivery
+
+_NO_IDS: IntArray = np.empty(0, np.int64)
+
+
+class PlainAssembler:
+    """Plans ahead, requests chunks ahead, and hands each gathered step to the pool. Used by the pipeline's thread."""
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        start: Start,
+        *,
+        last_batch: str,
+        quarantine: Quarantine,
+        selection: Selection | None = None,
+    ) -> None:
+        self._equipment = equipment
+        self._source = equipment.source
+        self._reader = equipment.reader
+        self._maker = equipment.maker
+        self._counters = equipment.counters
+        self._order = start.order
+        self._share = start.share
+        self._epoch = start.epoch
+        self._position = start.position
+        self._last_batch = last_batch
+        self._quarantine = quarantine
+        self._selection = selection
+        self._next_uses: dict[int, int] | None = None
+        self._next_uses_from = 0
+        self._assembling: EpochSpans | None = None
+
+    def run(self) -> None:
+        for spans, span in _LookAhead(self._spans(), self._reader):
+            if self._equipment.stopping.is_set() or not self._assemble_span(spans, span):
+                return
+
+    def waiting_for(self) -> dict[str, Any] | None:
+        return None
+
+    def _spans(self) -> Iterator[tuple[EpochSpans, Span | None, list[int]]]:
+        """Every span from here on, with the chunks that it is the first to need; span None marks an epoch's end."""
+        manifest = self._source.manifest
+        global_batch = self._share.global_batch_size
+        steps_at_once = 1
+        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
+        step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
+        most = int(min(64, max(1, self._equipment.options.span_bytes // step_bytes)))
+        while True:
+            plan = EpochPlan(manifest.samples, self._order, self._epoch, self._selection)
+            spans = EpochSpans(plan, self._share)
+            left = count_steps(plan.num_samples, self._position, global_batch, self._last_batch)
+            while left:
+                steps = min(steps_at_once, left)
+                span, entered = spans.plan_span(self._position, steps)
+                yield spans, span, chunks_by_first_use(entered)
+                self._position = int(span.bounds[-1])
+                left -= steps
+                steps_at_once = min(most, 2 * steps_at_once)  # so that the first batch does not wait for others
+            yield spans, None, []
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
+        if span is None:
+            self._release(spans, spans.plan.num_samples)
+            end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
+            return self._equipment.deliver(end)
+        waited = self._counters.totals().chunk_wait_s
+        started = time.perf_counter()
+        rows: Rows | None = None
+        try:
+            rows = self._gather(spans, span)
+        except Exception:
+            if span.steps == 1 or self._equipment.stopping.is_set():
+                raise
+        if rows is None:  # the batches before the one that needs what failed are delivered
+            return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
+        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
+        self._counters.add(assemble_s=busy)
+        self._release(spans, int(span.bounds[-1]))
+        return all(self._emit(span, step, rows) for step in range(span.steps))
+
+    def _gather(self, spans: EpochSpans, span: Span) -> Rows:
+        groups = spans.expand(span)
+        self._assembling, self._next_uses, self._next_uses_from = spans, None, int(span.bounds[-1])
+        by_chunk = {group.chunk: group for group in groups}
+        blocks = self._reader.take([group.chunk for group in groups])
+        leases = self._equipment.leases
+        return gather(
+            (
+                (by_chunk[chunk], loaded)
+                if isinstance(loaded, Block)
+                else self._quarantine.replace(by_chunk[chunk], loaded)
+                for chunk, loaded in blocks
+            ),
+            span.num_rows,
+            self._source.manifest.first_ids,
+            self._maker.decoders,
+            None if leases is None else leases.lend,
+        )
+
+    def _release(self, spans: EpochSpans, position: int) -> None:
+        done: list[int] = []
+        for entered in spans.close_windows(position):
+            done += entered.chunks.tolist()
+        if done:
+            self._reader.release(done)
+
+    def _emit(self, span: Span, step: int, rows: Rows) -> bool:
+        started = time.perf_counter()
+        batch_rows, num_rows, num_valid = cut_step(rows, span, step, self._share)
+        pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
+        item = Delivery(
+            epoch=span.epoch,
+            start=int(span.bounds[step]),
+            stop=int(span.bounds[step + 1]),
+            ids=batch_rows.ids[:num_valid],
+            nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
+            batch=pending,
+        )
+        delivered = self._equipment.deliver(item)
+        if not delivered:
+            pending.cancel()
+        self._counters.add(backpressure_s=time.perf_counter() - started)
+        return delivered
+
+    def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
+        """Positions at which resident chunks are next used, after the current span."""
+        if self._next_uses is None:
+            assert self._assembling is not None
+            self._next_uses = self._assembling.next_uses(self._next_uses_from)
+        never = self._source.manifest.num_samples
+        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
+
+
+class _LookAhead:
+    """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
+
+    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
+    """
+
+    _PER_SPAN = 8
+    _MOST = 1024
+
+    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ChunkReader) -> None:
+        self._source = planned
+        self._reader = reader
+        self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
+        while True:
+            for _ in range(self._PER_SPAN):
+                if self._planned and (len(self._planned) >= self._MOST or not self._reader.has_room):
+                    break
+                spans, span, chunks = next(self._source)
+                self._reader.request(chunks)
+                self._planned.append((spans, span))
+            yield self._planned.popleft()
