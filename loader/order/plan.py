@@ -26,6 +26,8 @@ from ..errors import ConfigError, PartitionError
 from .permutation import IntArray, permutation, stream_key
 from .pieces import Pieces, cut_into_pieces
 from .selection import Parts, Selection, lay_rows
+from .share import Share as Share
+from .share import share_bounds as share_bounds
 from .window import LaneWindow
 
 _MASK = (1 << 64) - 1
@@ -252,53 +254,6 @@ def batch_bounds(first: int, steps: int, global_batch_size: int, num_samples: in
     return np.minimum(first + np.arange(steps + 1, dtype=np.int64) * global_batch_size, np.int64(num_samples))
 
 
-def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
-    """Where global batches of the given sizes (steps,) are cut: (steps, world_size + 1) int64, from 0 to each size.
-
-    Shares are equal to within one sample, or proportional to ``weights`` (one positive number per rank), also to within
-    one sample.
-    """
-    if weights is None:
-        ranks = np.arange(world_size + 1, dtype=np.int64)
-        cuts: IntArray = sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
-        return cuts
-    check_weights(weights, world_size)
-    cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
-    cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
-    return cuts
-
-
-def check_weights(weights: Sequence[float], world_size: int) -> None:
-    """Raise PartitionError unless there is one positive, finite weight per rank."""
-    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
-        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of every global batch is this rank's. ``weights``: one positive number per rank; None for equal parts.
-
-    With ``pad``, a rank without a sample of the last, smaller batch borrows one, to have a row to repeat. With or
-    without ``pad``, a rank without a sample of any step of a span borrows one, to know which fields a batch has.
-    """
-
-    rank: int
-    world_size: int
-    global_batch_size: int
-    weights: Sequence[float] | None = None
-    pad: bool = False
-
-    def __post_init__(self) -> None:
-        if self.weights is not None:
-            check_weights(self.weights, self.world_size)
-
-    @property
-    def batch_size(self) -> int:
-        """The number of samples of a full global batch that are this rank's."""
-        cuts = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)[0]
-        return int(cuts[self.rank + 1] - cuts[self.rank])
-
-
 @dataclass(frozen=True, slots=True)
 class Segments:
     """What one rank takes in some steps: offsets ``start`` to ``stop`` of ``lane`` go to rows from ``slot`` on.
@@ -329,13 +284,22 @@ class Segments:
 
 
 def rank_segments(
-    bounds: IntArray, turns: IntArray, rank: int, world_size: int, weights: Sequence[float] | None = None
+    bounds: IntArray,
+    turns: IntArray,
+    rank: int,
+    world_size: int,
+    weights: Sequence[float] | None = None,
+    cuts: IntArray | None = None,
 ) -> Segments:
-    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,)."""
+    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,).
+
+    ``cuts`` are those of ``share_bounds`` if not given.
+    """
     offsets = lane_offsets(bounds, turns)  # (steps + 1, lanes)
     counts = np.diff(offsets, axis=0)  # (steps, lanes): samples that each lane contributes to each step
     before = np.cumsum(counts, axis=1) - counts  # ... and those of the lanes before it
-    cuts = share_bounds(np.diff(bounds), world_size, weights)
+    if cuts is None:
+        cuts = share_bounds(np.diff(bounds), world_size, weights)
     low, high = cuts[:, rank, None], cuts[:, rank + 1, None]
     first = np.clip(low - before, 0, counts)
     last = np.clip(high - before, 0, counts)
