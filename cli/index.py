@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+import tyro
 
 from ..loader.dataset.build import INDEX_THREADS, StaleManifestWarning
 from ..loader.dataset.index import open_manifest, read_saved_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
 from ..loader.dataset.source import absolute_urls, resolve_split
 from ..loader.errors import ConfigError
+from ..loader.order.costs import CostValues
 from ..loader.reading.checksum import READ_THREADS, lacks_parts, sum_chunks
+from ..loader.tools.index_costs import CostExpression, index_costs, write_costs
 from ..storage import PenstockError, open_store
 from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
@@ -24,7 +29,13 @@ class IndexArguments(SourceArguments):
     A loader indexes a data set that has no manifest at its first use, on each machine; with a manifest it starts at
     once. If a data set has changed, only new and changed shards are read.
 
+    Costs (--cost) are for loaders that balance by cost, bucket by length or batch by tokens: a number of each sample,
+    read once. FIELD is the value of a column, len:FIELD the length of a list, text or bytes, "bytes" the bytes of all
+    fields; *FACTOR after it makes whole numbers, as seconds*1000, and NAME= before it is what loaders call it.
+
     example:  penstock index s3://bucket/train/
+
+    example:  penstock index s3://bucket/chats/ --cost tokens=len:input_ids
     """
 
     no_write: Flag = False
@@ -36,6 +47,11 @@ class IndexArguments(SourceArguments):
     rebuild: Flag = False
     """Index every shard again, ignoring the existing manifest."""
 
+    cost: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="[NAME=]WHAT", help_behavior_hint="")
+    ] = ()
+    """Index what each sample costs, beside the manifest: FIELD (a number), len:FIELD or bytes; repeatable."""
+
     threads: int = INDEX_THREADS
     """Shards indexed in parallel."""
 
@@ -43,6 +59,7 @@ class IndexArguments(SourceArguments):
 def run(arguments: Sequence[str]) -> int:
     given = parse(IndexArguments, "index", arguments)
     source, split, options = given.chosen_source(), given.chosen_split(), given.options()
+    wanted = [CostExpression.parse(text) for text in given.cost]
     started = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StaleManifestWarning)  # this command repairs it
@@ -61,6 +78,7 @@ def run(arguments: Sequence[str]) -> int:
         saved = None if given.rebuild else _read_saved(manifest.url, options)
         threads = min(given.threads, READ_THREADS)
         manifest = sum_chunks(manifest, storage_options=options, threads=threads, saved=saved)
+    costs = {each: index_costs(manifest, each, storage_options=options) for each in wanted}
     written = None
     if not given.no_write:
         urls = absolute_urls(resolve_split(source, split, options))
@@ -70,7 +88,9 @@ def run(arguments: Sequence[str]) -> int:
                 f"{manifest.url}, with --split all if it holds several splits, or give --no-write to only report"
             )
         written = _write(manifest, options)
-    _report(given, manifest, written, time.monotonic() - started)
+        for each, values in costs.items():
+            write_costs(manifest, each, values, storage_options=options)
+    _report(given, manifest, costs, written, time.monotonic() - started)
     return 0
 
 
@@ -91,7 +111,13 @@ def _write(manifest: Manifest, options: dict[str, str] | None) -> str:
         store.close()
 
 
-def _report(given: IndexArguments, manifest: Manifest, written: str | None, seconds: float) -> None:
+def _report(
+    given: IndexArguments,
+    manifest: Manifest,
+    costs: Mapping[CostExpression, CostValues],
+    written: str | None,
+    seconds: float,
+) -> None:
     size = sum(shard.size for shard in manifest.shards)
     if given.json:
         print_json(
@@ -105,6 +131,16 @@ def _report(given: IndexArguments, manifest: Manifest, written: str | None, seco
                 "bytes": size,
                 "checksums": manifest.checksums is not None,
                 "fingerprint": manifest.fingerprint,
+                "costs": {
+                    each.name: {
+                        "of": each.text,
+                        "least": int(values.min()),
+                        "mean": float(values.mean()),
+                        "largest": int(values.max()),
+                        "total": int(values.sum(dtype="int64")),
+                    }
+                    for each, values in costs.items()
+                },
                 "written": written,
                 "seconds": seconds,
             }
@@ -118,6 +154,9 @@ def _report(given: IndexArguments, manifest: Manifest, written: str | None, seco
     table.add_row("chunks", f"{manifest.num_chunks:,}, {format_bytes(size / manifest.num_chunks)} on average")
     table.add_row("checksums", "yes" if manifest.checksums is not None else "no")
     table.add_row("fingerprint", manifest.fingerprint)
+    for each, values in costs.items():
+        numbers = f"{values.min():,} to {values.max():,}, {values.mean():,.1f} on average"
+        table.add_row("costs", f"{each.name}{'' if each.name == each.text else f' = {each.text}'}: {numbers}")
     table.add_row("manifest", written or "not written")
     table.add_row("took", format_seconds(seconds))
     console().print(table)
