@@ -4,6 +4,8 @@ from . import loader as loader
 from . import storage as storage
 from . import trainer as trainer
 from .loader import ArrowFormat as ArrowFormat
+from .loader import Bucket as Bucket
+from .loader import Cost as Cost
 from .loader import DistributedDataLoader as DistributedDataLoader
 from .loader import ImageDecoder as ImageDecoder
 from .loader import JsonlFormat as JsonlFormat
@@ -13,6 +15,7 @@ from .loader import MdsFormat as MdsFormat
 from .loader import ParquetFormat as ParquetFormat
 from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat
+from .loader import TokenBudget as TokenBudget
 from .loader import TokensFormat as TokensFormat
 from .loader import audit as audit
 from .loader import open_manifest as open_manifest

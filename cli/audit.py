@@ -53,6 +53,10 @@ def show_report(report: AuditReport) -> None:
     ]
     print_grid(screen, ("attempt", "ranks", "from epoch", "from position"), attempts)
     screen.print()
+    if report.batch_sizes:
+        changes = [[f"{epoch:,}", f"{position:,}", f"{size:,}"] for epoch, position, size in report.batch_sizes]
+        print_grid(screen, ("from epoch", "from position", "global batch"), changes)
+        screen.print()
     skipped = sum(account.skipped for account in report.epochs)
     is_part = any(account.outside for account in report.epochs)
     rows, styles = [], []

@@ -32,9 +32,12 @@ from .formats.shard import ShardFormat as ShardFormat
 from .formats.tar.format import TarFormat as TarFormat
 from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
+from .order.buckets import Bucket as Bucket
+from .order.costs import Cost as Cost
 from .order.forecast import Forecast as Forecast
 from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
+from .order.steps import TokenBudget as TokenBudget
 from .order.subset import Subset as Subset
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
@@ -44,6 +47,9 @@ from .tools.audit import AuditReport as AuditReport
 from .tools.audit import EpochAccount as EpochAccount
 from .tools.audit import audit as audit
 from .tools.flaws import Flaw as Flaw
+from .tools.index_costs import CostExpression as CostExpression
+from .tools.index_costs import index_costs as index_costs
+from .tools.index_costs import write_costs as write_costs
 from .tools.inspect import FieldView as FieldView
 from .tools.inspect import Inspection as Inspection
 from .tools.inspect import Spread as Spread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, Literal, cast
@@ -24,6 +23,8 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
+from .control import Control
+from .cost_arguments import CostArguments
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
@@ -38,6 +39,9 @@ from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
 from .order.auto import Choice
+from .order.buckets import Bucket
+from .order.costs import Cost
+from .order.steps import TokenBudget
 from .order.subset import Subset
 from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
@@ -58,7 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
+class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
@@ -88,6 +92,11 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
             a parameter ``rng``, it gets a generator that depends on seed, epoch and sample id alone.
         collate: a function from a list of samples to a batch.
+        cost: cut each global batch so that all ranks' parts cost the same, to within one sample, instead of counting as
+            many samples: the name of an index of costs (``penstock index --cost``), or a ``Cost`` of it.
+        bucket: bring samples of about the same length together: the name of such an index, or a ``Bucket``.
+        batch_tokens: instead of a batch size, as many samples as so many padded tokens a rank hold, by the index
+            "tokens"; or a ``TokenBudget``.
         last_batch: what happens to samples that do not fill a global batch: "drop" leaves them out; "pad" fills the
             batch with repeated samples, marked False in ``batch["__valid__"]``; "partial" returns smaller batches,
             which on some ranks may have 0 samples.
@@ -135,6 +144,9 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         raw: RawValues = "bytes",
         transform: Callable[..., Sample] | None = None,
         collate: Callable[[list[Sample]], BatchT] | None = None,
+        cost: str | Cost | None = None,
+        bucket: str | Bucket | None = None,
+        batch_tokens: int | TokenBudget | None = None,
         last_batch: LastBatch = "drop",
         device: str | torch.device | None = None,
         threads: int | Literal["auto"] = "auto",
@@ -156,9 +168,10 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         check_shuffle(shuffle)
         check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
         check_last_batch(last_batch)
-        self._share = make_share(
-            rank, world_size, batch_size, global_batch_size, pad=last_batch == "pad", mesh=mesh, data_dims=data_dims
-        )
+        sizes = batch_size, global_batch_size
+        told = CostArguments.read(cost, bucket, batch_tokens, last_batch=last_batch, batch_sizes=sizes)
+        sizes = sizes if told.budget is None else (1, None)
+        share = make_share(rank, world_size, *sizes, pad=last_batch == "pad", mesh=mesh, data_dims=data_dims)
         batch_options = BatchOptions(
             transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
         )
@@ -176,6 +189,7 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
             source, split=split, storage_options=storage_options, format=format, cache_dir=cache_dir
         )
         selection = make_selection(self._manifest, subset, weights)
+        share, bucket_costs = told.open(self._manifest, share, storage_options=storage_options, cache_dir=cache_dir)
         self._position = Position(
             self._manifest,
             seed=seed,
@@ -183,10 +197,11 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
             lanes=lanes,
             window=window,
             piece=piece,
-            world_size=self._share.world_size,
-            global_batch_size=self._share.global_batch_size,
+            share=share,
             last_batch=last_batch,
             selection=selection,
+            bucket=told.bucket,
+            bucket_costs=bucket_costs,
         )
         names = check_names(self._manifest, columns, decode)
         self._counters = Counters()
@@ -196,7 +211,7 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         fit_options = partial(
             tune,
             self._manifest,
-            world_size=self._share.world_size,
+            world_size=share.world_size,
             memory_limit=memory_bytes,
             threads=decode_threads,
             is_local=isinstance(store, LocalStore),
@@ -215,6 +230,7 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
             cuda,
             self._resources,
             selection,
+            bucket_costs,
         )
         make_pipeline = partial(
             Pipeline,
@@ -224,26 +240,28 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
             counters=self._counters,
             workers=self._resources.workers,
             make_assembler=partial(
-                PlainAssembler, last_batch=last_batch, quarantine=self._quarantine, selection=selection
+                PlainAssembler,
+                last_batch=last_batch,
+                quarantine=self._quarantine,
+                selection=selection,
+                bucket_costs=bucket_costs,
             ),
         )
         self._passes = Passes(
             position=self._position,
-            share=self._share,
+            share=share,
             resources=self._resources,
             counters=self._counters,
             tune=fit_options,
             make_pipeline=make_pipeline,
-            check_rank=partial(
-                check_rank, self._share.rank, self._share.world_size, is_given=rank is not None or mesh is not None
-            ),
+            check_rank=partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir,
                 manifest=self._manifest,
-                rank=self._share.rank,
-                world_size=self._share.world_size,
+                rank=share.rank,
+                world_size=share.world_size,
                 subset=subset,
             )
 
@@ -270,63 +288,6 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
         return cast(BatchT, self._look.peek(self._passes))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
-        check_at_least("epoch", epoch, 0)
-        self._resources.check_open()
-        if self._position.set_epoch(epoch):
-            self._resources.stop_pipeline()
-
-    def set_shares(self, weights: Sequence[float] | None) -> None:
-        """From the next batch on, cut global batches in proportion to ``weights``, one positive number per rank.
-
-        None makes the shares equal again. Every rank must call this with the same weights after the same batch. Global
-        batches keep their samples. What was read ahead is dropped.
-
-        Raises:
-            PartitionError: the weights are not one positive number per rank.
-        """
-        share = replace(self._share, weights=None if weights is None else tuple(weights))
-        self._resources.check_open()
-        self._passes.share = share
-        self._resources.stop_pipeline()
-        self._position.skip_end()
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""
-        return self._position.to_state().to_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, with any world size, batch size and number of threads.
-
-        The next pass begins there; a running one goes on from there, or ends if the state is in another epoch.
-
-        Raises:
-            StateMismatchError: the state belongs to another data set, seed or order; names what differs.
-        """
-        loaded = self._position.check_state(state)
-        self._resources.check_open()
-        self._resources.stop_pipeline()
-        self._position.load(loaded)
-
-    def skip_batches(self, count: int) -> None:
-        """Go on ``count`` global batches further, without reading them; past an epoch's end in the next epoch.
-
-        As after ``load_state_dict``, the next pass begins there; a running one goes on from there, or ends if that is
-        in another epoch, whose end is then not told by a pass. Every rank must skip as many after the same batch. An
-        audit counts their samples as skipped.
-
-        Raises:
-            ConfigError: the count is negative or no integer.
-        """
-        check_at_least("count", count, 0)
-        self._resources.check_open()
-        self._resources.stop_pipeline()
-        log = self._resources.log
-        self._position.skip(count, (lambda *_: None) if log is None else log.record_skip)
-
     # -- running --------------------------------------------------------------------------------------------------
 
     def metrics(self) -> LoaderMetrics:
@@ -344,7 +305,7 @@ class DistributedDataLoader(Standing, Owner, Generic[BatchT]):
         return self._resources.activity()
 
     def __repr__(self) -> str:
-        share = self._share
+        share = self._passes.share
         return (
             f"DistributedDataLoader({self._manifest.url!r}, {self._manifest.num_samples} samples, "
             f"global_batch_size={share.global_batch_size}, rank={share.rank}, world_size={share.world_size})"

@@ -136,6 +136,8 @@ class Pass(Iterator[BatchT]):
             elif not is_end:
                 break
             else:
+                if position.epoch == item.epoch and position.tail and passes.resources.log is not None:
+                    passes.resources.log.record_drop(item.epoch, position.consumed, item.stop)
                 position.advance(item.epoch + 1, 0)
                 if not is_first:  # else it is the end of an epoch that another pass left after its last batch
                     return None

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .dataset.manifest import Manifest
-from .errors import StateMismatchError
+from .errors import PartitionError, StateMismatchError
 from .order.auto import Choice, choose_order
-from .order.plan import count_steps, require_steps
+from .order.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
+from .order.costs import SampleCosts
+from .order.plan import Order, Share, require_steps
 from .order.selection import Selection
 from .order.state import LoaderState
+from .order.steps import BudgetSteps, EvenSteps, Steps
 
 
 class Position:
@@ -35,45 +38,91 @@ class Position:
         lanes: Choice,
         window: Choice,
         piece: Choice,
-        world_size: int,
-        global_batch_size: int,
+        share: Share,
         last_batch: str,
         selection: Selection | None = None,
+        bucket: Bucket | None = None,
+        bucket_costs: SampleCosts | None = None,
     ) -> None:
         self._manifest = manifest
+        self._of = selection
+        self._bucket = bucket
+        self._bucket_costs = bucket_costs
         self._selection = {} if selection is None else selection.to_dict()
         self._num_samples = manifest.num_samples if selection is None else selection.num_samples
         counts = manifest.samples if selection is None else selection.counts
-        self._global_batch_size = global_batch_size
         self._last_batch = last_batch
+        self._cut: tuple[object, BudgetSteps] | None = None
         # What "auto" chose is no condition on a state that is loaded later: its own are taken over.
         self._fixed_lanes = None if lanes == "auto" else lanes
         self._fixed_window = None if window == "auto" else window
         self._fixed_piece = None if piece == "auto" else piece
-        self.order = choose_order(
+        order = choose_order(
             seed=seed,
             shuffle=shuffle,
             lanes=lanes,
             window=window,
             piece=piece,
-            world_size=world_size,
+            world_size=share.world_size,
             chunk_samples=counts[counts > 0],
             chunk_memory=manifest.memory[counts > 0],
         )
-        self.steps_per_epoch = require_steps(self._num_samples, global_batch_size, last_batch, world_size=world_size)
+        self.order = order if bucket is None else self._with_buckets(order, bucket, share)
         self.epoch, self.consumed = 0, 0
         self.is_loaded = False
         self.times_set = 0
+        self.check_share(share)
+        self.share = share
+
+    def _with_buckets(self, order: Order, bucket: Bucket, share: Share) -> BucketedOrder:
+        assert self._bucket_costs is not None
+        window = order.window * (order.piece or self._num_samples / self._manifest.num_chunks)
+        return add_buckets(
+            order, bucket, self._bucket_costs, global_batch_size=share.global_batch_size, window_samples=window
+        )
+
+    def check_share(self, share: Share) -> None:
+        """Raise PartitionError if an epoch has no batch with this share."""
+        if share.budget is None:
+            require_steps(self._num_samples, share.global_batch_size, self._last_batch, world_size=share.world_size)
+        elif not self._steps(0, share).ahead(0, 1):
+            raise PartitionError(
+                f"batch_tokens: all {self._num_samples:,} samples are less than a batch of {share.budget.tokens:,} "
+                "tokens, and last_batch='drop' leaves nothing; give fewer tokens, or last_batch='partial'"
+            )
+
+    def _steps(self, epoch: int, share: Share | None = None) -> Steps:
+        """The batches of an epoch."""
+        share = share or self.share
+        if share.budget is None:
+            return EvenSteps(self._num_samples, share.global_batch_size, self._last_batch)
+        key = (epoch, self.order, share.budget)
+        if self._cut is None or self._cut[0] != key:
+            plan = plan_epoch(self._manifest.samples, self.order, epoch, self._of, self._bucket_costs)
+            self._cut = key, BudgetSteps(plan, share.budget, self._last_batch)
+        return self._cut[1]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of the whole epoch; of ``batch_tokens`` each epoch has a number of its own, which takes a scan."""
+        return self._steps(self.epoch).count(0)
 
     @property
     def steps_left(self) -> int:
         """Batches from here to the epoch's end."""
-        return count_steps(self._num_samples, self.consumed, self._global_batch_size, self._last_batch)
+        return self._steps(self.epoch).count(self.consumed)
 
     @property
     def upcoming(self) -> tuple[int, int]:
         """Where the next batch is, as (epoch, consumed): here, or at the beginning of the next epoch."""
-        return (self.epoch, self.consumed) if self.steps_left else (self.epoch + 1, 0)
+        has_more = self._steps(self.epoch).ahead(self.consumed, 1)
+        return (self.epoch, self.consumed) if has_more else (self.epoch + 1, 0)
+
+    @property
+    def tail(self) -> int:
+        """Samples of the epoch that are left here and dropped, because they fill no batch of ``batch_tokens``."""
+        is_end = self.share.budget is not None and not self._steps(self.epoch).ahead(self.consumed, 1)
+        return self._num_samples - self.consumed if is_end else 0
 
     def advance(self, epoch: int, consumed: int) -> None:
         """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
@@ -112,15 +161,14 @@ class Position:
         ``tell`` gets the positions passed over as (epoch, start, stop); if it raises, this stays where it was. What
         ``last_batch="drop"`` drops is not among them.
         """
-        samples, size = self._num_samples, self._global_batch_size
         epoch, consumed = self.upcoming
         while steps:
-            left = count_steps(samples, consumed, size, self._last_batch)
-            taken = min(steps, left)
-            stop = min(consumed + taken * size, samples)
+            left = self._steps(epoch)
+            taken = left.ahead(consumed, steps)
+            stop = int(left.bounds(consumed, taken)[-1])
             tell(epoch, consumed, stop)
             steps -= taken
-            epoch, consumed = (epoch, stop) if taken < left else (epoch + 1, 0)
+            epoch, consumed = (epoch, stop) if left.ahead(stop, 1) else (epoch + 1, 0)
         self.epoch, self.consumed, self.is_loaded = epoch, consumed, True
 
     def to_state(self) -> LoaderState:
@@ -137,6 +185,7 @@ class Position:
             epoch=epoch,
             consumed=consumed,
             selection=self._selection,
+            bucket=self.order.bucket if isinstance(self.order, BucketedOrder) else {},
         )
 
     def check_state(self, state: Mapping[str, Any]) -> LoaderState:
@@ -156,11 +205,29 @@ class Position:
             piece=self._fixed_piece,
             selection=self._selection,
         )
+        self._check_bucket(loaded)
         if loaded.consumed > self._num_samples:
             raise StateMismatchError(
                 f"a damaged loader state: consumed={loaded.consumed} of {self._num_samples} samples of the subset"
             )
         return loaded
+
+    def _check_bucket(self, loaded: LoaderState) -> None:
+        """Raise StateMismatchError unless the state's buckets are those of this loader, where it was told."""
+        here = self.order.bucket if isinstance(self.order, BucketedOrder) else {}
+        if bool(here) != bool(loaded.bucket):
+            raise StateMismatchError(
+                "the state belongs to another run's order and cannot be resumed here; bucket=: "
+                f"{loaded.bucket or 'none'} in the state, {here or 'none'} here"
+            )
+        if not here or self._bucket is None:
+            return
+        fixed = [name for name in ("run", "pool") if getattr(self._bucket, name) != "auto"]
+        if any(loaded.bucket[name] != here[name] for name in ("index", "costs", *fixed)):
+            raise StateMismatchError(
+                f"the state belongs to another run's order and cannot be resumed here; bucket=: {loaded.bucket} in the "
+                f"state, {here} here (run and pool are samples of a lane, costs is the index's checksum)"
+            )
 
     def load(self, state: LoaderState) -> None:
         """Take over the order and position of a state that ``check_state`` returned."""

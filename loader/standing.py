@@ -14,7 +14,7 @@ class Standing:
     _manifest: Manifest
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
+        """Batches of a whole epoch, the same on every rank; with ``batch_tokens``, of the epoch of ``epoch``."""
         return self._passes.position.steps_per_epoch
 
     @property
@@ -29,12 +29,12 @@ class Standing:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a full batch of this rank."""
+        """Samples in a full batch of this rank; with ``cost`` or ``batch_tokens``, about so many."""
         return self._passes.share.batch_size
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a full batch of all ranks together."""
+        """Samples in a full batch of all ranks together; with ``batch_tokens``, about so many."""
         return self._passes.share.global_batch_size
 
     @property

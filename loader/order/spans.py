@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from .permutation import IntArray
-from .plan import EpochPlan, Segments, Share, batch_bounds, lane_offsets, rank_segments, share_bounds
+from .plan import EpochPlan, Segments, Share, lane_offsets, rank_segments, share_bounds
+from .steps import plan_steps
+from .walk import CostCuts
 from .window import LaneWindow
 
 
@@ -73,18 +75,23 @@ class EnteredWindow:
 class EpochSpans:
     """Plans one epoch's spans for one rank, from a position on."""
 
-    def __init__(self, plan: EpochPlan, share: Share) -> None:
+    def __init__(self, plan: EpochPlan, share: Share, last_batch: str = "partial") -> None:
         self.plan = plan
         self.share = share
+        self.steps = plan_steps(plan, share, last_batch)
+        self._cuts = None if share.costs is None else CostCuts(plan, share.costs)
         self._windows: dict[int, deque[EnteredWindow]] = {}
         self._opened_until = np.zeros(plan.order.lanes, np.int64)  # per lane: offset up to which windows are open
 
     def plan_span(self, first: int, steps: int) -> tuple[Span, list[EnteredWindow]]:
         """Plan ``steps`` steps from position ``first`` on; also returns the windows that they enter, now open."""
         share = self.share
-        bounds = batch_bounds(first, steps, share.global_batch_size, self.plan.num_samples)
-        segments = rank_segments(bounds, self.plan.turns, share.rank, share.world_size, share.weights)
-        cuts = share_bounds(np.diff(bounds), share.world_size, share.weights)
+        bounds = self.steps.bounds(first, steps)
+        if self._cuts is None:
+            cuts = share_bounds(np.diff(bounds), share.world_size, share.weights)
+        else:
+            cuts = self._cuts.of(bounds, share.world_size, share.weights)
+        segments = rank_segments(bounds, self.plan.turns, share.rank, share.world_size, cuts=cuts)
         num_valid = cuts[:, share.rank + 1] - cuts[:, share.rank]
         num_rows = num_valid
         if not num_valid[-1] and ((share.pad and share.batch_size) or not num_valid.any()):

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
+from .buckets import BucketedOrder
 from .plan import Order
 
 # A state without pieces is of version 1, which every penstock reads. One with pieces, or with a selection of samples,
 # must not be read by a penstock that does not know these.
-_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS = 1, 2, 3
-_VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS)
+_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_BUCKETS = 1, 2, 3, 6
+_VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_BUCKETS)
 _MOST_EPOCHS = 1 << 62  # logs keep them as int64
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
@@ -23,7 +24,7 @@ class LoaderState:
     """The first ``consumed`` positions of ``epoch`` have been handed out, in the order that the other fields fix.
 
     ``fingerprint`` and ``num_samples`` are the manifest's. ``selection`` says which of its samples an epoch has, empty
-    for all (``Selection.to_dict``).
+    for all (``Selection.to_dict``), ``bucket`` how they are bucketed, empty if not (``BucketedOrder.bucket``).
     """
 
     fingerprint: str
@@ -36,14 +37,29 @@ class LoaderState:
     consumed: int
     piece: int = 0
     selection: Mapping[str, Any] = field(default_factory=dict)
+    bucket: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def order(self) -> Order:
+        """The order. Raises ConfigError if there is none with these numbers."""
+        plain = self._plain_order
+        if not self.bucket:
+            return plain
+        try:
+            return BucketedOrder(**asdict(plain), **self.bucket)
+        except TypeError as exc:
+            raise ConfigError(f"bucket={dict(self.bucket)}: not the fields of one") from exc
+
+    @property
+    def _plain_order(self) -> Order:
         return Order(seed=self.seed, shuffle=self.shuffle, lanes=self.lanes, window=self.window, piece=self.piece)
 
     def to_dict(self) -> dict[str, Any]:
         state = asdict(self)
-        piece, selection = state.pop("piece"), state.pop("selection")
+        piece, selection, bucket = (state.pop(name) for name in ("piece", "selection", "bucket"))
+        if bucket:
+            more = {"piece": piece, "selection": dict(selection), "bucket": dict(bucket)}
+            return {**state, **more, "version": _VERSION_OF_BUCKETS}
         if selection:
             return {**state, "piece": piece, "selection": dict(selection), "version": _VERSION_OF_SELECTIONS}
         return {**state, "version": _VERSION} if not piece else {**state, "piece": piece, "version": _VERSION_OF_PIECES}
@@ -74,7 +90,8 @@ class LoaderState:
             "epoch": int,
             "consumed": int,
             **({"piece": int} if version >= _VERSION_OF_PIECES else {}),
-            **({"selection": dict} if version == _VERSION_OF_SELECTIONS else {}),
+            **({"selection": dict} if version >= _VERSION_OF_SELECTIONS else {}),
+            **({"bucket": dict} if version == _VERSION_OF_BUCKETS else {}),
         }
         missing = [name for name in (*kinds, "version") if name not in state]
         if missing:
@@ -83,6 +100,8 @@ class LoaderState:
         wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
         if wrong:
             raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} of the wrong type")
+        if version == _VERSION_OF_BUCKETS and not _is_bucket(state["bucket"]):
+            raise StateMismatchError(f"a damaged loader state: bucket={state['bucket']}")
         loaded = LoaderState(**{name: state[name] for name in kinds})
         try:
             _ = loaded.order
@@ -118,6 +137,11 @@ _LABELS = {
     "num_samples": "data set (samples)",
     "selection": "subset= and weights=",
 }
+
+
+def _is_bucket(value: Mapping[str, Any]) -> bool:
+    kinds = {"index": str, "costs": str, "run": int, "pool": int}
+    return set(value) == set(kinds) and all(type(value[name]) is kind for name, kind in kinds.items())
 
 
 def _show(value: object) -> str:

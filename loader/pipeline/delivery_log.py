@@ -17,6 +17,8 @@ from ..ranks import own_process
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
+DROP_MAGIC = 0x70656E64726F7070
+SIZE_MAGIC = 0x70656E7362736978
 SUFFIX = ".deliveries"
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -24,7 +26,8 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RE
 class DeliveryLog:
     """One rank's log: a line of JSON, then one record per batch: (magic, epoch, start, stop, n, n sample ids) as int64.
 
-    Batches that were skipped on purpose have one record together, of another magic number and without sample ids.
+    Batches that were skipped on purpose have one record together, of another magic number and without sample ids; so do
+    samples at an epoch's end that fill no batch of a budget. A change of the batch size has a record with that number.
 
     Every record is one unbuffered write, so a SIGKILL loses none; at most it truncates the last one. Used by the
     training loop's thread.
@@ -70,6 +73,14 @@ class DeliveryLog:
     def record_skip(self, epoch: int, start: int, stop: int) -> None:
         """Record that the positions ``start`` to ``stop`` are handed out on no rank, on purpose."""
         self._write(np.array((SKIP_MAGIC, epoch, start, stop, 0), np.int64))
+
+    def record_drop(self, epoch: int, start: int, stop: int) -> None:
+        """Record that the positions ``start`` to ``stop``, an epoch's last, fill no batch and are left out."""
+        self._write(np.array((DROP_MAGIC, epoch, start, stop, 0), np.int64))
+
+    def record_batch_size(self, epoch: int, position: int, size: int) -> None:
+        """Record that global batches have ``size`` samples from a position on."""
+        self._write(np.array((SIZE_MAGIC, epoch, position, position, 1, size), np.int64))
 
     def _write(self, words: IntArray) -> None:
         record = words.astype("<i8").tobytes()

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..columns import Block, IntArray
 from ..decoding.gather import Rows, gather
-from ..order.plan import EpochPlan, count_steps
+from ..order.buckets import plan_epoch
+from ..order.costs import SampleCosts
 from ..order.selection import Selection
 from ..order.spans import EpochSpans, Span, chunks_by_first_use
 from ..reading.chunk_reader import ChunkReader
@@ -33,6 +34,7 @@ class PlainAssembler:
         last_batch: str,
         quarantine: Quarantine,
         selection: Selection | None = None,
+        bucket_costs: SampleCosts | None = None,
     ) -> None:
         self._equipment = equipment
         self._source = equipment.source
@@ -46,6 +48,7 @@ class PlainAssembler:
         self._last_batch = last_batch
         self._quarantine = quarantine
         self._selection = selection
+        self._bucket_costs = bucket_costs
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
         self._assembling: EpochSpans | None = None
@@ -67,15 +70,12 @@ class PlainAssembler:
         step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
         most = int(min(64, max(1, self._equipment.options.span_bytes // step_bytes)))
         while True:
-            plan = EpochPlan(manifest.samples, self._order, self._epoch, self._selection)
-            spans = EpochSpans(plan, self._share)
-            left = count_steps(plan.num_samples, self._position, global_batch, self._last_batch)
-            while left:
-                steps = min(steps_at_once, left)
+            plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
+            spans = EpochSpans(plan, self._share, self._last_batch)
+            while steps := spans.steps.ahead(self._position, steps_at_once):
                 span, entered = spans.plan_span(self._position, steps)
                 yield spans, span, chunks_by_first_use(entered)
                 self._position = int(span.bounds[-1])
-                left -= steps
                 steps_at_once = min(most, 2 * steps_at_once)  # so that the first batch does not wait for others
             yield spans, None, []
             self._epoch, self._position = self._epoch + 1, 0

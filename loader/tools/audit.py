@@ -21,7 +21,7 @@ import numpy as np
 from ..columns import IntArray
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset, blocks
-from ..pipeline.delivery_log import MAGIC, SKIP_MAGIC, SUFFIX
+from ..pipeline.delivery_log import DROP_MAGIC, MAGIC, SIZE_MAGIC, SKIP_MAGIC, SUFFIX
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -29,6 +29,8 @@ _MOST_SAMPLES = 1 << 60  # as in a manifest
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
 _MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
+_MAGICS = {MAGIC, SKIP_MAGIC, DROP_MAGIC, SIZE_MAGIC}
+_COUNTS = {SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}  # of the words that follow such a record
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -39,14 +41,16 @@ class _Delivered:
     stop: int
     ids: IntArray
     is_skip: bool = False
+    is_drop: bool = False
 
 
 @dataclass(slots=True)
 class _Log:
-    """One file's header and records."""
+    """One file's header and records; ``sizes``: changes of the batch size, as (epoch, position, samples)."""
 
     header: dict[str, Any]
     records: list[_Delivered]
+    sizes: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +78,14 @@ class EpochAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The account of a run. ``attempts``: the world size, start epoch and start position of each."""
+    """The account of a run. ``attempts``: the world size, start epoch and start position of each.
+
+    ``batch_sizes``: from which epoch and position on global batches were set to have how many samples.
+    """
 
     attempts: Sequence[tuple[int, int, int]]
     epochs: Sequence[EpochAccount] = field(default_factory=tuple)
+    batch_sizes: Sequence[tuple[int, int, int]] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -113,7 +121,8 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
             f"{os.fspath(folder)}: logs of epochs {epochs[0]} to {epochs[-1]}, of which {absent:,} are absent; a log "
             "is damaged, or is of another run"
         )
-    usual_batch = max((record.stop - record.start for record in counted if not record.is_skip), default=1)
+    sizes = sorted({size for log in started for size in log.sizes})
+    usual_batch = max((record.stop - record.start for record in counted if _is_batch(record)), default=1)
     return AuditReport(
         attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
         epochs=[
@@ -124,10 +133,16 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
                 again[epoch],
                 is_last=epoch == epochs[-1],
                 usual_batch=usual_batch,
+                set_batch=next((size for at, _, size in reversed(sizes) if at <= epoch), None),
             )
             for epoch in epochs
         ],
+        batch_sizes=sizes,
     )
+
+
+def _is_batch(record: _Delivered) -> bool:
+    return not (record.is_skip or record.is_drop)
 
 
 def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered]]:
@@ -174,13 +189,15 @@ def _account(
     *,
     is_last: bool,
     usual_batch: int,
+    set_batch: int | None,
 ) -> EpochAccount:
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     num_samples = members.count
-    reached = max((record.stop for record in records), default=0)
-    batches = [record.stop - record.start for record in records if not record.is_skip]
-    batch = max(batches, default=usual_batch if records else 1)
-    if not is_last and num_samples - reached >= batch:
+    reached = max((record.stop for record in records if not record.is_drop), default=0)
+    batches = [record.stop - record.start for record in records if _is_batch(record)]
+    batch = set_batch or max(batches, default=usual_batch if records else 1)
+    is_dropped = any(record.is_drop and record.start == reached for record in records)
+    if not is_last and not is_dropped and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
     here = members.holds(ids)
     # Counting is faster than sorting, and takes memory for every sample of the data set.
@@ -313,19 +330,24 @@ def _read_log(path: Path) -> _Log | None:
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as exc:
         raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
     records = []
+    sizes = []
     at = 0
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
-        if magic not in (MAGIC, SKIP_MAGIC) or count < 0 or (magic == SKIP_MAGIC and count):
+        if count != _COUNTS.get(magic, max(count, 0)) or magic not in _MAGICS:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; expected a record")
         if at + 5 + count > len(words):
             break  # a record that a kill truncated was not handed out
         ids = words[at + 5 : at + 5 + count]
+        if magic == SIZE_MAGIC:
+            sizes.append((epoch, start, int(ids[0])))
+            at += 6
+            continue
         if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or _any_outside(ids, header["num_samples"]):
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
-        records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC))
+        records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC, magic == DROP_MAGIC))
         at += 5 + count
-    return _Log(header, records)
+    return _Log(header, records, sizes)
 
 
 def _any_outside(ids: IntArray, num_samples: int) -> bool:

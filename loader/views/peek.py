@@ -16,7 +16,9 @@ from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
 from ..decoding.row_work import RowWork
 from ..metrics import Counters
-from ..order.plan import EpochPlan, Order, Share
+from ..order.buckets import plan_epoch
+from ..order.costs import SampleCosts
+from ..order.plan import Order, Share
 from ..order.selection import Selection
 from ..order.spans import ChunkRows, EpochSpans
 from ..passes import Passes
@@ -43,6 +45,7 @@ class Look:
         device: torch.device | None,
         resources: Resources,
         selection: Selection | None = None,
+        bucket_costs: SampleCosts | None = None,
     ) -> None:
         work = RowWork(transform=batch_options.transform, seed=batch_options.seed)
         self.samples = SampleReader(chunks, decoders.copy, work, resources.check_open)
@@ -56,6 +59,7 @@ class Look:
             threads=threads,
             device=device,
             selection=selection,
+            bucket_costs=bucket_costs,
         )
 
     def peek(self, passes: Passes) -> Any:
@@ -80,6 +84,7 @@ def first_batch(
     threads: int,
     device: torch.device | None,
     selection: Selection | None = None,
+    bucket_costs: SampleCosts | None = None,
 ) -> Any:
     """The batch of one rank at ``position`` of ``epoch``, as its pipeline would make it, for the caller's stream.
 
@@ -87,7 +92,7 @@ def first_batch(
     run on threads here, where the loader has worker processes too.
     """
     manifest = chunks.manifest
-    spans = EpochSpans(EpochPlan(manifest.samples, order, epoch, selection), share)
+    spans = EpochSpans(plan_epoch(manifest.samples, order, epoch, selection, bucket_costs), share)
     span, _ = spans.plan_span(position, 1)
     groups = {group.chunk: group for group in spans.expand(span)}
     quarantine = Quarantine(chunks, max_bad_chunks, selection)

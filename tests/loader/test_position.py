@@ -9,6 +9,7 @@ import pytest
 from made_manifest import make_manifest
 
 from penstock.loader.errors import ConfigError, PartitionError, StateMismatchError
+from penstock.loader.order.plan import Share
 from penstock.loader.position import Position
 
 MANIFEST = make_manifest([[30, 20], [50]])  # 100 samples
@@ -21,8 +22,7 @@ def make_position(**options: Any) -> Position:
         "lanes": "auto",
         "window": "auto",
         "piece": "auto",
-        "world_size": 1,
-        "global_batch_size": 30,
+        "share": Share(0, 1, 30),
         "last_batch": "partial",
     }
     return Position(MANIFEST, **{**defaults, **options})
@@ -72,14 +72,14 @@ def test_a_pass_begins_at_its_epochs_beginning_or_where_a_state_was_loaded() -> 
 def test_a_state_is_taken_over_by_a_loader_of_another_batch_size() -> None:
     position = make_position()
     position.advance(2, 60)
-    other = make_position(global_batch_size=7, last_batch="drop")
+    other = make_position(share=Share(0, 1, 7), last_batch="drop")
     other.load(other.check_state(position.to_state().to_dict()))
     assert (other.epoch, other.consumed, other.steps_left) == (2, 60, 5)
 
 
 def test_checking_a_state_changes_nothing() -> None:
     position = make_position()
-    state = make_position(world_size=64, global_batch_size=64).to_state()
+    state = make_position(share=Share(0, 64, 64)).to_state()
     assert position.check_state(state.to_dict()) == state
     assert position.order.lanes == 16
     position.load(state)
@@ -113,5 +113,5 @@ def test_orders_that_cannot_be_are_refused_by_name(wrong: dict[str, Any]) -> Non
 
 def test_an_epoch_without_a_batch_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"101 is above the data set's 100 samples \(world_size=4\)"):
-        make_position(global_batch_size=101, last_batch="drop", world_size=4)
-    assert make_position(global_batch_size=101, last_batch="pad").steps_per_epoch == 1
+        make_position(share=Share(0, 4, 101), last_batch="drop")
+    assert make_position(share=Share(0, 1, 101), last_batch="pad").steps_per_epoch == 1

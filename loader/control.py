@@ -1,0 +1,103 @@
+"""What moves a loader, and what changes its batches: each the same on all ranks, from the next batch on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .arguments import check_at_least
+from .errors import ConfigError
+from .order.plan import Share
+from .passes import Passes
+from .position import Position
+from .resources import Resources
+
+
+class Control:
+    """The methods of a loader that set its position and its batches. Used by the training loop's thread only."""
+
+    _passes: Passes
+    _position: Position
+    _resources: Resources
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
+        check_at_least("epoch", epoch, 0)
+        self._resources.check_open()
+        if self._position.set_epoch(epoch):
+            self._resources.stop_pipeline()
+
+    def set_shares(self, weights: Sequence[float] | None) -> None:
+        """From the next batch on, cut global batches in proportion to ``weights``, one positive number per rank.
+
+        None makes the shares equal again. Every rank must call this with the same weights after the same batch. Global
+        batches keep their samples. What was read ahead is dropped.
+
+        Raises:
+            PartitionError: the weights are not one positive number per rank.
+        """
+        share = replace(self._passes.share, weights=None if weights is None else tuple(weights))
+        self._resources.check_open()
+        self._change_share(share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""
+        return self._position.to_state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was called, with any world size, batch size and number of threads.
+
+        The next pass begins there; a running one goes on from there, or ends if the state is in another epoch.
+
+        Raises:
+            StateMismatchError: the state belongs to another data set, seed or order; names what differs.
+        """
+        loaded = self._position.check_state(state)
+        self._resources.check_open()
+        self._resources.stop_pipeline()
+        self._position.load(loaded)
+
+    def skip_batches(self, count: int) -> None:
+        """Go on ``count`` global batches further, without reading them; past an epoch's end in the next epoch.
+
+        As after ``load_state_dict``, the next pass begins there; a running one goes on from there, or ends if that is
+        in another epoch, whose end is then not told by a pass. Every rank must skip as many after the same batch. An
+        audit counts their samples as skipped.
+
+        Raises:
+            ConfigError: the count is negative or no integer.
+        """
+        check_at_least("count", count, 0)
+        self._resources.check_open()
+        self._resources.stop_pipeline()
+        log = self._resources.log
+        self._position.skip(count, (lambda *_: None) if log is None else log.record_skip)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """From the next batch on, each rank's batches have ``batch_size`` samples: a warm-up of the batch size, say.
+
+        Every rank must call this with the same number after the same batch. What was read ahead is dropped; positions,
+        and with them states, stay what they are. An epoch that has no batch left is over. States hold no batch size:
+        after a resume, set it again. An audit counts with it from here on.
+
+        Raises:
+            ConfigError: it is no whole number of at least 1, or batches are cut by ``batch_tokens``.
+            PartitionError: an epoch would have no batch.
+        """
+        check_at_least("batch_size", batch_size, 1)
+        share = self._passes.share
+        if share.budget is not None:
+            raise ConfigError("set_batch_size: batch_tokens= decides how many samples a batch has; leave it out")
+        self._resources.check_open()
+        share = replace(share, global_batch_size=batch_size * share.world_size)
+        self._position.check_share(share)
+        self._change_share(share)
+        if self._resources.log is not None:
+            self._resources.log.record_batch_size(*self._position.upcoming, share.global_batch_size)
+
+    def _change_share(self, share: Share) -> None:
+        self._resources.stop_pipeline()
+        self._position.skip_end()  # of what had no batch left before
+        self._passes.share = self._position.share = share
+        self._position.skip_end()
