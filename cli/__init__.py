@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "measure how fast a data set is read, alone or against others",
     "export": "write the weights of a training run as safetensors",
     "audit": "prove that every sample of a run was delivered exactly once",
+    "state": "show where a saved state of a loader stands, or move it on",
     "report": "draw a training run as one HTML page, also while it runs",
 }
 

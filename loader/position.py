@@ -13,7 +13,7 @@ from .order.costs import SampleCosts
 from .order.plan import Order, Share, require_steps
 from .order.selection import Selection
 from .order.state import LoaderState
-from .order.steps import BudgetSteps, EvenSteps, Steps
+from .order.steps import BudgetSteps, EvenSteps, Steps, skip_steps
 
 
 class Position:
@@ -161,15 +161,8 @@ class Position:
         ``tell`` gets the positions passed over as (epoch, start, stop); if it raises, this stays where it was. What
         ``last_batch="drop"`` drops is not among them.
         """
-        epoch, consumed = self.upcoming
-        while steps:
-            left = self._steps(epoch)
-            taken = left.ahead(consumed, steps)
-            stop = int(left.bounds(consumed, taken)[-1])
-            tell(epoch, consumed, stop)
-            steps -= taken
-            epoch, consumed = (epoch, stop) if left.ahead(stop, 1) else (epoch + 1, 0)
-        self.epoch, self.consumed, self.is_loaded = epoch, consumed, True
+        self.epoch, self.consumed = skip_steps(*self.upcoming, steps, self._steps, tell)
+        self.is_loaded = True
 
     def to_state(self) -> LoaderState:
         """The upcoming position with what makes it good for another loader: the data set's identity and the order."""

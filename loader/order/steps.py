@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -195,3 +196,25 @@ def plan_steps(plan: EpochPlan, share: Share, last_batch: str) -> Steps:
     if share.budget is not None:
         return BudgetSteps(plan, share.budget, last_batch)
     return EvenSteps(plan.num_samples, share.global_batch_size, last_batch)
+
+
+def skip_steps(
+    epoch: int,
+    consumed: int,
+    count: int,
+    steps_of: Callable[[int], Steps],
+    tell: Callable[[int, int, int], None] = lambda *_: None,
+) -> tuple[int, int]:
+    """Where ``count`` batches further is, as (epoch, consumed), through the ends of epochs.
+
+    ``steps_of`` gives an epoch's batches; ``tell`` gets the positions passed over as (epoch, start, stop). What "drop"
+    drops is not among them.
+    """
+    while count:
+        steps = steps_of(epoch)
+        taken = steps.ahead(consumed, count)
+        stop = int(steps.bounds(consumed, taken)[-1])
+        tell(epoch, consumed, stop)
+        count -= taken
+        epoch, consumed = (epoch, stop) if steps.ahead(stop, 1) else (epoch + 1, 0)
+    return epoch, consumed
