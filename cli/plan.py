@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,11 +16,13 @@ from ..loader.dataset.index import open_manifest
 from ..loader.errors import ConfigError, PartitionError
 from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.order.auto import choose_order
+from ..loader.order.cost_forecast import CostForecast
 from ..loader.order.forecast import Forecast, forecast
 from ..loader.order.selection import Selection
 from ..loader.order.subset import Subset
 from ..storage.errors import PenstockError
 from .common import Flag, OptionalNumber, SourceArguments, in_option_words, parse, print_json
+from .plan_costs import costs_of_run, open_named_costs, refuse_made_up, report_costs
 from .screen import console, fact_table, format_bytes, format_count, print_columns, wrapped
 
 
@@ -66,6 +69,12 @@ class PlanArguments(SourceArguments):
     last_batch: Literal["drop", "pad", "partial"] = "drop"
     """What happens to the samples that do not fill a global batch."""
 
+    cost: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Index of costs, as of `penstock index --cost`: show how uneven ranks are by it, and how much is padding."""
+
+    batch_tokens: OptionalNumber = None
+    """With --cost, show batches under a budget of so many padded tokens a rank, with buckets."""
+
     samples: OptionalNumber = None
     """Samples of a hypothetical data set."""
 
@@ -79,17 +88,38 @@ class PlanArguments(SourceArguments):
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
     name, chunks = _hypothetical(given) if given.samples is not None else _existing(given)
+    costs = None
+    if given.cost is not None:
+        refuse_made_up(given.share is not None or given.samples is not None)
+        costs = open_named_costs(given, given.cost)
+    elif given.batch_tokens is not None:
+        raise ConfigError("--batch-tokens without --cost; give the index of tokens too")
     if given.share is not None:
         chunks = _part(chunks, Subset.share(*given.share))
     columns = [_column(given, chunks, world_size) for world_size in given.world_size]
     forecasts = [each for each in columns if isinstance(each, Forecast)]
     if not forecasts and (first := next((each for each in columns if isinstance(each, _Refused)), None)):
         raise first.error
+    told: dict[int, CostForecast | str] = {}
+    if costs is not None:
+        shown = partial(costs_of_run, chunks.samples, costs, shuffle=given.shuffle, batch_tokens=given.batch_tokens)
+        told = {each.world_size: shown(each) for each in forecasts}
     if given.json:
-        print_json([dataclasses.asdict(each) if isinstance(each, Forecast) else each.to_dict() for each in columns])
-    else:
-        _report(given, name, columns, forecasts)
+        print_json([_plain(each, told) for each in columns])
+        return 0
+    _report(given, name, columns, forecasts)
+    if told:
+        report_costs(given.cost or "", list(told.values()))
     return 0
+
+
+def _plain(each: Forecast | _Refused, told: dict[int, CostForecast | str]) -> dict[str, Any]:
+    if not isinstance(each, Forecast):
+        return each.to_dict()
+    found = told.get(each.world_size)
+    return dataclasses.asdict(each) | (
+        {} if found is None else {"costs": found.to_dict() if isinstance(found, CostForecast) else {"error": found}}
+    )
 
 
 @dataclass(frozen=True, slots=True)
