@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from launch_ranks import run_ranks
 from together_cases import Line, make_trainer
 from torch import nn
 
-from penstock import DistributedDataLoader
+from penstock import DistributedDataLoader, TokenBudget, open_manifest
+from penstock.loader import CostExpression, index_costs, write_costs
 from penstock.trainer import NonFiniteLossError, World
 
 ROWS = 50  # five steps of two batches of at most six rows, the last batch of two
@@ -119,3 +122,39 @@ def test_the_rate_follows_the_batch_size_of_the_loader(world: World, tmp_path: P
         before = trainer.optimizer.param_groups[0]["lr"]
         trainer.train()
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(before * 6 * 2 / 3)  # two batches of six
+
+
+BUDGET = TokenBudget(tokens=90, whole=True, index="n")
+
+
+def weights_after_training(world: World, url: str, options: dict[str, Any]) -> tuple[list[list[float]], set[int]]:
+    counts: set[int] = set()
+
+    def count_and_lose(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        counts.add(len(batch["a"]))
+        return loss(model, batch)
+
+    place: dict[str, Any] = {"rank": world.rank, "world_size": world.world_size, "seed": 2, "last_batch": "partial"}
+    with (
+        DistributedDataLoader(url, **place, **options) as loader,
+        tempfile.TemporaryDirectory() as folder,
+        make_trainer(world, folder, loader, Line(), loss=count_and_lose, steps=None, epochs=2) as trainer,
+    ):
+        trainer.train()
+        return [parameter.flatten().tolist() for parameter in trainer.parallel.inner.parameters()], counts
+
+
+@pytest.mark.parametrize("told", [{"global_batch_size": 12, "cost": "n"}, {"batch_tokens": BUDGET, "bucket": "n"}])
+def test_ranks_with_uneven_rows_train_the_model_of_one_rank(rows: str, told: dict[str, Any]) -> None:
+    """Gradients are the mean over the global batch, however many rows of it a rank has."""
+    path = Path(rows.removeprefix("file://")) / "rows.parquet"
+    lengths = np.random.default_rng(3).integers(1, 30, ROWS)
+    pq.write_table(pq.read_table(path).append_column("n", pa.array(lengths)), path, row_group_size=8)
+    manifest = open_manifest(rows)
+    write_costs(manifest, CostExpression.parse("n"), index_costs(manifest, "n"))
+    (alone, _), *_ = run_ranks(weights_after_training, 1, rows, told)
+    found = run_ranks(weights_after_training, 3, rows, told)
+    assert len(set.union(*(counts for _, counts in found))) > 2
+    for weights, _ in found:
+        for one, other in zip(weights, alone, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

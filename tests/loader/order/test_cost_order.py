@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.loader.errors import ConfigError, PartitionError, StateMismatchError
 from penstock.loader.order.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
+from penstock.loader.order.cost_forecast import count_reads, forecast_costs
 from penstock.loader.order.costs import Cost, SampleCosts
 from penstock.loader.order.permutation import permutation, stream_key
 from penstock.loader.order.plan import EpochPlan, Order, Share, bit_reverse
@@ -303,3 +304,41 @@ def test_functions_that_are_no_costs_of_single_samples_are_refused(model, proble
 def test_costs_that_cannot_be_are_refused(options, problem):
     with pytest.raises(ConfigError, match=problem):
         Cost(**options)
+
+
+# -- forecasts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_forecast_knows_what_is_padding_and_how_uneven_ranks_are():
+    sizes = np.full(64, 32, np.int64)
+    order = Order(lanes=16, window=4)
+    plan = EpochPlan(sizes, order, 0)
+    given: dict[str, Any] = {"world_size": 4, "global_batch_size": 64}
+    for alike in (True, False):
+        values = np.full(2048, 7, np.uint16) if alike else make_costs(2048, most=500).values
+        costs = SampleCosts(values, "d" * 16)
+        bucketed = add_buckets(order, Bucket(), costs, global_batch_size=64, window_samples=128.0)
+        plans = plan, plan_epoch(sizes, bucketed, 0, None, costs)
+        budget = StepBudget.of(TokenBudget(tokens=2000), costs, 4)
+        found = forecast_costs(*plans, costs, **given, bucket=(64, 2048), budget=budget)
+        if alike:
+            assert (found.skew, found.skew_by_cost, found.padding, found.bucket_padding) == (1, 1, 0, 0)
+            assert (found.budget_batches, found.budget_padding) == (2048 // (2000 // 7 * 4), 0)
+            continue
+        ids = [rank_ids(plan, Share(rank, 4, 64), 0, 32) for rank in range(4)]
+        parts = [[values[batch].astype(np.int64) for batch in part] for part in ids]
+        skews = [max(map(np.sum, step)) / np.mean([part.sum() for part in step]) for step in zip(*parts, strict=True)]
+        padded = sum(len(batch) * batch.max() for part in parts for batch in part)
+        assert found.skew == pytest.approx(np.mean(skews))
+        assert found.padding == pytest.approx(1 - values.sum() / padded)
+        assert found.skew_by_cost < 1 + (found.skew - 1) / 2
+        assert found.bucket_padding < found.padding / 3
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 16])
+def test_buckets_read_each_chunk_as_often_as_the_plain_order(world_size):
+    sizes = np.full(64, 32, np.int64)  # four chunks a lane
+    costs = make_costs(2048)
+    bucketed = BucketedOrder(lanes=16, window=2, run=4, pool=32, index="tokens", costs=costs.digest)
+    for plan in (EpochPlan(sizes, Order(lanes=16, window=2), 0), plan_epoch(sizes, bucketed, 0, None, costs)):
+        assert count_reads(plan, world_size=world_size, global_batch_size=64) == 1.0
