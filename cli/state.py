@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     name, *rest = arguments or [""]
     if name in ("-h", "--help"):
         print(_USAGE, end="")
-        return 0
+        raise SystemExit(0)
     if name not in commands:
         meant = did_you_mean(name, commands) if name else ""
         told = f"penstock state: no command {name!r}{meant}" if name else "penstock state: show or skip?"
