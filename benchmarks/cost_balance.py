@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..cli.screen import console, print_grid
 from ..loader.order.auto import auto_lanes, auto_window
 from ..loader.order.buckets import Bucket, add_buckets, plan_epoch
 from ..loader.order.cost_forecast import count_reads, forecast_costs
@@ -84,8 +84,14 @@ def _time_planning(plan: EpochPlan, world_size: int, size: int, costs: SampleCos
     return (time.perf_counter() - started) / _TIMED_STEPS * 1e6
 
 
+def show_grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print()
+
+
 def report(rows: list[dict[str, Any]]) -> None:
-    screen = console()
     header = ("ranks", "skew", "by cost", "bucketed", "n² skew", "by cost", "padding", "bucketed", "budget")
     cells = []
     for row in rows:
@@ -94,14 +100,13 @@ def report(rows: list[dict[str, Any]]) -> None:
         skews += [f"{quadratic[name]:.3f}" for name in ("skew", "skew_by_cost")]
         padding = [f"{linear[name]:.1%}" for name in ("padding", "bucket_padding", "budget_padding")]
         cells.append([str(row["world_size"]), *skews, *padding])
-    print_grid(screen, header, cells)
-    screen.print()
+    show_grid(header, cells)
     reads = [
         [str(row["world_size"]), *(f"{row[f'reads_{name}']:.2f}" for name in _WAYS)]
         for row in rows
         if "reads_equal" in row
     ]
-    print_grid(screen, ("ranks", "reads a chunk", "by cost", "bucketed", "both"), reads)
+    show_grid(("ranks", "reads a chunk", "by cost", "bucketed", "both"), reads)
 
 
 def main(arguments: list[str]) -> None:

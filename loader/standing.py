@@ -38,6 +38,11 @@ class Standing:
         return self._passes.share.global_batch_size
 
     @property
+    def is_batched_by_tokens(self) -> bool:
+        """Whether ``batch_tokens`` decides how many samples a batch has, so that each epoch has its own ``len``."""
+        return self._passes.share.budget is not None
+
+    @property
     def rank(self) -> int:
         return self._passes.share.rank
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,24 @@ def open_costs(
     """
     key = cost_key(cost.index, manifest.fingerprint)
     store = open_store(manifest.url, storage_options=storage_options)
-    where = f"{store.url}/{key}"
+    read = partial(
+        read_costs,
+        where=f"{store.url}/{key}",
+        fingerprint=manifest.fingerprint,
+        samples=manifest.num_samples,
+        cost=cost,
+    )
     try:
         if isinstance(store, LocalStore):
-            data = _map(Path(store.url.removeprefix("file://")) / key)
+            costs = read(_map(Path(store.url.removeprefix("file://")) / key))
         else:
-            data = _fetch(store, store.head(key), cache_dir)
+            costs = _read_once_a_node(store, store.head(key), cache_dir, read)
     except (NotFoundError, FileNotFoundError) as exc:
         raise DatasetError(
             f"{manifest.url}: no index of the costs {cost.index!r} for this data set as it is now; run {_command(cost)}"
         ) from exc
     finally:
         store.close()
-    costs = read_costs(data, where, fingerprint=manifest.fingerprint, samples=manifest.num_samples, cost=cost)
     costs.check_function()
     return costs
 
@@ -124,21 +130,28 @@ def _map(path: Path) -> Any:
     return np.memmap(path, np.uint8, "r")
 
 
-def _fetch(store: Store, info: ObjectInfo, cache_dir: str | os.PathLike[str] | None) -> Any:
-    """An object as mapped memory of a file that all processes of the node share; as bytes where that can't be."""
+def _read_once_a_node(
+    store: Store, info: ObjectInfo, cache_dir: str | os.PathLike[str] | None, read: Callable[[Any], SampleCosts]
+) -> SampleCosts:
+    """An index from a file that all processes of the node map, or fetched into memory where there can be none."""
     if info.etag is not None:
+        name = xxhash.xxh3_128_hexdigest(f"{store.url}\0{info.key}\0{info.size}\0{info.etag}".encode())
         with suppress(OSError):
-            home = cache_home(cache_dir) / f"costs-{os.geteuid()}"
-            folder = OwnFolder(home)
-            name = xxhash.xxh3_128_hexdigest(f"{store.url}\0{info.key}\0{info.size}\0{info.etag}".encode())
+            folder = OwnFolder(cache_home(cache_dir) / f"costs-{os.geteuid()}")
             with folder.lock(f"{name}.lock", wait_s=_PATIENCE_S):
-                if not folder.has(f"{name}.costs"):
-                    with folder.replacing(f"{name}.costs") as fd:
-                        write_all(fd, store.get(info.key, etag=info.etag))
-                    _prune(folder)
-            with os.fdopen(folder.open(f"{name}.costs", os.O_RDONLY), "rb") as file:
-                return np.memmap(file, np.uint8, "r")
-    return store.get(info.key, etag=info.etag)
+                if folder.has(f"{name}.costs"):
+                    with suppress(DatasetError):  # damaged on this disk: it is fetched again
+                        return read(_map_in(folder, f"{name}.costs"))
+                with folder.replacing(f"{name}.costs") as fd:
+                    write_all(fd, store.get(info.key, etag=info.etag))
+                _prune(folder)
+                return read(_map_in(folder, f"{name}.costs"))
+    return read(store.get(info.key, etag=info.etag))
+
+
+def _map_in(folder: OwnFolder, name: str) -> Any:
+    with os.fdopen(folder.open(name, os.O_RDONLY), "rb") as file:
+        return np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else b""
 
 
 def _prune(folder: OwnFolder) -> None:

@@ -93,6 +93,7 @@ def _load(loaders: list[DistributedDataLoader[Any]], saved: list[dict[str, Any]]
             f"{len(loaders)}; train on those of the run that is to be continued"
         )
     for loader, one in zip(loaders, saved, strict=True):
+        loader.load_state_dict(one["state"])  # first: with batch_tokens=, each epoch has a number of its own
         if one["state"]["consumed"] and one["batches"] != len(loader):
             raise ConfigError(
                 f"LightningCallback: an epoch had {one['batches']} batches when the checkpoint was saved in mid-epoch, "
@@ -100,4 +101,3 @@ def _load(loaders: list[DistributedDataLoader[Any]], saved: list[dict[str, Any]]
                 "batches, so the rest of the epoch would be left out or repeated. Give the loader the "
                 "global_batch_size of that run, or resume from a checkpoint at an epoch's end"
             )
-        loader.load_state_dict(one["state"])

@@ -37,6 +37,11 @@ class TransformersCallback(TrainerCallback):
                 f"TransformersCallback: the Trainer's training loader is a {type(loader).__name__}; override "
                 "get_train_dataloader in a subclass of Trainer, and return TorchLoader(loader) from it"
             )
+        if loader.loader.is_batched_by_tokens:
+            raise ConfigError(
+                "TransformersCallback: with batch_tokens= each epoch has a number of batches of its own, and the "
+                "Trainer counts epochs by that of one; give the loader batch_size=, with bucket= against padding"
+            )
         if state.global_step == 0:
             return
         saved = _read(state)

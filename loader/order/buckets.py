@@ -8,6 +8,7 @@ they promise of reads, ranks and resumes, hold as before: in ``EpochPlan``'s ter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -94,6 +95,13 @@ def add_buckets(
     else:
         pool = -(-max(bucket.pool, run * lanes) // (run * lanes)) * run
     return BucketedOrder(**asdict(order), run=run, pool=pool, index=bucket.index, costs=costs.digest)
+
+
+def count_open_chunks(order: Order, chunk_samples: float) -> int:
+    """How many chunks of so many samples each a lane keeps open at most: a window's, or those that a pool lies in."""
+    if not isinstance(order, BucketedOrder):
+        return order.window
+    return order.window * (1 + math.ceil(order.pool / (order.window * chunk_samples)))
 
 
 def plan_epoch(

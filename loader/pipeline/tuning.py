@@ -10,6 +10,7 @@ import torch
 from ..dataset.manifest import Manifest
 from ..errors import MemoryLimitError
 from ..limits import usable_memory
+from ..order.buckets import count_open_chunks
 from ..order.plan import Order
 from ..ranks import local_world_size
 from ..reading.chunk_source import ALWAYS_BYTES
@@ -58,7 +59,8 @@ def tune(
     own_lanes = -(-order.lanes // world_size) + 1
     open_bytes = int(manifest.memory.sum())
     if not order.piece:
-        open_bytes = min(open_bytes, int(own_lanes * order.window * manifest.memory.mean()))
+        open_chunks = count_open_chunks(order, manifest.num_samples / manifest.num_chunks)
+        open_bytes = min(open_bytes, int(own_lanes * open_chunks * manifest.memory.mean()))
     if memory_limit is None:
         share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
         memory_limit = min(share, 2 * open_bytes + _AHEAD_BYTES)

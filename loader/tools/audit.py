@@ -29,8 +29,7 @@ _MOST_SAMPLES = 1 << 60  # as in a manifest
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
 _MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
-_MAGICS = {MAGIC, SKIP_MAGIC, DROP_MAGIC, SIZE_MAGIC}
-_COUNTS = {SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}  # of the words that follow such a record
+_COUNTS = {MAGIC: None, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}  # of the words that follow; None: any
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -42,6 +41,10 @@ class _Delivered:
     ids: IntArray
     is_skip: bool = False
     is_drop: bool = False
+
+    @property
+    def batch(self) -> int:
+        return 0 if self.is_skip or self.is_drop else self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -78,10 +81,7 @@ class EpochAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The account of a run. ``attempts``: the world size, start epoch and start position of each.
-
-    ``batch_sizes``: from which epoch and position on global batches were set to have how many samples.
-    """
+    """``attempts``: the world size, start epoch and start position of each; ``batch_sizes``: epoch, position, size."""
 
     attempts: Sequence[tuple[int, int, int]]
     epochs: Sequence[EpochAccount] = field(default_factory=tuple)
@@ -99,8 +99,8 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     Raises:
         DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
-    logs = [_read_log(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))]
-    started = [log for log in logs if log is not None]
+    paths = sorted(Path(folder).glob(f"*{SUFFIX}"))
+    started = [log for log in map(_read_log, paths) if log is not None]
     if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: no delivery logs; train with audit_dir= first")
     fingerprints = {log.header["fingerprint"] for log in started}
@@ -122,7 +122,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
             "is damaged, or is of another run"
         )
     sizes = sorted({size for log in started for size in log.sizes})
-    usual_batch = max((record.stop - record.start for record in counted if _is_batch(record)), default=1)
+    usual_batch = max((record.batch for record in counted), default=0) or 1
     return AuditReport(
         attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
         epochs=[
@@ -139,10 +139,6 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         ],
         batch_sizes=sizes,
     )
-
-
-def _is_batch(record: _Delivered) -> bool:
-    return not (record.is_skip or record.is_drop)
 
 
 def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered]]:
@@ -194,8 +190,7 @@ def _account(
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     num_samples = members.count
     reached = max((record.stop for record in records if not record.is_drop), default=0)
-    batches = [record.stop - record.start for record in records if _is_batch(record)]
-    batch = set_batch or max(batches, default=usual_batch if records else 1)
+    batch = set_batch or max((record.batch for record in records), default=1) or usual_batch
     is_dropped = any(record.is_drop and record.start == reached for record in records)
     if not is_last and not is_dropped and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
@@ -334,18 +329,19 @@ def _read_log(path: Path) -> _Log | None:
     at = 0
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
-        if count != _COUNTS.get(magic, max(count, 0)) or magic not in _MAGICS:
+        if magic not in _COUNTS or count < 0 or _COUNTS[magic] not in (None, count):
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; expected a record")
         if at + 5 + count > len(words):
             break  # a record that a kill truncated was not handed out
         ids = words[at + 5 : at + 5 + count]
-        if magic == SIZE_MAGIC:
-            sizes.append((epoch, start, int(ids[0])))
-            at += 6
-            continue
-        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or _any_outside(ids, header["num_samples"]):
+        is_size = magic == SIZE_MAGIC
+        is_possible = ids[0] > 0 if is_size else not _any_outside(ids, header["num_samples"])
+        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or not is_possible:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
-        records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC, magic == DROP_MAGIC))
+        if is_size:
+            sizes.append((epoch, start, int(ids[0])))
+        else:
+            records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC, magic == DROP_MAGIC))
         at += 5 + count
     return _Log(header, records, sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tar_dataset import write_tars
 
-from penstock import Bucket, Cost, DistributedDataLoader, TokenBudget, audit, open_manifest
+from penstock import Bucket, Cost, DistributedDataLoader, TokenBudget, audit, open_manifest, pack
 from penstock.loader import (
     ConfigError,
     CostExpression,
@@ -23,6 +24,7 @@ from penstock.loader import (
     index_costs,
     write_costs,
 )
+from penstock.storage import AccessDeniedError
 
 SAMPLES = 1100
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5, 1, SAMPLES).astype(np.int64) + 1, 2000)
@@ -314,6 +316,31 @@ def test_expressions_that_are_no_costs_are_refused(docs, text, problem):
         index_costs(open_manifest(docs), text)
 
 
+def test_an_index_in_a_remote_store_is_fetched_once_a_node_and_again_where_its_copy_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    url = f"mem://costs-{tmp_path.name}/data/"
+    pack([{"n": n, "tokens": n % 7} for n in range(100)], url, format="parquet", progress=False)
+    write_index(url, "tokens")
+
+    def first_batch() -> list[int]:
+        with make_loader(url, 0, 2, batch_size=20, cost="tokens") as loader:
+            return [int(n) for n in next(iter(loader))["n"]]
+
+    expected = first_batch()
+    (copy,) = (tmp_path / f"costs-{os.geteuid()}").glob("*.costs")
+    kept = copy.stat().st_ino
+    assert first_batch() == expected
+    assert copy.stat().st_ino == kept
+    for damaged in (b"", copy.read_bytes()[:-1]):
+        copy.write_bytes(damaged)
+        assert first_batch() == expected
+    assert len(copy.read_bytes()) == 4096 + 2 * 100
+    shutil.rmtree(copy.parent)
+    copy.parent.write_text("in the way")  # the cache cannot be written
+    with pytest.raises(AccessDeniedError, match="costs-"):
+        first_batch()
+
+
 def test_an_index_that_is_damaged_or_of_other_data_is_refused_and_says_what_to_run(docs, tmp_path):
     folder = tmp_path / "docs"
     shutil.copytree(docs, folder)
@@ -329,3 +356,24 @@ def test_an_index_that_is_damaged_or_of_other_data_is_refused_and_says_what_to_r
     (folder / "8.parquet").unlink()
     with pytest.raises(DatasetError, match=r"no index of the costs 'tokens' for this data set as it is now"):
         make_loader(str(folder), batch_size=4, cost="tokens")
+
+
+def test_a_log_with_an_impossible_change_of_the_batch_size_is_damaged(docs, tmp_path):
+    with make_loader(docs, batch_size=4, audit_dir=tmp_path) as loader:
+        next(iter(loader))
+        loader.set_batch_size(8)
+    (path,) = tmp_path.glob("*.deliveries")
+    good = path.read_bytes()
+    assert audit(tmp_path).batch_sizes == [(0, 4, 8)]
+    for at, word in ((-8, 0), (-8, -3), (-16, 0), (-40, -1)):  # the size twice, how many words follow, the epoch
+        bad = bytearray(good)
+        bad[len(good) + at : len(good) + at + 8] = word.to_bytes(8, "little", signed=True)
+        path.write_bytes(bad)
+        with pytest.raises(DatasetError, match="damaged at byte"):
+            audit(tmp_path)
+
+
+def test_a_loader_by_tokens_says_that_it_is_one(docs):
+    with make_loader(docs, batch_tokens=6000) as loader, make_loader(docs, batch_size=4) as plain:
+        assert loader.is_batched_by_tokens
+        assert not plain.is_batched_by_tokens

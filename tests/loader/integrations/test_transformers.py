@@ -62,3 +62,19 @@ def test_what_cannot_be_continued_exactly_is_refused_before_a_batch(
 def test_an_evaluation_is_over_every_row_each_time(told: dict[str, dict[str, Any]]) -> None:
     first, second = told["evaluated"]["told"]
     assert first == second == pytest.approx(told["evaluated"]["loss"])
+
+
+def test_batches_by_tokens_are_refused_as_each_epoch_has_its_own_number(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="install penstock[integrations]")
+    from penstock import DistributedDataLoader, open_manifest, pack
+    from penstock.loader import ConfigError, CostExpression, index_costs, write_costs
+    from penstock.loader.integrations import TorchLoader, TransformersCallback
+
+    pack([{"n": n} for n in range(50)], str(tmp_path), format="parquet", progress=False)
+    manifest = open_manifest(str(tmp_path))
+    expression = CostExpression.parse("tokens=n")
+    write_costs(manifest, expression, index_costs(manifest, expression))
+    with DistributedDataLoader(str(tmp_path), batch_tokens=200) as loader:
+        told = {"train_dataloader": TorchLoader(loader)}
+        with pytest.raises(ConfigError, match="batch_tokens= each epoch has a number of batches of its own"):
+            TransformersCallback().on_train_begin(None, transformers.TrainerState(), None, **told)
