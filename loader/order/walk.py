@@ -76,7 +76,8 @@ class CostWalk:
         while not held or held[-1].stop < stop:
             held.append(self._read(lane, held[-1].index + 1 if held else self._plan.window_at(lane, start)))
         self._held[lane] = held
-        parts = [window.values[max(0, start - window.start) : stop - window.start] for window in held]
+        needed = [window for window in held if window.start < stop]
+        parts = [window.values[max(0, start - window.start) : stop - window.start] for window in needed]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, lane: int, index: int) -> _Numbers:

@@ -130,6 +130,7 @@ def test_a_state_with_buckets_belongs_to_a_loader_with_the_same_ones(docs):
             other.load_state_dict(unbucketed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [None, "tokens"])
 def test_batches_by_tokens_keep_within_the_budget_resume_and_are_counted_exactly(docs, bucket):
     options = {"batch_tokens": 6000, "bucket": bucket}
