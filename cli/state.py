@@ -28,7 +28,11 @@ usage: penstock state show FILE [--json]
 FILE is JSON that holds what loader.state_dict() returned, alone or inside other
 JSON. `show` also takes a checkpoint of the trainer (a folder step-N).
 
-Run `penstock state show --help` or `penstock state skip --help` for the options.
+  example:  penstock state show loader.json
+
+  example:  penstock state skip loader.json --samples 4096
+
+`penstock state show --help` and `penstock state skip --help` tell the options.
 """
 
 
