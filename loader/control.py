@@ -36,7 +36,14 @@ class Control:
 
         Raises:
             PartitionError: the weights are not one positive number per rank.
+            ConfigError: ``batch_tokens`` bounds each rank's rows.
         """
+        budget = self._passes.share.budget
+        if weights is not None and budget is not None and budget.padded:
+            raise ConfigError(
+                "set_shares with batch_tokens= of padded tokens: a rank would have more rows than its budget holds; "
+                "give the loader TokenBudget(padded=False), or batch_size="
+            )
         share = replace(self._passes.share, weights=None if weights is None else tuple(weights))
         self._resources.check_open()
         self._change_share(share)

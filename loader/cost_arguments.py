@@ -50,10 +50,17 @@ class CostArguments:
                     f"{name}= with last_batch='pad': batches differ in their number of rows, so there is none to fill "
                     "up to; use 'partial', which delivers every sample, or 'drop'"
                 )
+        budget = None if batch_tokens is None else TokenBudget.read(batch_tokens)
+        if budget is not None and budget.padded and cost is not None:
+            raise ConfigError(
+                f"cost={cost!r} with batch_tokens={budget.tokens} of padded tokens: ranks would have different numbers "
+                "of rows, and go beyond the budget; give TokenBudget(padded=False) for batches that are not padded, or "
+                "leave out cost="
+            )
         return CostArguments(
             cost=None if cost is None else Cost.read(cost),
             bucket=None if bucket is None else Bucket.read(bucket),
-            budget=None if batch_tokens is None else TokenBudget.read(batch_tokens),
+            budget=budget,
         )
 
     def open(

@@ -251,6 +251,11 @@ def test_an_epoch_whose_rest_is_below_the_new_batch_size_is_over(docs):
         ({"batch_tokens": 6000, "batch_size": 4}, ConfigError, "give one of them"),
         ({"batch_tokens": 1999}, PartitionError, r"batch_tokens=1999: sample \d+ has 2,000 tokens"),
         ({"batch_tokens": True}, ConfigError, "batch_tokens=True"),
+        (
+            {"batch_tokens": 6000, "cost": "tokens"},
+            ConfigError,
+            r"go beyond the budget; give TokenBudget\(padded=False\)",
+        ),
         ({"batch_tokens": 10**7, "last_batch": "drop"}, PartitionError, "all 1,100 samples are less"),
     ],
 )
@@ -259,9 +264,14 @@ def test_what_cannot_work_is_refused_by_name(docs, options, error, problem):
         make_loader(docs, **options)
 
 
-def test_set_batch_size_is_refused_where_tokens_decide(docs):
-    with make_loader(docs, batch_tokens=6000) as loader, pytest.raises(ConfigError, match="batch_tokens="):
-        loader.set_batch_size(4)
+def test_batch_sizes_and_shares_are_refused_where_tokens_bound_the_rows_of_ranks(docs):
+    with make_loader(docs, 0, 2, batch_tokens=6000) as loader:
+        with pytest.raises(ConfigError, match="batch_tokens="):
+            loader.set_batch_size(4)
+        with pytest.raises(ConfigError, match="more rows than its budget holds"):
+            loader.set_shares([1, 2])
+    with make_loader(docs, 0, 2, batch_tokens=TokenBudget(tokens=6000, padded=False)) as loader:
+        loader.set_shares([1, 2])
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------
