@@ -30,7 +30,8 @@ class OwnFolder:
         OSError: it cannot be made or opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, what: str = "cache folder", cure: str = "give another cache_dir=") -> None:
+        """``what`` and ``cure`` are for the message of a refusal."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):  # whose it is, is seen below
             path.mkdir(mode=0o700)
@@ -39,11 +40,11 @@ class OwnFolder:
         except OSError as exc:
             if exc.errno not in _NO_FOLDER:
                 raise
-            raise _refusal(path, path.lstat()) from exc
+            raise _refusal(path, path.lstat(), what, cure) from exc
         weakref.finalize(self, os.close, self._fd).atexit = False
         status = os.fstat(self._fd)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise _refusal(path, status)
+            raise _refusal(path, status, what, cure)
 
     @classmethod
     def nowhere(cls) -> Self:
@@ -102,7 +103,7 @@ class OwnFolder:
             yield is_locked
 
 
-def _refusal(path: Path, status: os.stat_result) -> AccessDeniedError:
+def _refusal(path: Path, status: os.stat_result, what: str, instead: str) -> AccessDeniedError:
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISLNK(status.st_mode):
         found, cure = f"it is a link to {os.readlink(path)}", "remove the link"  # noqa: PTH115 - shown as it is
@@ -113,6 +114,6 @@ def _refusal(path: Path, status: os.stat_result) -> AccessDeniedError:
     else:
         found, cure = f"mode {mode:o}", f"`chmod 700 {path}` if you trust what is in it, else remove it"
     return AccessDeniedError(
-        f"the cache folder {path} is not this user's alone ({found}), and what others can write can't be trusted: "
-        f"{cure}, or give another cache_dir="
+        f"the {what} {path} is not this user's alone ({found}), and what others can write can't be trusted: "
+        f"{cure}, or {instead}"
     )

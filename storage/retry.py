@@ -330,7 +330,8 @@ class RetryStore:
         if failure is None:
             return StoreUnavailableError(
                 f"{self.url}: no place for another request within {deadline_s:g} s; {took}; "
-                f"{self._limiter.running} requests run, {self._limiter.limit} may"
+                f"{self._limiter.running} requests of this process run, {self._limiter.limit} may; other processes of "
+                "this machine count too (PENSTOCK_NODE_REQUESTS)"
             )
         if isinstance(failure, StoreUnreachableError) and not self._reached:
             return _copy(failure, f"{took}, and it never responded before; check the URL, the endpoint and the network")

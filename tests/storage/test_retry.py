@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -148,27 +146,6 @@ def test_a_cut_holds_for_a_while_and_never_goes_below_one() -> None:
         limits.append(limiter.limit)
         now[0] += COOLDOWN_S
     assert limits == [4, 2, 1, 1, 1, 1]
-
-
-def test_throttling_of_one_process_cuts_the_limit_of_the_others_on_the_node(tmp_path: Path) -> None:
-    now = [0.0]
-    mine, other = (Limiter(8, mark=tmp_path / "mark", clock=lambda: now[0]) for _ in range(2))
-    mine.note_throttled()
-    assert (mine.limit, other.limit) == (4, 8)
-    now[0] += 1
-    assert other.acquire(0)
-    assert mine.acquire(0)
-    assert (mine.limit, other.limit) == (4, 4)
-
-
-def test_a_throttle_mark_of_long_ago_is_ignored(tmp_path: Path) -> None:
-    now = [0.0]
-    limiter = Limiter(8, mark=tmp_path / "mark", clock=lambda: now[0])
-    (tmp_path / "mark").touch()
-    os.utime(tmp_path / "mark", (time.time() - 1000,) * 2)
-    now[0] += 1
-    assert limiter.acquire(0)
-    assert limiter.limit == 8
 
 
 def _learn(store: RetryStore) -> None:

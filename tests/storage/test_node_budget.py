@@ -1,0 +1,323 @@
+"""All processes of a user on a node share how many requests to a host run, and how that number falls and rises."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.storage import RetryConfig, StorageError, open_store
+from penstock.storage.limiter import KEPT, Limiter, limiter_of, open_budget
+from penstock.storage.node_budget import COOLDOWN_S, FRESH_S, GROW_S, NodeBudget
+from penstock.storage.own_folder import OwnFolder
+
+
+def open_in(folder: Path, places: int = 8, *, clock: list[float] | None = None) -> NodeBudget:
+    wall_clock = (lambda: clock[0]) if clock is not None else None
+    return NodeBudget(OwnFolder(folder), "requests", places, **({"wall_clock": wall_clock} if wall_clock else {}))  # type: ignore[arg-type]
+
+
+def limiter_in(folder: Path, places: int, max_running: int = 64) -> Limiter:
+    return Limiter(max_running, open_budget=lambda: open_in(folder, places))
+
+
+def test_processes_together_have_no_more_places_than_the_node(tmp_path: Path) -> None:
+    mine, other = open_in(tmp_path / "own"), open_in(tmp_path / "own")
+    assert [mine.take() for _ in range(5)] == [True] * 5
+    assert [other.take() for _ in range(5)] == [True] * 3 + [False] * 2
+    mine.give()
+    assert other.take()
+    assert not mine.take()
+
+
+def test_throttling_of_one_process_cuts_the_limits_of_the_node_and_of_its_other_processes(tmp_path: Path) -> None:
+    now = [0.0]
+    mine, other = (
+        Limiter(8, open_budget=lambda: open_in(tmp_path / "own", 32), clock=lambda: now[0]) for _ in range(2)
+    )
+    mine.note_throttled()
+    assert (mine.limit, other.limit) == (4, 8)
+    now[0] += 1
+    assert other.acquire(0)
+    assert mine.acquire(0)
+    assert (mine.limit, other.limit) == (4, 4)
+    assert open_in(tmp_path / "own", 32).limit == 4  # only one of them sends requests, 8 at most
+    other.note_success()
+    assert other.limit == 4
+    for _ in range(3):
+        other.note_success()
+    assert other.limit == 5
+
+
+def test_a_round_of_successes_of_the_node_adds_a_place_but_not_faster_than_a_host_forgives(tmp_path: Path) -> None:
+    clock = [1000.0]
+    limiter = Limiter(64, open_budget=lambda: open_in(tmp_path / "own", 32, clock=clock))
+    assert limiter.acquire(0)
+    open_in(tmp_path / "own", 32, clock=clock).cut(8)
+
+    def places_after(successes: int) -> int:
+        for _ in range(successes):
+            limiter.note_success()
+        return open_in(tmp_path / "own", 32, clock=clock).limit
+
+    limiter._budget.refresh()  # type: ignore[union-attr] - at once, not at the next poll
+    assert places_after(40) == 8  # cut a moment ago: two processes of at most 8 requests had 16
+    clock[0] += GROW_S
+    assert [places_after(7), places_after(1), places_after(40)] == [8, 9, 9]
+
+
+def test_a_storm_of_throttled_answers_cuts_once_and_never_below_one(tmp_path: Path) -> None:
+    clock = [1000.0]
+    budgets = [open_in(tmp_path / "own", 8, clock=clock) for _ in range(3)]
+    limits = []
+    for _ in range(5):
+        for budget in budgets:
+            budget.cut(8)
+        limits.append(open_in(tmp_path / "own", 8, clock=clock).limit)
+        clock[0] += COOLDOWN_S
+    assert limits == [4, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("damage", ["old", "clock", "torn", "foreign"])
+def test_a_record_that_says_nothing_of_now_leaves_all_places(tmp_path: Path, damage: str) -> None:
+    clock = [1000.0]
+    open_in(tmp_path / "own", 8, clock=clock).cut(8)
+    assert open_in(tmp_path / "own", 8, clock=clock).limit == 4
+    file = tmp_path / "own" / "requests"
+    if damage in {"old", "clock"}:
+        clock[0] += FRESH_S if damage == "old" else -1e6
+    else:
+        data = file.read_bytes()
+        file.write_bytes(data[:20] + data[:20] + data[40:] if damage == "torn" else b"hello" + data[5:])
+    assert open_in(tmp_path / "own", 8, clock=clock).limit == 8
+
+
+def test_a_process_with_many_waiting_threads_lets_others_have_their_share(tmp_path: Path) -> None:
+    busy, late = limiter_in(tmp_path / "own", 8), limiter_in(tmp_path / "own", 8)
+    done, stop, most = {"busy": 0, "late": 0}, threading.Event(), [0]
+
+    def send(name: str, limiter: Limiter) -> None:
+        while not stop.is_set():
+            assert limiter.acquire(60)
+            most[0] = max(most[0], busy.running + late.running)
+            stop.wait(0.002)
+            done[name] += 1
+            limiter.release()
+            if done["late"] >= 300:
+                stop.set()
+
+    threads = [threading.Thread(target=send, args=("busy", busy)) for _ in range(16)]
+    threads += [threading.Thread(target=send, args=("late", late)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done["busy"] < 8 * done["late"]
+    assert most[0] <= 8
+    assert (busy.running, late.running) == (0, 0)
+    assert open_in(tmp_path / "own").take()
+
+
+def test_a_stopped_process_that_holds_all_places_slows_the_others_down_but_stops_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.storage.limiter.PATIENCE_S", 0.05)
+    stopped, other = limiter_in(tmp_path / "own", 2), limiter_in(tmp_path / "own", 2)
+    assert stopped.acquire(0)
+    assert stopped.acquire(0)
+    assert not other.acquire(0)
+    assert other.acquire(60)
+    assert not other.acquire(0.2)  # one at a time
+    other.release()
+    stopped.release()
+    stopped.release()
+    assert other.acquire(0)
+
+
+def test_places_are_kept_between_requests_only_while_others_of_the_process_run(tmp_path: Path) -> None:
+    limiter, budget = limiter_in(tmp_path / "own", 8), open_in(tmp_path / "own", 8)
+    for _ in range(8):
+        assert limiter.acquire(0)
+    for _ in range(7):
+        limiter.release()
+    assert [budget.take() for _ in range(8)].count(True) == 8 - 1 - KEPT
+    limiter.release()
+    assert [budget.take() for _ in range(8)].count(True) == 1 + KEPT
+
+
+def test_a_wait_that_ends_without_a_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    holder, waiting = limiter_in(tmp_path / "own", 1), limiter_in(tmp_path / "own", 1)
+    assert holder.acquire(0)
+    assert not waiting.acquire(0.05)
+    holder.release()
+    budget = open_in(tmp_path / "own", 1)
+    assert budget.share() == 1
+    assert budget.take()
+    assert not budget.is_owed()
+
+
+def test_a_forked_child_has_none_of_its_parents_places(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from penstock.storage.limiter import limiter_of, open_budget\n"
+        "parent = limiter_of('h', 8); assert parent.acquire(0); assert parent.acquire(0)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    ok = not limiter_of('h', 8).acquire(0.05); os._exit(0 if ok else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "assert not open_budget('h', 2).take(); parent.release(); parent.release(); assert open_budget('h', 2).take()\n"
+    )
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "PENSTOCK_NODE_REQUESTS": "2"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True, timeout=60)
+
+
+def test_a_folder_that_others_could_write_is_not_used_and_requests_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f"penstock-{os.geteuid()}").symlink_to(victim)
+    assert open_budget("host", 4) is None
+    assert "it is a link" in caplog.text
+    assert list(victim.iterdir()) == []
+    assert limiter_of("host of nobody", 4).acquire(0)
+
+
+def test_a_switch_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NODE_REQUESTS", "many")
+    with pytest.raises(StorageError, match=r"PENSTOCK_NODE_REQUESTS='many': .* 1 to 4096, or 0"):
+        limiter_of("a host", 4)
+    monkeypatch.setenv("PENSTOCK_NODE_REQUESTS", "0")
+    assert open_budget("a host", 0) is None
+
+
+class Counting(http.server.BaseHTTPRequestHandler):
+    """Answers every GET after a while, and counts those that wait; paths with 'hang' wait until they may go."""
+
+    protocol_version = "HTTP/1.1"
+    lock = threading.Lock()
+    running = most = 0
+    hanging = threading.Semaphore(0)
+    go_on = threading.Event()
+    begun: list[str]
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        cls = type(self)
+        with cls.lock:
+            cls.running += 1
+            cls.most = max(cls.most, cls.running)
+            cls.begun.append(self.path)
+        if "hang" in self.path:
+            cls.hanging.release()
+            cls.go_on.wait(60)
+        else:
+            cls.go_on.wait(0.02)
+        with cls.lock:
+            cls.running -= 1
+        self.send_response(206)
+        for name, value in [("ETag", '"1"'), ("Content-Range", "bytes 0-3/4"), ("Content-Length", "4")]:
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"data")
+
+
+@pytest.fixture
+def counting() -> Iterator[tuple[str, type[Counting]]]:
+    class Handler(Counting):
+        running = most = 0
+        hanging = threading.Semaphore(0)
+        go_on = threading.Event()
+
+    Handler.begun = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.handle_error = lambda *_: None  # type: ignore[method-assign] - a killed client breaks its connections
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", Handler
+    finally:
+        Handler.go_on.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+CLIENT = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from penstock.storage import ByteRange, RetryConfig, open_store
+url, key, threads, requests = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+store = open_store(url, retry=RetryConfig(hedge_share=0, deadline_s=60))
+with ThreadPoolExecutor(threads) as pool:
+    for data in pool.map(lambda _: bytes(store.get(key, ByteRange(0, 4))), range(requests)):
+        assert data == b"data"
+"""
+
+
+def start_client(
+    url: str, key: str, *, threads: int, requests: int, folder: Path, places: int
+) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "PENSTOCK_NODE_REQUESTS": str(places)}
+    command = [sys.executable, "-c", CLIENT, url, key, str(threads), str(requests)]
+    return subprocess.Popen(command, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [6, 0])
+def test_four_processes_send_no_more_requests_at_once_than_their_node_may(
+    tmp_path: Path, counting: tuple[str, type[Counting]], places: int
+) -> None:
+    url, handler = counting
+    clients = [start_client(url, "x", threads=12, requests=60, folder=tmp_path, places=places) for _ in range(4)]
+    assert [client.wait(120) for client in clients] == [0] * 4
+    assert len(handler.begun) == 240
+    assert handler.most <= 6 if places else handler.most > 6  # switched off, each has its own limit
+
+
+@pytest.mark.slow
+def test_a_killed_process_frees_its_places(tmp_path: Path, counting: tuple[str, type[Counting]]) -> None:
+    url, handler = counting
+    hung = start_client(url, "hang", threads=3, requests=3, folder=tmp_path, places=3)
+    for _ in range(3):
+        assert handler.hanging.acquire(timeout=60)
+    other = start_client(url, "x", threads=3, requests=30, folder=tmp_path, places=3)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(2)
+        assert "/x" not in handler.begun
+        hung.send_signal(signal.SIGKILL)
+        hung.wait(60)
+        assert other.wait(60) == 0
+    finally:
+        for client in (hung, other):
+            client.kill()
+            client.wait(60)
+    assert handler.begun.count("/x") == 30
+
+
+def test_a_store_waits_for_a_place_and_says_so_when_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_NODE_REQUESTS", "1")
+    store = open_store("mem://places", retry=RetryConfig(deadline_s=0.2))
+    store.put("x", b"data")
+    budget = open_budget("mem://places", 1)
+    assert budget is not None
+    assert budget.take()
+    with pytest.raises(StorageError, match=r"no place for another request within 0\.2 s.*PENSTOCK_NODE_REQUESTS"):
+        store.get("x")
+    budget.give()
+    assert bytes(store.get("x")) == b"data"
