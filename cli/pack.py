@@ -15,6 +15,7 @@ from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
 from ..loader.tools.pack import PackSummary, pack
+from ..storage.resolve import ENCRYPTION_OPTION
 from .common import (
     Flag,
     SplitNames,
@@ -49,6 +50,8 @@ class PackArguments:
     example:  penstock pack clicks.csv clicks/ --format parquet
 
     example:  penstock pack s3://bucket/tars/ s3://bucket/small/ --map my.code:shrink --processes 8
+
+    example:  penstock pack photos/ s3://bucket/secret/ --encrypt
 
     example:  penstock pack docs.jsonl s3://bucket/docs/ --format tokens --seq-len 2048 --tokenizer my.code:encode
     """
@@ -103,6 +106,9 @@ class PackArguments:
     no_checksums: Flag = False
     """Do not store checksums of chunks."""
 
+    encrypt: Flag = False
+    """Encrypt what is written, with the key in PENSTOCK_ENCRYPTION_KEY, or that of --storage-option encryption_key=."""
+
     overwrite: Flag = False
     """Replace the shards of a target that is not empty, and do not go on with an interrupted pack."""
 
@@ -136,7 +142,7 @@ def run(arguments: Sequence[str]) -> int:
         field=given.field,
         checksums=not given.no_checksums,
         overwrite=given.overwrite,
-        storage_options=parse_options(given.storage_option) or None,
+        storage_options=_target_options(given) or None,
         source_storage_options=parse_options(given.source_storage_option) or None,
     )
     if given.json:
@@ -144,6 +150,13 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _report(summary)
     return 0
+
+
+def _target_options(given: PackArguments) -> dict[str, str]:
+    options = parse_options(given.storage_option)
+    if given.encrypt:
+        options.setdefault(ENCRYPTION_OPTION, "env")
+    return options
 
 
 def _source_format(given: PackArguments) -> ShardFormat | str | None:

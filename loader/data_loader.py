@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 import torch
 
-from ..storage import LocalStore, open_store
+from ..storage import EncryptedStore, LocalStore, open_store
 from .arguments import (
     LastBatch,
     SampleWeights,
@@ -214,7 +214,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             world_size=share.world_size,
             memory_limit=memory_bytes,
             threads=decode_threads,
-            is_local=isinstance(store, LocalStore),
+            is_local=isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore),
             device=cuda,
         )
         shard_format = make_format(self._manifest.format, self._manifest.config)

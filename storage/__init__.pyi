@@ -1,8 +1,11 @@
 """What ``penstock.storage`` exports, imported when it is first used; names are added here alone."""
 
 from .cache import CacheStore as CacheStore
+from .encrypted import EncryptedStore as EncryptedStore
+from .encryption import ENCRYPTED_SUFFIX as ENCRYPTED_SUFFIX
 from .errors import AccessDeniedError as AccessDeniedError
 from .errors import CacheFullError as CacheFullError
+from .errors import DecryptionError as DecryptionError
 from .errors import NotFoundError as NotFoundError
 from .errors import ObjectChangedError as ObjectChangedError
 from .errors import PenstockError as PenstockError
@@ -23,5 +26,6 @@ from .resolve import split_url as split_url
 from .retry import RetryConfig as RetryConfig
 from .retry import RetryStore as RetryStore
 from .store import ByteRange as ByteRange
+from .store import DiscardingStore as DiscardingStore
 from .store import ObjectInfo as ObjectInfo
 from .store import Store as Store

@@ -32,6 +32,10 @@ class ObjectChangedError(StorageError):
     """The object is not the one that was listed or indexed: its ETag or size differs."""
 
 
+class DecryptionError(StorageError):
+    """An encrypted object is not what was written: it was changed, renamed or cut off, or belongs to another key."""
+
+
 class ShortReadError(StorageError):
     """The store sent fewer bytes than requested."""
 

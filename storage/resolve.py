@@ -1,4 +1,4 @@
-"""From a URL to a store: cache over retry over the client that the URL's scheme names."""
+"""From a URL to a store: encryption over cache over retry over the client that the URL's scheme names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from .bridge import BridgeStore
 from .cache import CacheStore
+from .encrypted import EncryptedStore
 from .errors import UnsupportedURLError
 from .local import LocalStore
 from .memory import MemoryStore
@@ -18,6 +19,7 @@ from .remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
 from .retry import RetryConfig, RetryStore
 from .store import Store
 
+ENCRYPTION_OPTION = "encryption_key"
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -57,12 +59,14 @@ def check_query(url: str) -> None:
 
 
 def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Open the bare client for a URL or path, without retry and cache.
+    """Open the bare client for a URL or path, without encryption, retry and cache.
 
     Raises:
         UnsupportedURLError: nothing here reads such a URL, or ``storage_options`` do not fit it.
     """
     text = os.fspath(url)
+    if storage_options and ENCRYPTION_OPTION in storage_options:
+        raise UnsupportedURLError(f"{ENCRYPTION_OPTION} is an option of open_store; a bare client reads what is stored")
     found = _SCHEME.match(text)
     scheme = found.group(1).lower() if found else "file"
     if scheme in CLOUD_SCHEMES | HTTP_SCHEMES:
@@ -92,24 +96,28 @@ def open_store(
     """Open the root that a URL or local path names: cache over retry over client. Sends no request.
 
     Local files get no retry and no cache. Without ``cache_dir`` nothing is cached; ``cache_limit`` is in bytes, for all
-    jobs that share the folder. The store, with its ``storage_options``, can be pickled for worker processes.
+    jobs that share the folder. With ``encryption_key`` among the ``storage_options`` what is written is encrypted, and
+    what is read has to be. The store, with its ``storage_options``, can be pickled for worker processes.
 
     Raises:
         UnsupportedURLError: nothing here reads such a URL, or ``storage_options`` do not fit it.
-        CacheFullError, AccessDeniedError: the cache's folder can't be written, or belongs to another user.
+        CacheFullError, AccessDeniedError: the cache's folder can't be written, or belongs to another user; there is no
+            key.
     """
-    client = open_client(url, storage_options)
+    options = dict(storage_options or {})
+    key = options.pop(ENCRYPTION_OPTION, None)
+    client = open_client(url, options)
     if isinstance(client, LocalStore):
-        return client
+        return client if key is None else EncryptedStore(client, key)
     identity = client.identity if isinstance(client, RemoteStore) else client.url
     store: Store = RetryStore(client, retry, host=_host(client, identity))
-    if cache_dir is not None:
-        try:
+    try:
+        if cache_dir is not None:
             store = CacheStore(store, Path(cache_dir), cache_limit, identity=identity)
-        except BaseException:
-            store.close()
-            raise
-    return store
+        return store if key is None else EncryptedStore(store, key)
+    except BaseException:
+        store.close()
+        raise
 
 
 def _host(client: Store, identity: str) -> str:

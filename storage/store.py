@@ -100,3 +100,12 @@ class Store(Protocol):
     def close(self) -> None:
         """Release connections, threads and files. A closed store must not be used again; closing twice is allowed."""
         ...
+
+
+@runtime_checkable
+class DiscardingStore(Store, Protocol):
+    """A store that keeps what it read."""
+
+    def discard(self, key: str, byte_range: ByteRange | None = None, *, etag: str) -> None:
+        """Forget a range whose content proved to be wrong: the next read fetches it again."""
+        ...

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...storage import ObjectInfo, StorageError, Store
+from ...storage import DecryptionError, ObjectInfo, StorageError, Store
 from ..errors import DatasetError, FormatError
 from ..formats.detect import detect_format, make_format
 from ..formats.failures import explain_failures
@@ -83,6 +83,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
 
     Raises:
         UnfinishedDatasetError: the data set is not completely written.
+        DecryptionError: it is encrypted, and was changed or exchanged, or the key is another one.
     """
     if selection.saved is None:
         return None
@@ -93,7 +94,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
                 f"{store.url}: it is still being packed, or packing was interrupted; wait, or run `penstock pack` again"
             )
         saved = Manifest.from_bytes(data, selection.url, f"{store.url}/{MANIFEST_NAME}")
-    except UnfinishedDatasetError:
+    except (UnfinishedDatasetError, DecryptionError):
         raise
     except (DatasetError, StorageError) as exc:
         warnings.warn(f"the manifest beside the data is not used: {exc}", StaleManifestWarning, stacklevel=2)

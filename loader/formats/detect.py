@@ -11,7 +11,7 @@ from typing import Any
 
 import zstandard
 
-from ...storage import ByteRange, ObjectInfo, Store
+from ...storage import ENCRYPTED_SUFFIX, ByteRange, ObjectInfo, Store
 from ..errors import ConfigError, DatasetError
 from .names import has_suffix, is_hidden
 from .shard import ShardFormat
@@ -141,6 +141,13 @@ def _base(key: str) -> str:
 def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
     keys = [info.key for info in listing]
     known = ", ".join(_format_class(name).suffixes[0] for name in FORMAT_NAMES)
+    encrypted = [key for key in keys if key.endswith(ENCRYPTED_SUFFIX)]
+    if encrypted:
+        return (
+            f"{store.url}: is encrypted ({encrypted[0]}{', ...' if len(encrypted) > 1 else ''}); give "
+            "storage_options={'encryption_key': 'env'} (--storage-option encryption_key=env), with the key in "
+            "PENSTOCK_ENCRYPTION_KEY"
+        )
     if any(_base(key) == "index.json" for key in keys):
         return (
             f"{store.url}: has an index.json but no .mds files, so it is not an MDS data set; "

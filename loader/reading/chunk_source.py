@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...storage import CacheStore, Store
+from ...storage import DiscardingStore, Store
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
@@ -80,7 +80,7 @@ class ChunkSource:
         except FormatError:
             return  # then nothing of the chunk was read
         self._headers.forget(chunk.shard)
-        if isinstance(self._store, CacheStore) and chunk.shard.etag is not None:
+        if isinstance(self._store, DiscardingStore) and chunk.shard.etag is not None:
             for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 

@@ -11,14 +11,14 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ...storage import NotFoundError, ObjectChangedError
+from ...storage import DecryptionError, NotFoundError, ObjectChangedError
 from ..columns import Block, IntArray
 from ..errors import DatasetError, FormatError
 from ..order.selection import Selection
 from ..order.spans import ChunkRows
 from .chunk_source import ChunkSource
 
-_DATA_ERRORS = (FormatError, NotFoundError, ObjectChangedError)
+_DATA_ERRORS = (FormatError, DecryptionError, NotFoundError, ObjectChangedError)
 _KEPT_BLOCKS = 4
 
 
