@@ -11,7 +11,7 @@ from fsspec.core import url_to_fs
 
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError, UnsupportedURLError
-from .options import find_secrets
+from .options import environment_secrets, find_secrets
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
@@ -36,15 +36,17 @@ class BridgeStore:
         shown = _PASSWORD.sub("://", url)
         self._url = shown.rstrip("/") if not shown.endswith("://") else shown
         self._options = dict(storage_options or {})
-        self._secrets = find_secrets(self._options) | {text[3:-1] for text in _PASSWORD.findall(url)}
+        self._secrets = find_secrets(self._options, environment_secrets()) | {
+            text[3:-1] for text in _PASSWORD.findall(url)
+        }
         scheme = url.partition("://")[0]
         try:
             self._fs, root = url_to_fs(url, **self._options)
         except (ImportError, ValueError, TypeError) as exc:
             cure = "install penstock[hf]" if scheme == "hf" and isinstance(exc, ImportError) else _KNOWN
-            raise UnsupportedURLError(f"{scheme}:// can't be opened ({self._scrub(exc)}); {cure}") from exc
-        except Exception as exc:
-            raise self._translate(exc, "") from exc
+            raise UnsupportedURLError(f"{scheme}:// can't be opened ({self._scrub(exc)}); {cure}") from self._cause(exc)
+        except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
+            raise self._translate(exc, "") from self._cause(exc)
         self._root = str(root).rstrip("/")
 
     def __reduce__(self) -> tuple[type[BridgeStore], tuple[str, dict[str, Any]]]:
@@ -67,8 +69,8 @@ class BridgeStore:
                 data = self._fs.cat_file(path, start=byte_range.start, end=byte_range.stop)
             else:
                 data = b""
-        except Exception as exc:
-            raise self._translate(exc, key, byte_range) from exc
+        except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
+            raise self._translate(exc, key, byte_range) from self._cause(exc)
         if etag is not None or byte_range is None or len(data) != len(byte_range) or not data:
             info = self.head(key)  # after the read, to notice a change during it
             check_etag(self._url, key, etag, info.etag)
@@ -85,8 +87,8 @@ class BridgeStore:
         path = f"{self._root}/{key}"
         try:
             info = self._fs.info(path)
-        except Exception as exc:
-            raise self._translate(exc, key) from exc
+        except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
+            raise self._translate(exc, key) from self._cause(exc)
         if info.get("type") == "directory":
             raise NotFoundError(f"{where(self._url, key)} is a folder, not an object")
         return _describe(key, info)
@@ -105,8 +107,8 @@ class BridgeStore:
             entries = self._fs.find(top, detail=True)
         except StorageError:
             raise
-        except Exception as exc:
-            raise self._translate(exc, folder) from exc
+        except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
+            raise self._translate(exc, folder) from self._cause(exc)
         cut = len(self._root) + 1
         found = [_describe(path[cut:], info) for path, info in entries.items() if path[cut:].startswith(prefix)]
         return iter(sorted(found, key=lambda info: info.key))
@@ -118,8 +120,8 @@ class BridgeStore:
         try:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(path, bytes(data))
-        except Exception as exc:
-            raise self._translate(exc, key) from exc
+        except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
+            raise self._translate(exc, key) from self._cause(exc)
         return self.head(key)
 
     def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
@@ -143,11 +145,20 @@ class BridgeStore:
                 self._fs.rm_file(f"{self._root}/{key}")
             except FileNotFoundError:
                 continue
-            except Exception as exc:
-                raise self._translate(exc, key) from exc
+            except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
+                raise self._translate(exc, key) from self._cause(exc)
 
     def close(self) -> None:
         """Do nothing: fsspec shares the file system with everyone else in the process."""
+
+    def _cause(self, exc: BaseException) -> BaseException | None:
+        """What to raise from: the exception itself, unless a secret is in it or in what it came from."""
+        last: BaseException | None = exc
+        while last is not None:
+            if any(secret in f"{last!r} {last}" for secret in self._secrets):
+                return None
+            last = last.__cause__ or last.__context__
+        return exc
 
     def _scrub(self, exc: BaseException) -> str:
         text = str(exc).strip().partition("\n")[0][:300] or type(exc).__name__

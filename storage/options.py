@@ -64,6 +64,8 @@ _SECRET_WORDS = (
 _S3_IDENTITY = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
                 "AWS_CONTAINER_CREDENTIALS_FULL_URI")  # fmt: skip
 
+_CLOUD_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "HF_")
+
 _DURATION = re.compile(r"(\d+)\s*([a-z]+)")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _MAY_HAVE_LINES = re.compile("service_account|certificate|credentials")  # JSON and PEM
@@ -187,6 +189,11 @@ def seconds_of(duration: Any) -> float:
     if any(unit not in _UNITS for _, unit in parts):
         raise UnsupportedURLError(f"storage_options give {duration!r} as a time; units are {', '.join(_UNITS)}")
     return sum(int(number) * _UNITS[unit] for number, unit in parts)
+
+
+def environment_secrets() -> dict[str, str]:
+    """The variables of the environment that clients of clouds take credentials from."""
+    return {name: value for name, value in os.environ.items() if name.upper().startswith(_CLOUD_VARIABLES)}
 
 
 def find_secrets(*mappings: Mapping[str, Any]) -> frozenset[str]:

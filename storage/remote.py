@@ -21,7 +21,7 @@ from obstore.store import HTTPStore, from_url
 from .autoindex import list_index
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, past_the_end, where
 from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
-from .options import configure, find_secrets, limit_options
+from .options import configure, environment_secrets, find_secrets, limit_options
 from .patience import TimeLimit
 from .ranges import read_ranges
 from .remote_errors import Translator
@@ -90,7 +90,7 @@ class RemoteStore:
         client: Any
         config, client = configure(parts.scheme, self._options)
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
-        self._errors = Translator(self._url, find_secrets(self._options, config))
+        self._errors = Translator(self._url, find_secrets(self._options, config, environment_secrets()))
         retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
         try:
             self._client: Any = (

@@ -27,6 +27,11 @@ _QUERY = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>,)]*")
 _SIGNED = re.compile(
     r"(?i)\b(x-amz-[a-z-]+|x-goog-[a-z-]+|signature|sig|token|access_?key(?:_?id)?|awsaccesskeyid)=[^&\s\"'<>,)]+"
 )
+# Headers, in what a server says of a request that it got.
+_HEADER = re.compile(
+    r"(?i)\b((?:proxy-)?authorization|cookie|x-(?:amz|goog|ms)-[\w-]*|[\w-]{0,40}(?:token|secret|password|api-?key|signature)[\w-]{0,40})"
+    r"(\s*:\s*)(?:(?:bearer|basic|aws4-hmac-sha256|sharedkey)\s+)?[^\s<>\"']+(?:,\s*\w+=[^\s<>\"']+)*"
+)
 _USERINFO = re.compile(r"(https?://)[^/\s@]+@")
 _THROTTLE_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
 # In the dump of obstore's errors.
@@ -34,6 +39,7 @@ _UNREACHABLE = re.compile(r"kind: Connect\b|\bdns error\b")
 _TIMEOUT = re.compile(r"kind: Timeout\b|\bTimedOut\b")
 _OS_REASON = re.compile(r"(?:message|error): \"([^\"]+)\"")
 _LONGEST = 300
+_LONGEST_READ = 4000  # of a line, before secrets are taken out of it; a server may send megabytes
 
 
 class Translator:
@@ -44,8 +50,9 @@ class Translator:
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def cause(self, exc: BaseException) -> BaseException | None:
-        """What to raise from: the exception itself, unless its text contains a secret."""
-        return exc if self._scrub(str(exc)) == str(exc) else None
+        """What to raise from: the exception itself, unless its text has a secret, or what a server said, in it."""
+        text = str(exc)
+        return exc if not _STATUS.search(text) and self._scrub(text) == text else None
 
     def translate_opening(self, exc: BaseException) -> StorageError:
         """Translate an error of obstore's constructors: an unknown option, or an invalid value."""
@@ -109,13 +116,14 @@ class Translator:
 
     def _line(self, exc: BaseException) -> str:
         """The first line of the message, scrubbed and shortened; obstore adds a dump of its internals below it."""
-        line = self._scrub(str(exc)).strip().partition("\n")[0]
+        line = self._scrub(str(exc).strip().partition("\n")[0][:_LONGEST_READ])
         return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
 
     def _scrub(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return _SIGNED.sub(r"\1=***", _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text)))
+        text = _SIGNED.sub(r"\1=***", _USERINFO.sub(r"\1***@", _QUERY.sub(r"\1?***", text)))
+        return _HEADER.sub(r"\1\2***", text)
 
 
 def _cure_access(code: str) -> str:

@@ -274,3 +274,37 @@ def test_a_pickled_store_shows_no_secret_when_printed() -> None:
 )
 def test_the_url_of_an_object_is_cut_into_folder_and_key(url: str, folder: str, key: str) -> None:
     assert split_url(url) == (folder, key)
+
+
+def test_a_cause_with_a_password_is_not_chained_to_an_error_of_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_client("memory://host/x", {"password": SECRET})
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise OSError(f"login with {SECRET} failed")
+        except OSError as exc:
+            raise ConnectionError("connection lost") from exc
+
+    monkeypatch.setattr(store._fs, "cat_file", fail)  # type: ignore[attr-defined]
+    with pytest.raises(StoreUnavailableError, match="connection lost") as caught:
+        store.get("a")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"x-amz-security-token: {SECRET}",
+        f"Authorization: Bearer {SECRET} x-y: z",
+        f"Authorization: AWS4-HMAC-SHA256 Credential={SECRET}/2026/s3, SignedHeaders=host, Signature={SECRET}",
+        f"X-Api-Key : {SECRET}",
+        f"<Cookie>cookie: {SECRET}</Cookie>",
+    ],
+)
+def test_what_a_server_says_of_the_headers_that_it_got_is_left_out(said: str) -> None:
+    translator = Translator("s3://b", frozenset())
+    foreign = OSError(f"status code: 400 {said}")
+    error = translator.translate(foreign, "a")
+    assert SECRET not in str(error)
+    assert "the server refuses the request" in str(error)
+    assert translator.cause(foreign) is None
