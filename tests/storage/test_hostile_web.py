@@ -66,6 +66,25 @@ def redirect(to: str) -> Answer:
     return Answer(status=302, headers=(("Location", to),))
 
 
+def test_a_cloud_that_redirects_elsewhere_takes_no_signature_and_no_key_along(
+    own: FaultProxy, other: FaultProxy, folder: str
+) -> None:
+    """But a session token, and headers by other names than Authorization and Cookie: docs/security.md says so."""
+    other.choose(lambda request: Answer(status=404))
+    own.choose(lambda request: redirect(other.url.replace("127.0.0.1", "localhost") + request.path))
+    options = {"endpoint": own.url, "access_key": "AKIDofTheTests", "secret_key": SECRET, "token": "session"}
+    options["default_headers"] = {"cookie": SECRET, "x-plain": "plain"}
+    with pytest.raises(StorageError):
+        open_client("s3://bucket", options).get("x", ByteRange(1, 4))
+    assert {"authorization", "x-amz-security-token", "cookie"} <= set(own.requests[0].headers)
+    taken = other.requests[0].headers
+    assert SECRET not in str(other.requests)
+    assert "AKIDofTheTests" not in str(other.requests)
+    assert {"x-amz-security-token", "x-plain"} == {"authorization", "cookie", "x-amz-security-token", "x-plain"} & set(
+        taken
+    )
+
+
 @pytest.mark.parametrize("verb", ASKS)
 def test_what_the_user_sends_to_one_server_goes_to_no_other(
     own: FaultProxy, other: FaultProxy, folder: str, verb: str

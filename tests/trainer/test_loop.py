@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from penstock.trainer import ArrayLoader, Evaluation, TrainerConfigError, TrainerError, World
 from penstock.trainer.report.console import ProgressLine, format_times
 from penstock.trainer.report.json_lines import JsonLines
-from penstock.trainer.report.observers import Prometheus
+from penstock.trainer.report.prometheus import Prometheus
 from penstock.trainer.shares import blend_weights
 
 
@@ -317,6 +318,30 @@ def test_prometheus_serves_the_newest_numbers_and_frees_its_port(unused_tcp_port
         served.close()
         assert f"penstock_train_loss {value}" in text
         assert "penstock_train_step 7.0" in text
+
+
+@pytest.mark.slow
+def test_metrics_are_served_to_this_machine_alone_or_to_those_who_know_the_token(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+    served = Prometheus(unused_tcp_port)
+    assert served._server.server_address[0] == "127.0.0.1"
+    served.close()
+    with pytest.raises(TrainerConfigError, match=r"prometheus_address=0\.0\.0\.0 .* PENSTOCK_METRICS_TOKEN"):
+        Prometheus(unused_tcp_port, "0.0.0.0")
+    monkeypatch.setenv("PENSTOCK_METRICS_TOKEN", "token-of-the-tests")
+    served = Prometheus(unused_tcp_port, "0.0.0.0")
+    served.record("train", 7, {"loss": 1.5})
+    try:
+        for given in ({}, {"Authorization": "Bearer token"}, {"Authorization": "token-of-the-tests"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(url, headers=given), timeout=30)
+        right = urllib.request.Request(url, headers={"Authorization": "Bearer token-of-the-tests"})
+        with urllib.request.urlopen(right, timeout=30) as answer:
+            assert b"penstock_train_loss 1.5" in answer.read()
+    finally:
+        served.close()
 
 
 def test_a_port_that_is_taken_is_named(unused_tcp_port: int) -> None:

@@ -39,6 +39,9 @@ class ReportConfig:
     prometheus_port: int | None = None
     """Also serve Prometheus metrics on this port of rank 0's node."""
 
+    prometheus_address: str = "127.0.0.1"
+    """Address to serve them on; one that others reach, such as 0.0.0.0, needs PENSTOCK_METRICS_TOKEN."""
+
     wandb: str | None = None
     """Also log to this Weights & Biases project; its other settings are WANDB_ environment variables."""
 

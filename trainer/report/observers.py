@@ -1,4 +1,4 @@
-"""Where records go: TensorBoard, Prometheus, and all observers that a config asks for.
+"""Where records go: TensorBoard, and all observers that a config asks for.
 
 Everything here runs on rank 0 only and is told plain numbers; nothing here may take part in a collective.
 """
@@ -13,6 +13,7 @@ from ..errors import TrainerConfigError, TrainerError
 from .config import ReportConfig
 from .console import ProgressLine
 from .json_lines import JsonLines
+from .prometheus import Prometheus
 from .records import Observer, Values
 from .trackers import InBackground, MLflow, WandB
 
@@ -38,45 +39,6 @@ class TensorBoard:
         self._writer.close()
 
 
-class Prometheus:
-    """Gauges ``penstock_<kind>_<name>`` served over HTTP by a daemon thread until ``close``."""
-
-    def __init__(self, port: int) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-        except ImportError as exc:
-            raise TrainerConfigError(
-                f"report.prometheus_port={port} needs the package prometheus-client; install penstock[metrics], or "
-                "leave it out"
-            ) from exc
-        self._registry = CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
-        try:
-            self._server, self._thread = start_http_server(port, registry=self._registry)
-        except OSError as exc:
-            raise TrainerConfigError(
-                f"report.prometheus_port={port} cannot be opened ({exc.strerror}); give a free port"
-            ) from exc
-
-    def record(self, kind: str, step: int, values: Values) -> None:
-        for name, value in {"step": step, **values}.items():
-            if isinstance(value, (int, float)):
-                self._gauge(f"penstock_{kind}_{name}").set(value)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def _gauge(self, name: str) -> Any:
-        from prometheus_client import Gauge
-
-        clean = "".join(c if c.isalnum() else "_" for c in name)
-        if clean not in self._gauges:
-            self._gauges[clean] = Gauge(clean, clean.replace("_", " "), registry=self._registry)
-        return self._gauges[clean]
-
-
 def open_observers(config: ReportConfig, output_dir: Path, total_steps: int | None) -> Sequence[Observer]:
     """The observers that the config asks for; called on rank 0."""
     observers: list[Observer] = [JsonLines(output_dir / "metrics.jsonl")]
@@ -84,7 +46,7 @@ def open_observers(config: ReportConfig, output_dir: Path, total_steps: int | No
         if config.tensorboard:
             observers.append(TensorBoard(output_dir / "tensorboard"))
         if config.prometheus_port is not None:
-            observers.append(Prometheus(config.prometheus_port))
+            observers.append(Prometheus(config.prometheus_port, config.prometheus_address))
         if config.wandb is not None:
             observers.append(WandB(config.wandb, output_dir))
         if config.mlflow is not None:
