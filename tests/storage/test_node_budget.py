@@ -205,6 +205,7 @@ class Counting(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     lock = threading.Lock()
     running = most = 0
+    busy_beyond = 1000
     hanging = threading.Semaphore(0)
     go_on = threading.Event()
     begun: list[str]
@@ -224,7 +225,13 @@ class Counting(http.server.BaseHTTPRequestHandler):
         else:
             cls.go_on.wait(0.02)
         with cls.lock:
+            is_busy = cls.running > cls.busy_beyond
             cls.running -= 1
+        if is_busy:
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         self.send_response(206)
         for name, value in [("ETag", '"1"'), ("Content-Range", "bytes 0-3/4"), ("Content-Length", "4")]:
             self.send_header(name, value)
@@ -259,7 +266,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from penstock.storage import ByteRange, RetryConfig, open_store
 url, key, threads, requests = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-store = open_store(url, retry=RetryConfig(hedge_share=0, deadline_s=60))
+store = open_store(url, retry=RetryConfig(hedge_share=0, idle_timeout_s=100, deadline_s=200))
 with ThreadPoolExecutor(threads) as pool:
     for data in pool.map(lambda _: bytes(store.get(key, ByteRange(0, 4))), range(requests)):
         assert data == b"data"
@@ -305,6 +312,20 @@ def test_a_killed_process_frees_its_places(tmp_path: Path, counting: tuple[str, 
             client.kill()
             client.wait(60)
     assert handler.begun.count("/x") == 30
+
+
+@pytest.mark.slow
+def test_a_server_that_throttles_one_process_has_fewer_requests_from_all_that_follow(
+    tmp_path: Path, counting: tuple[str, type[Counting]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = counting
+    handler.busy_beyond = 4
+    assert start_client(url, "x", threads=16, requests=60, folder=tmp_path, places=16).wait(120) == 0
+    assert len(handler.begun) > 60  # some were sent again
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    budget = open_budget(url, 16)
+    assert budget is not None
+    assert budget.limit < 16
 
 
 def test_a_store_waits_for_a_place_and_says_so_when_there_is_none(

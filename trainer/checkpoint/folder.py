@@ -190,6 +190,9 @@ def decode_manifest(data: bytes, name: str) -> tuple[Manifest, dict[str, Any]]:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(f"{name} cannot be read: {type(exc).__name__}: {exc}") from exc
+    for file in manifest.files:
+        if file in {"", ".", ".."} or "/" in file or "\0" in file:
+            raise CheckpointError(f"{name} names {file[:100]!r}, which is no file inside a checkpoint")
     return manifest, body
 
 

@@ -34,7 +34,14 @@ from penstock.trainer import (
     export_safetensors,
 )
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
-from penstock.trainer.checkpoint.folder import choose_kept, list_steps, read_manifest
+from penstock.trainer.checkpoint.folder import (
+    FileSeal,
+    Manifest,
+    choose_kept,
+    encode_manifest,
+    list_steps,
+    read_manifest,
+)
 from penstock.trainer.checkpoint.lock import LOCK_NAME
 
 
@@ -482,3 +489,12 @@ def test_the_export_is_one_safetensors_file_of_the_bare_model(alone: World, tmp_
     with pytest.raises(CheckpointError, match=r"step-1 is damaged: extra\.json"):
         export_safetensors(tmp_path / "run" / "step-1", tmp_path / "other.safetensors")
     assert not (tmp_path / "other.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/elsewhere", "a/b", "..", ""])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    files = {name: FileSeal(size=4, xxh3="0" * 16)}
+    manifest = Manifest(step=1, world_size=1, metric=None, torch_version="2", files=files)
+    (tmp_path / "manifest.json").write_text(encode_manifest(manifest))
+    with pytest.raises(CheckpointError, match="which is no file inside a checkpoint"):
+        read_manifest(tmp_path)

@@ -1,0 +1,120 @@
+"""What docs/security.md says of the source: what is unpickled, run, served and trusted, and where."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock import DistributedDataLoader, pack
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("storage", "loader", "trainer", "benchmarks", "cli")
+
+# Modules whose functions run what they are given, and who may call them, on what.
+RISKY = {
+    "pickle": {"load", "loads", "Unpickler"},
+    "marshal": {"load", "loads"},
+    "shelve": {"open"},
+    "torch": {"load"},
+    "np": {"load"},
+    "numpy": {"load"},
+    "joblib": {"load"},
+    "yaml": {"load", "unsafe_load", "full_load"},
+    "builtins": {"eval", "exec", "compile"},
+    "os": {"system", "popen"},
+}
+ALLOWED = {
+    "loader/decoding/worker_channel.py": {"pickle.loads"},  # over a socket pair with processes that this one started
+    "loader/decoding/worker_main.py": {"pickle.loads"},  # the user's functions, from the process that started it
+    "loader/decoding/worker_pool.py": {"pickle.loads"},  # exceptions, from processes that this one started
+    "loader/tools/packing/values.py": {"np.load(allow_pickle=False)"},
+    "benchmarks/peer_decode.py": {"np.load(allow_pickle=False)"},
+    "benchmarks/contenders/webdataset.py": {"np.load(allow_pickle=False)"},
+    "trainer/checkpoint/readable.py": {"torch.load"},  # what this process has just written, before it is saved
+}
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(), str(path))
+
+
+def risky_calls(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+            module, name = function.value.id, function.attr
+        elif isinstance(function, ast.Name):
+            module, name = "builtins", function.id
+        else:
+            continue
+        if name in RISKY.get(module, set()):
+            safe = any(
+                word.arg == "allow_pickle" and isinstance(word.value, ast.Constant) and word.value.value is False
+                for word in node.keywords
+            )
+            found.add(f"{module}.{name}" + ("(allow_pickle=False)" if safe else ""))
+    return found
+
+
+def test_nothing_is_unpickled_or_run_but_what_processes_of_a_run_send_each_other() -> None:
+    found = {path: calls for path, tree in sources() if (calls := risky_calls(tree))}
+    assert found == ALLOWED
+
+
+def test_no_code_asks_a_shell_or_serves_on_all_addresses() -> None:
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "shell":
+                pytest.fail(f"{path}:{node.value.lineno} runs a shell")
+            is_address = isinstance(node, ast.Constant) and node.value == "0.0.0.0"
+            assert not is_address, f"{path}:{getattr(node, 'lineno', 0)} names all addresses"
+
+
+def test_certificates_are_left_unchecked_in_one_place_alone_where_the_user_asks() -> None:
+    naming = [path for path, tree in sources() if re.search(r"CERT_NONE|_create_unverified", ast.unparse(tree))]
+    assert naming == ["storage/web.py"]
+
+
+def test_members_named_like_paths_are_keys_and_touch_no_file(tmp_path: Path) -> None:
+    shards, work = tmp_path / "a" / "b" / "shards", tmp_path / "a" / "b" / "work"
+    shards.mkdir(parents=True)
+    names = ["../../evil.txt", str(tmp_path / "absolute.txt"), "./././../up.txt", "plain.txt"]
+    with tarfile.open(shards / "0.tar", "w") as tar:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"data"))
+        link = tarfile.TarInfo("link.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    with DistributedDataLoader(shards, batch_size=1, last_batch="partial", decode=None, cache_dir=work) as loader:
+        values = [bytes(batch["txt"][0]) for batch in loader]
+    assert values == [b"data"] * len(names)
+    for format_name in ("jsonl", "parquet"):
+        pack(shards, work / format_name, format=format_name, progress=False)
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and work not in path.parents]
+    assert outside == [shards / "0.tar"]
+
+
+def test_each_test_that_the_threat_model_names_is_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", text))
+    there = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert len(named) > 20
+    assert named - there == set()
