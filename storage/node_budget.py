@@ -246,11 +246,15 @@ class NodeBudget:
         return 1 + self._count_others(_MEMBERS, _MEMBERS + MOST_PLACES)
 
     def _count_others(self, start: int, stop: int) -> int:
-        """How many locks others hold there."""
-        found = self._find_other(start, stop) if start < stop else None
-        if found is None:
-            return 0
-        return 1 + self._count_others(start, found) + self._count_others(found + 1, stop)
+        """How many locks of one byte others hold there."""
+        count, ranges = 0, [(start, stop)]
+        while ranges:
+            start, stop = ranges.pop()
+            found = self._find_other(start, stop) if start < stop else None
+            if found is not None:
+                count += 1
+                ranges += [(start, found), (found + 1, stop)]
+        return count
 
     def _find_other(self, start: int, stop: int) -> int | None:
         """A place in a range that another process has locked."""

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tarfile
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,10 +40,11 @@ ALLOWED = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(), str(path))
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
+    """Every file of the package, by its path."""
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text(), str(path))) for path in paths]
 
 
 def risky_calls(tree: ast.Module) -> set[str]:
@@ -82,7 +83,7 @@ def test_no_code_asks_a_shell_or_serves_on_all_addresses() -> None:
 
 
 def test_certificates_are_left_unchecked_in_one_place_alone_where_the_user_asks() -> None:
-    naming = [path for path, tree in sources() if re.search(r"CERT_NONE|_create_unverified", ast.unparse(tree))]
+    naming = [path for path, _ in sources() if re.search(r"CERT_NONE|_create_unverified", (ROOT / path).read_text())]
     assert naming == ["storage/web.py"]
 
 
@@ -111,10 +112,7 @@ def test_each_test_that_the_threat_model_names_is_there() -> None:
     text = (ROOT / "docs" / "security.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", text))
     there = {
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef)
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
     }
     assert len(named) > 20
     assert named - there == set()

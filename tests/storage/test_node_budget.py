@@ -37,6 +37,16 @@ def test_processes_together_have_no_more_places_than_the_node(tmp_path: Path) ->
     assert not mine.take()
 
 
+def test_shares_are_equal_among_the_processes_that_send_requests_now(tmp_path: Path) -> None:
+    budgets = [open_in(tmp_path / "own", 64) for _ in range(5)]
+    for budget in budgets:
+        assert budget.take()
+    assert [budget.share() for budget in budgets[3:]] == [64 // 5] * 2
+    for budget in budgets[2:]:
+        budget.give()
+    assert budgets[0].share() == 32
+
+
 def test_throttling_of_one_process_cuts_the_limits_of_the_node_and_of_its_other_processes(tmp_path: Path) -> None:
     now = [0.0]
     mine, other = (
