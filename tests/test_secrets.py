@@ -121,7 +121,7 @@ STORES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("echo", [400, 403], indirect=True)
+@pytest.mark.parametrize("echo", [400], indirect=True)
 def test_no_store_shows_what_it_was_given_to_a_server_that_echoes_it(tmp_path: Path, echo: str) -> None:
     filled = json.loads(json.dumps(STORES).replace("ECHO", echo))
     written = probe(tmp_path, *filled)
