@@ -194,6 +194,7 @@ def _attempt(part: Lines, schema: pa.Schema) -> pa.Table | str:
 
 def _parse(part: Lines, schema: pa.Schema | None) -> pa.Table:
     """The rows with the columns of ``schema``, or with all of them and inferred types. Raises ArrowException."""
+    _refuse_other_values(part)
     parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
     text = part.text
     # One block: Arrow cannot read a line that lies in several.
@@ -238,6 +239,17 @@ def _refuse_depth(lines: Lines) -> None:
     for index in some[deepest > MAX_DEPTH].tolist():
         if _depth(lines[index]) > MAX_DEPTH:
             raise lines.error(index, f"nests more than {MAX_DEPTH} deep", "store the deep value as text")
+
+
+def _refuse_other_values(lines: Lines) -> None:
+    """Raise ArrowInvalid where a line does not begin an object.
+
+    Arrow takes a line of null for an object without keys, and crashes where it finds nothing else.
+    """
+    data = np.frombuffer(lines.run, np.uint8)
+    for index in np.flatnonzero(data[lines.starts] != ord("{")).tolist():
+        if not lines[index].lstrip().startswith(b"{"):
+            raise pa.ArrowInvalid("a line that holds no object")
 
 
 def _depth(line: bytes) -> int:

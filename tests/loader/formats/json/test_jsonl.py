@@ -397,3 +397,10 @@ def test_random_damage_gives_a_format_error_or_what_python_reads(
     assert len(got) == len(rows)
     for ours, row in zip(got, rows, strict=True):
         assert all(same(None if ours.get(f"{name}__null") else ours[name], value) for name, value in row.items())
+
+
+@pytest.mark.parametrize("text", [b"null", b"null\nnull\n", b'{"a": 1}\n null\n{"a": 2}\n', b'{"a": 1}\nnull null\n'])
+def test_a_line_that_holds_no_object_is_refused_also_where_arrow_takes_it_for_one(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(text)
+    with pytest.raises(FormatError, match=r"line \d is (a JSON NoneType, not an object|not JSON)"):
+        open_all(FolderStore(tmp_path), JsonlFormat())
