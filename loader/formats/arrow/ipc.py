@@ -18,7 +18,16 @@ from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, table_block, value_bytes
 from .ipc_reader import IpcReader
-from .messages import PREFIX_BYTES, RECORDS, Message, MessageBlock, metadata_length, parse_message
+from .messages import (
+    PREFIX_BYTES,
+    RECORDS,
+    Message,
+    MessageBlock,
+    body_bytes,
+    holds_compressed,
+    metadata_length,
+    parse_message,
+)
 from .string_views import views_are_inside
 
 # What a compressed body grows to is not in the metadata; a guess for the estimate of memory.
@@ -123,10 +132,11 @@ class ArrowFormat(BaseFormat):
 
     def _read(self, chunk: ChunkRef, header: ArrowHeader, data: memoryview, names: list[str]) -> pa.Table:
         try:
-            first = next(_messages(data))[0]
-            if first.compressed:
-                refuse_large(chunk, sum(message.opened_bytes(body) for message, body in _messages(data)))
-            if header.has_dictionaries or first.compressed:
+            pieces = [memoryview(header.prefix), data] if header.has_dictionaries else [data]
+            is_compressed = any(holds_compressed(metadata) for piece in pieces for metadata, _ in _messages(piece))
+            if is_compressed:
+                refuse_large(chunk, sum(_opened_bytes(piece) for piece in pieces))
+            if header.has_dictionaries or is_compressed:
                 batches = _read_stream(header, data, names)
             else:
                 batches = _read_in_place(header, data, names)
@@ -138,15 +148,20 @@ class ArrowFormat(BaseFormat):
         return table
 
 
-def _messages(data: memoryview) -> Iterator[tuple[Message, memoryview]]:
-    """The messages of a chunk, each with its body."""
+def _messages(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
+    """The metadata and the body of each message in ``data``."""
     at = 0
     while at < len(data):
         start = at + PREFIX_BYTES
         body = start + metadata_length(data[at:start])
-        message = parse_message(data[start:body])
-        at = body + message.body_bytes
-        yield message, data[body:at]
+        metadata = data[start:body]
+        at = body + body_bytes(metadata)
+        yield metadata, data[body:at]
+
+
+def _opened_bytes(data: memoryview) -> int:
+    """What the messages in ``data`` take decompressed, by what they state. Raises ValueError where that cannot be."""
+    return sum(parse_message(metadata).opened_bytes(body) for metadata, body in _messages(data))
 
 
 def _read_in_place(header: ArrowHeader, data: memoryview, names: list[str]) -> list[pa.RecordBatch]:

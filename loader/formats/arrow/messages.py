@@ -7,7 +7,7 @@ that may be damaged, so every read is checked and raises ValueError.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FILE_MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
@@ -26,7 +26,7 @@ class Message:
 
     ``kind`` (SCHEMA, DICTIONARY, RECORDS or another), ``rows``, the ``lengths`` and ``null_counts`` of its nodes in
     depth-first order, whether the body is ``compressed``, where its ``buffers`` lie in it (start, length), and for a
-    dictionary its id and whether it is a delta.
+    dictionary, whose values are a record batch, its id and whether it is a delta.
     """
 
     kind: int
@@ -76,30 +76,55 @@ def metadata_length(prefix: bytes | memoryview) -> int:
     return int(length)
 
 
+def body_bytes(metadata: memoryview) -> int:
+    """How long the body is that follows a message's metadata."""
+    length = _root(metadata).number(3, "<q")
+    if length < 0:
+        raise ValueError(f"a message with a body of {length} bytes")
+    return length
+
+
 def parse_message(metadata: memoryview) -> Message:
     """A message's metadata, without its prefix."""
     table = _root(metadata)
-    kind, body_bytes = table.number(1, "<B"), table.number(3, "<q")
-    if body_bytes < 0:
-        raise ValueError(f"a message with a body of {body_bytes} bytes")
+    kind, length = table.number(1, "<B"), body_bytes(metadata)
     header = table.table(2)
     if kind == DICTIONARY and header is not None:
-        delta = bool(header.number(2, "<B"))
-        return Message(kind, body_bytes, dictionary=header.number(0, "<q"), delta=delta)
+        values, delta = header.table(1), bool(header.number(2, "<B"))
+        found = Message(kind, length) if values is None else _parse_records(kind, length, values)
+        return replace(found, dictionary=header.number(0, "<q"), delta=delta)
     if kind != RECORDS or header is None:
-        return Message(kind, body_bytes)
+        return Message(kind, length)
+    return _parse_records(kind, length, header)
+
+
+def _parse_records(kind: int, length: int, header: _Table) -> Message:
+    """What the table of a record batch says; a dictionary's values are one, too."""
     rows = header.number(0, "<q")
     if rows < 0:
         raise ValueError(f"a record batch of {rows} rows")
-    buffers = tuple((start, length) for start, length in header.structs(2, "<qq"))
-    if any(start < 0 or length < 0 for start, length in buffers):
+    buffers = tuple((start, size) for start, size in header.structs(2, "<qq"))
+    if any(start < 0 or size < 0 for start, size in buffers):
         raise ValueError("a record batch with a buffer of negative place or length")
-    used = max((start + length for start, length in buffers), default=0)
-    if not 0 <= body_bytes - used < _ALIGNMENT:
-        raise ValueError(f"a record batch of {body_bytes} bytes, whose buffers end at byte {used}")
+    used = max((start + size for start, size in buffers), default=0)
+    if not 0 <= length - used < _ALIGNMENT:
+        raise ValueError(f"a record batch of {length} bytes, whose buffers end at byte {used}")
     nodes = header.structs(1, "<qq")
-    lengths, nulls = tuple(length for length, _ in nodes), tuple(count for _, count in nodes)
-    return Message(kind, body_bytes, rows, lengths, nulls, compressed=header.table(3) is not None, buffers=buffers)
+    lengths, nulls = tuple(count for count, _ in nodes), tuple(count for _, count in nodes)
+    return Message(kind, length, rows, lengths, nulls, compressed=_is_compressed(header), buffers=buffers)
+
+
+def holds_compressed(metadata: memoryview) -> bool:
+    """Whether a message's body is compressed: of a record batch, or of a dictionary's values."""
+    table = _root(metadata)
+    kind, header = table.number(1, "<B"), table.table(2)
+    if kind == DICTIONARY and header is not None:
+        header = header.table(1)
+    return kind in (DICTIONARY, RECORDS) and header is not None and _is_compressed(header)
+
+
+def _is_compressed(records: _Table) -> bool:
+    return records.table(3) is not None
 
 
 def refuse_inner_message(metadata: memoryview) -> None:
