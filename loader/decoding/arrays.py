@@ -15,6 +15,7 @@ from ..errors import DecodeError
 _MOST_ARRAYS = 10_000
 # What the arrays of one archive may take together: this much, or this many times the archive, if that is more.
 _MOST_BYTES, _MOST_RATIO = 1 << 30, 8
+_MOST_VALUE_BYTES = 1 << 20  # of a value of an empty array
 
 
 def read_npy(data: memoryview) -> AnyArray:
@@ -68,5 +69,14 @@ def _check_size(stream: IO[bytes], size: int) -> None:
     count, held = math.prod(shape), size - stream.tell()
     if dtype.hasobject:
         return  # refused by NumPy, in its words
-    if any(side < 0 for side in shape) or (count and not dtype.itemsize) or count * dtype.itemsize > held:
+    # NumPy allocates one value for an array of none.
+    is_wide = not count and dtype.itemsize > max(held, _MOST_VALUE_BYTES)
+    is_odd = any(side < 0 for side in shape) or (count and not dtype.itemsize) or _is_overflown(dtype)
+    if is_odd or is_wide or count * dtype.itemsize > held:
         raise DecodeError(f"an .npy whose header says {shape} values of {dtype.str!r}, in {held:,} bytes")
+
+
+def _is_overflown(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype, or one inside of it, has so long a text that NumPy's count of its bytes fell below zero."""
+    parts = [dtype.base] if dtype.subdtype else [field[0] for field in (dtype.fields or {}).values()]
+    return dtype.itemsize < 0 or any(map(_is_overflown, parts))

@@ -193,3 +193,10 @@ def test_any_bytes_are_a_value_or_an_error_of_ours(field: str, data: st.DataObje
 def test_json_that_nests_deeply_is_an_error_of_ours() -> None:
     with pytest.raises(DecodeError, match="field 'json': RecursionError"):
         decode("json", b"[" * 200_000)
+
+
+@pytest.mark.parametrize("kind", ["'<U2000000000'", "[('a', '<U2000000000'), ('b', '<i4')]", "'|S2147483647'"])
+@pytest.mark.parametrize("shape", ["()", "(0,)", "(2,)"])
+def test_an_npy_of_texts_longer_than_numpy_counts_is_refused(kind: str, shape: str) -> None:
+    with pytest.raises(DecodeError, match="field 'npy'"):
+        decode("npy", npy(stated(kind, shape)))
