@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from ..errors import ConfigError
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_MAX_EXPANDED = 10_000_000
+_MAX_EXPANDED = 2_000_000  # of all braces of a pattern together
+_MOST_DIGITS = 18
 _MAGIC = re.compile(r"[*?\[]")
 
 
@@ -21,29 +23,40 @@ def expand_braces(pattern: str) -> list[str]:
     """``a-{00..02}`` is a-00, a-01, a-02; ``{x,y}`` is x, y; several braces multiply, the last one running fastest.
 
     Raises:
-        ConfigError: a range that runs backwards, or braces that are neither range nor list.
+        ConfigError: a range that runs backwards, braces that are neither range nor list, or too many names.
     """
-    match = _BRACES.search(pattern)
-    if match is None:
-        return [pattern]
-    body, before, after = match[1], pattern[: match.start()], pattern[match.end() :]
+    parts: list[Sequence[str]] = []
+    at, count = 0, 1
+    for match in _BRACES.finditer(pattern):
+        words = _words(match[1], pattern, _MAX_EXPANDED // count)
+        parts += [(pattern[at : match.start()],), words]
+        at, count = match.end(), count * len(words)
+    return ["".join(chosen) for chosen in itertools.product(*parts, (pattern[at:],))]
+
+
+def _words(body: str, pattern: str, most: int) -> list[str]:
+    """What the inside of braces stands for. Raises ConfigError where that is more than ``most`` words."""
     span = _RANGE.fullmatch(body)
-    if span:
-        first, last = int(span[1]), int(span[2])
-        if last < first:
-            raise ConfigError(f"{pattern}: the range {{{body}}} runs backwards; write the smaller number first")
-        if last - first >= _MAX_EXPANDED:
-            raise ConfigError(
-                f"{pattern}: the range {{{body}}} names {last - first + 1} shards; give the prefix instead"
-            )
-        width = len(span[1]) if span[1].startswith("0") else 0
-        words = [str(number).zfill(width) for number in range(first, last + 1)]
-    elif "," in body:
-        words = body.split(",")
-    else:
+    if span is None and "," not in body:
         raise ConfigError(f"{pattern}: {{{body}}} is neither a range like {{000..099}} nor a list like {{a,b}}")
-    rests = expand_braces(after)
-    return [f"{before}{word}{rest}" for word in words for rest in rests]
+    if span is None:
+        words = body.split(",")
+        count = len(words)
+    elif max(map(len, span.groups())) > _MOST_DIGITS:
+        count = most + 1
+    else:
+        first, last = int(span[1]), int(span[2])
+        count = last - first + 1
+    if count > most:
+        raise ConfigError(
+            f"{pattern}: names more than {_MAX_EXPANDED:,} shards with {{{body}}}; give the prefix instead"
+        )
+    if span is None:
+        return words
+    if count < 1:
+        raise ConfigError(f"{pattern}: the range {{{body}}} runs backwards; write the smaller number first")
+    width = len(span[1]) if span[1].startswith("0") else 0
+    return [str(number).zfill(width) for number in range(first, last + 1)]
 
 
 def is_glob(url: str) -> bool:

@@ -357,3 +357,13 @@ def test_a_folder_on_a_web_server_is_no_object_though_the_server_answers_for_its
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.mark.parametrize("pattern", ["{0..9999}{0..9999}", "{0..9000000}", "{1.." + "9" * 5000 + "}", "{a,b}" * 40])
+def test_a_pattern_that_names_millions_of_shards_is_refused_before_they_are_named(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="names more than 2,000,000 shards with"):
+        expand_braces(pattern)
+
+
+def test_a_pattern_of_a_thousand_braces_is_expanded() -> None:
+    assert expand_braces("{0..0}" * 2000 + "{a,b}") == ["0" * 2000 + "a", "0" * 2000 + "b"]
