@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import io
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
@@ -22,6 +24,19 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE
 
 # Most footers fit, so that one GET reads them.
 _TAIL_BYTES = 64 << 10
+
+
+# pyarrow hands the check of a footer to a thread of its own and back, each time through the GIL: dozens of threads that
+# check at once wait for one another longer than for the store.
+_CHECKING = threading.Lock()
+
+
+def _renew_lock_in_child() -> None:
+    global _CHECKING
+    _CHECKING = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_in_child)
 
 
 class SparseFile(io.RawIOBase):
@@ -119,9 +134,8 @@ def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> Non
     if not groups or not footer.num_columns:
         return
     try:
-        with pq.ParquetFile(
-            pa.PythonFile(_DatalessFile(shard.size, []), "r"), metadata=footer, pre_buffer=True
-        ) as file:
+        dataless = pa.PythonFile(_DatalessFile(shard.size, []), "r")
+        with _CHECKING, pq.ParquetFile(dataless, metadata=footer, pre_buffer=True) as file:
             file.read_row_groups(groups, use_threads=False)
     except _SoundFooterError as reached:
         # pyarrow's reader keeps the exception, whose frames keep the reader: a cycle that is never collected.
