@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.replay:
         return replay(Path(options.replay))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in options.only:
         outcomes = []
         engines = engines_of(name, options.engines)
@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> int:
                 seconds = 60 * options.minutes / len(engines)
                 outcomes.append(run_engine(engine, name, options.seed, seconds, Path(folder)))
         rows.append(report(name, outcomes, options.keep))
-    if options.results:
-        write_results(Path(options.results, "fuzz.json"), rows, arguments)
+        if options.results:
+            write_results(Path(options.results, "fuzz.json"), rows, arguments)
     return 1 if any(row["faults"] for row in rows) else 0
 
 
@@ -88,8 +88,10 @@ def report(name: str, outcomes: list[Outcome], keep: str | None) -> dict[str, An
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], arguments: list[str]) -> None:
-    """Add a run to the results."""
+    """Add a run to the results, in place of what there was of it."""
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    if len(rows) > 1:
+        known["runs"].pop()
     known["about"] = (
         f"Cases run by each engine, and what broke a parser: a crash, more than {CASE_CPU_S:g} s of CPU time, an "
         f"allocation beyond {MEMORY_BYTES >> 20} MiB, or an error that is not one of ours."
