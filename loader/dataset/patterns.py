@@ -63,7 +63,15 @@ def is_glob(url: str) -> bool:
     """Whether a URL or path is a glob; an existing local path is taken literally, and a web URL may have a query."""
     if url.startswith(("http://", "https://")) and "?" in url:
         return False
-    return _MAGIC.search(url) is not None and ("://" in url or not Path(url).exists())
+    return _MAGIC.search(url) is not None and ("://" in url or not is_path(Path(url)))
+
+
+def is_path(path: Path) -> bool:
+    """Whether there is such a file or folder."""
+    try:
+        return path.exists()
+    except OSError:  # a name longer than a file's may be
+        return False
 
 
 def fixed_prefix(glob: str) -> str:

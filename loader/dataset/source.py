@@ -19,7 +19,7 @@ from ..formats.names import has_suffix, is_hidden
 from ..formats.tokens import index_keys
 from ..progress import show_progress
 from .manifest import MANIFEST_NAME
-from .patterns import expand_braces, fixed_prefix, is_glob, match_glob
+from .patterns import expand_braces, fixed_prefix, is_glob, is_path, match_glob
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -118,7 +118,7 @@ def _absolute(given: object) -> list[str]:
         raise ConfigError(f"a source is a URL or a path, not {text!r}")
     if "://" not in text:
         # An existing path with braces in its name is taken literally.
-        if Path(text).expanduser().exists():
+        if is_path(Path(text).expanduser()):
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
     check_query(text)

@@ -21,7 +21,7 @@ from penstock.loader.dataset.cache import IndexCache
 from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.loader.dataset.patterns import expand_braces
 from penstock.loader.dataset.source import select
-from penstock.storage import MemoryStore, NotFoundError
+from penstock.storage import MemoryStore, NotFoundError, PenstockError
 
 PutShards = Callable[..., list[int]]
 
@@ -367,3 +367,9 @@ def test_a_pattern_that_names_millions_of_shards_is_refused_before_they_are_name
 
 def test_a_pattern_of_a_thousand_braces_is_expanded() -> None:
     assert expand_braces("{0..0}" * 2000 + "{a,b}") == ["0" * 2000 + "a", "0" * 2000 + "b"]
+
+
+@pytest.mark.parametrize("name", ["p" + "[a]" * 100 + ".parquet", "{" + "pa," * 100 + "pb}.parquet"])
+def test_a_pattern_longer_than_the_name_of_a_file_may_be_is_an_error_of_ours(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PenstockError, match=r"p\[a\]|pa"):
+        open_manifest(f"{tmp_path}/{name}", progress=False)
