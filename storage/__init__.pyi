@@ -23,7 +23,7 @@ from .memory import MemoryStore as MemoryStore
 from .resolve import open_client as open_client
 from .resolve import open_store as open_store
 from .resolve import split_url as split_url
-from .retry import RetryConfig as RetryConfig
+from .retry_config import RetryConfig as RetryConfig
 from .retry import RetryStore as RetryStore
 from .store import ByteRange as ByteRange
 from .store import DiscardingStore as DiscardingStore

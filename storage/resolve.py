@@ -16,7 +16,8 @@ from .errors import UnsupportedURLError
 from .local import LocalStore
 from .memory import MemoryStore
 from .remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
-from .retry import RetryConfig, RetryStore
+from .retry import RetryStore
+from .retry_config import RetryConfig
 from .store import Store
 
 ENCRYPTION_OPTION = "encryption_key"

@@ -11,15 +11,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from .daemon_pool import DaemonPool, PoolClosedError
-from .errors import StorageError, StoreTimeoutError, StoreUnavailableError, StoreUnreachableError, ThrottledError
+from .errors import (
+    AccessDeniedError,
+    NotFoundError,
+    StorageError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    StoreUnreachableError,
+    ThrottledError,
+)
 from .hedge import HedgeBudget, LatencyBook, Race
 from .limiter import limiter_of
 from .patience import Patience, TimedStore, TimeLimit
 from .ranges import coalesce, split
+from .retry_config import RetryConfig, RetryCounts
 from .store import ByteRange, ObjectInfo, Store
 
 T = TypeVar("T")
@@ -35,53 +43,10 @@ GRACE_S = 2.0
 # A store that never responded at all is not waited for through the whole deadline: the address is probably wrong.
 FIRST_CONTACT_S = 8.0
 WARN_EVERY_S = 30.0
+# Answers of a healthy store that may be passing (a gateway's, while keys or nodes change) are asked for so often again.
+DOUBTED = 2
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetryConfig:
-    """How long and how often requests are tried, and how many run concurrently.
-
-    ``deadline_s`` covers a call with all its tries. One try breaks off after ``idle_timeout_s`` without a byte, and
-    where the whole response comes at less than ``min_bytes_per_s``: 12 s for up to 4 MiB, 24 s for up to 16 MiB, and so
-    on in doublings. The next try has twice the time, and so has every try where all of a host's responses are slow. A
-    try that begins within the deadline may end after it. Calls that last longer than ``warn_after_s`` are logged as
-    warnings.
-
-    A second request is sent when the first takes three times the 95th percentile of its size's latencies and at least
-    ``hedge_floor_s``, or a quarter of its time where no latencies are known. ``hedge_share`` limits second requests
-    that do not win to a share of all requests; 0 turns them off.
-    """
-
-    deadline_s: float = 120.0
-    idle_timeout_s: float = 8.0
-    min_bytes_per_s: float = float(1 << 20)
-    first_delay_s: float = 0.1
-    max_delay_s: float = 10.0
-    max_running: int = 64
-    hedge_share: float = 0.05
-    hedge_floor_s: float = 0.02
-    warn_after_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.deadline_s < 0 or not 0 <= self.first_delay_s <= self.max_delay_s:
-            raise ValueError(f"{self}: needs deadline_s >= 0 and 0 <= first_delay_s <= max_delay_s")
-        if not self.idle_timeout_s > 0 or not self.min_bytes_per_s > 0 or self.warn_after_s < 0:
-            raise ValueError(f"{self}: needs idle_timeout_s > 0, min_bytes_per_s > 0 and warn_after_s >= 0")
-        if self.max_running < 1 or not 0 <= self.hedge_share <= 1 or self.hedge_floor_s < 0:
-            raise ValueError(f"{self}: needs max_running >= 1, hedge_share in [0, 1] and hedge_floor_s >= 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetryCounts:
-    """Requests, and what was done beyond one request per call, since the store was opened."""
-
-    requests: int
-    retries: int
-    throttled: int
-    hedges: int
-    hedges_won: int
 
 
 class RetryStore:
@@ -107,7 +72,7 @@ class RetryStore:
         self._budget = HedgeBudget(self._config.hedge_share)
         self._patience = Patience(self._config.idle_timeout_s, self._config.min_bytes_per_s)
         self._timed = inner if isinstance(inner, TimedStore) else None
-        self._reached = False
+        self._reached = self._granted = False
         self._warned_at = float("-inf")
         self._pool = DaemonPool(f"penstock-requests {inner.url}")
         self._closing = threading.Event()
@@ -140,9 +105,12 @@ class RetryStore:
         def ask(store: Store) -> memoryview:
             return store.get(key, byte_range, etag=etag)
 
+        is_indexed = etag is not None
         if byte_range is None:
-            return self._try(ask, size_bytes=None, find_size=lambda: self._inner.head(key).size)
-        return self._try(ask, size_bytes=len(byte_range), is_hedged=True)
+            return self._try(
+                ask, size_bytes=None, find_size=lambda: self._inner.head(key).size, is_indexed=is_indexed
+            )
+        return self._try(ask, size_bytes=len(byte_range), is_hedged=True, is_indexed=is_indexed)
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> _Views:
         requests = coalesce(ranges)
@@ -207,11 +175,15 @@ class RetryStore:
         find_size: Callable[[], int] | None = None,
         is_hedged: bool = False,
         is_sent: bool = False,
+        is_indexed: bool = False,
     ) -> T:
-        """Ask until there is a response. ``is_sent``: the bytes go to the store, which is silent for as long."""
+        """Ask until there is a response. ``is_sent``: the bytes go to the store, which is silent for as long.
+
+        ``is_indexed``: the object was there, so that it is asked for again before it counts as absent.
+        """
         config = self._config
         started = time.monotonic()
-        tries = 0
+        tries = doubted = 0
         while True:
             deadline_s = self._patience.deadline_s(config.deadline_s, size_bytes)
             left_s = deadline_s - (time.monotonic() - started)
@@ -226,7 +198,9 @@ class RetryStore:
             except StorageError as exc:
                 self._note_failure(exc)
                 if not exc.transient:
-                    raise
+                    if doubted == DOUBTED or not self._is_doubtful(exc, is_indexed):
+                        raise
+                    doubted += 1
                 failure = exc
             if size_bytes is None and find_size is not None and isinstance(failure, StoreTimeoutError):
                 with suppress(StorageError):
@@ -234,12 +208,20 @@ class RetryStore:
             if not self._reached and isinstance(failure, StoreUnreachableError):
                 deadline_s = min(deadline_s, FIRST_CONTACT_S)
             delay_s = random.uniform(0, min(config.max_delay_s, config.first_delay_s * 2.0 ** min(tries - 1, 60)))
+            if not failure.transient:
+                delay_s = min(config.max_delay_s, config.first_delay_s * 4.0**doubted)
             out_of_time = time.monotonic() - started + delay_s > deadline_s
             if out_of_time or self._closing.wait(delay_s):
                 raise self._give_up(failure, tries, started, deadline_s) from failure
             self._warn(failure, tries, started, deadline_s)
             with self._lock:
                 self._retries += 1
+
+    def _is_doubtful(self, exc: StorageError, is_indexed: bool) -> bool:
+        """Whether the store contradicts what it said before."""
+        return (self._granted and isinstance(exc, AccessDeniedError)) or (
+            is_indexed and isinstance(exc, NotFoundError)
+        )
 
     def _note_failure(self, exc: StorageError) -> None:
         if not isinstance(exc, (StoreUnreachableError, StoreTimeoutError)):
@@ -270,7 +252,7 @@ class RetryStore:
             took_s = time.monotonic() - started
         if hedge_bytes is not None:
             self._latencies.add(hedge_bytes, took_s)
-        self._reached = True
+        self._reached = self._granted = True
         self._patience.note_success(took_s, limit)
         self._limiter.note_success()
         return result

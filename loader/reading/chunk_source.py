@@ -23,6 +23,7 @@ from .records import pack_records
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
 # However small the limit: one chunk of this size is always read.
 ALWAYS_BYTES = 64 << 20
+_REFETCHES = 3
 
 
 class ChunkSource:
@@ -59,19 +60,22 @@ class ChunkSource:
         return source
 
     def load(self, index: int) -> Block:
-        """Fetch and open a chunk. Wrong bytes are fetched once more, past any cache, before they are an error.
+        """Fetch and open a chunk. Wrong bytes are fetched anew, past any cache, thrice before they are an error.
+
+        What is damaged where it lies comes alike each time; a path that damages a share of all answers does not.
 
         Raises:
             StorageError, FormatError, ChecksumError, ConfigError.
             MemoryLimitError: the chunk alone takes more than it may.
         """
         chunk = replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
-        try:
-            return self._load(index, chunk)
-        except FormatError:
-            self._counters.add(refetched_chunks=1)
-            self._forget(chunk)
-            return self._load(index, chunk)
+        for _ in range(_REFETCHES):
+            try:
+                return self._load(index, chunk)
+            except FormatError:
+                self._counters.add(refetched_chunks=1)
+                self._forget(chunk)
+        return self._load(index, chunk)
 
     def _forget(self, chunk: ChunkRef) -> None:
         """Drop what is kept of a chunk, in memory and on the node's disk."""

@@ -64,6 +64,33 @@ def test_what_can_not_pass_fails_at_once(error: type[StorageError]) -> None:
     assert store.counts.requests == 1
 
 
+def test_one_refusal_by_a_store_that_gave_before_is_asked_about_again() -> None:
+    memory, store = _stores()
+    etag = store.head("x").etag
+    for error in (AccessDeniedError, NotFoundError):
+        memory.inject(Fault(error=error))
+        assert store.get("x", ByteRange(0, 100), etag=etag) == DATA[:100]
+    assert store.counts.retries == 2
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, NotFoundError])
+def test_a_refusal_that_stays_is_an_error_after_two_more_tries(error: type[StorageError]) -> None:
+    memory, store = _stores()
+    etag = store.head("x").etag
+    memory.inject(Fault(error=error), times=9)
+    with pytest.raises(error):
+        store.get("x", etag=etag)
+    assert store.counts.requests == 4
+
+
+def test_an_object_that_nobody_indexed_is_absent_at_once() -> None:
+    _, store = _stores()
+    assert store.get("x") == DATA
+    with pytest.raises(NotFoundError):
+        store.get("y")
+    assert store.counts.retries == 0
+
+
 @pytest.mark.parametrize("verb", ["get", "head", "list", "put"])
 def test_every_verb_is_tried_again(verb: str) -> None:
     memory, store = _stores()
@@ -198,8 +225,8 @@ def test_far_ranges_are_read_side_by_side_and_an_error_of_one_is_raised() -> Non
     ranges = [ByteRange(i << 21, (i << 21) + 9) for i in range(4)]
     assert store.get_ranges("big", ranges) == [bytes(9)] * 4
     assert memory.most_running == 4
-    memory.inject(Fault(error=AccessDeniedError))
-    with pytest.raises(AccessDeniedError):
+    memory.inject(Fault(error=ObjectChangedError))
+    with pytest.raises(ObjectChangedError):
         store.get_ranges("big", ranges)
     store.close()
     assert _own_threads(store) == []

@@ -66,6 +66,14 @@ def test_a_chunk_that_came_wrong_is_fetched_again_past_the_cache(source):
     assert counters.totals().refetched_chunks == 1
 
 
+def test_a_chunk_that_came_wrong_three_times_is_fetched_again(source):
+    chunks, store, counters = source
+    chunks.load(1)
+    store.lies = 3
+    assert chunks.load(0).columns["n"].values.tolist() == list(range(10))
+    assert counters.totals().refetched_chunks == 3
+
+
 def test_a_footer_that_cannot_be_read_is_the_formats_error(source):
     chunks, store, _ = source
     store.lies = 10**6
