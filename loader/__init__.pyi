@@ -21,6 +21,7 @@ from .errors import FormatError as FormatError
 from .errors import LoaderClosedError as LoaderClosedError
 from .errors import MemoryLimitError as MemoryLimitError
 from .errors import PartitionError as PartitionError
+from .errors import RankStoppedError as RankStoppedError
 from .errors import SampleNotFoundError as SampleNotFoundError
 from .errors import StateMismatchError as StateMismatchError
 from .errors import WorkerError as WorkerError

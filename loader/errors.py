@@ -71,3 +71,21 @@ class ForkedLoaderError(PenstockError, RuntimeError):
 
 class LoaderClosedError(PenstockError, RuntimeError):
     """The loader was closed."""
+
+
+class RankStoppedError(PenstockError, RuntimeError):
+    """Another rank's loader failed, so this one stops too; the message names that rank and its error: the first cause.
+
+    ``rank``: its number in the process group; ``kind``: the class of its error.
+    """
+
+    is_consequence = True
+
+    def __init__(self, rank: int, kind: str, message: str) -> None:
+        super().__init__(f"rank {rank} stopped: {kind}: {message}")
+        self.rank = rank
+        self.kind = kind
+        self.problem = message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.kind, self.problem)

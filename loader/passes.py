@@ -59,6 +59,8 @@ class Passes:
         if running is not None and running.is_stopped:  # an interrupt came before it was forgotten
             self.resources.stop_pipeline()
         if self.resources.pipeline is None:
+            if self.share.world_size > 1:
+                self.resources.join_peers()
             if self.resources.workers is not None:
                 self.resources.workers.start()
             # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
@@ -105,6 +107,7 @@ class Pass(Iterator[BatchT]):
             self._end()
         before = (position.epoch, position.consumed, position.is_loaded, self._at)
         try:
+            passes.resources.check_peers()
             item = self._take()
             if item is None:
                 self._end()
@@ -117,9 +120,10 @@ class Pass(Iterator[BatchT]):
             return batch
         except StopIteration:
             raise
-        except BaseException:  # an interrupt, too: what was taken out of the queue and not handed out is not lost
+        except BaseException as exc:  # an interrupt, too: what was taken out of the queue and not handed out is not lost
             position.epoch, position.consumed, position.is_loaded, self._at = before
             passes.resources.stop_pipeline()
+            passes.resources.tell_peers(exc)
             raise
 
     def _take(self) -> Delivery | None:

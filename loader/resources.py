@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from .decoding.worker_pool import WorkerPool
 from .errors import ForkedLoaderError, LoaderClosedError
+from .peers import PeerWatch, join_peers
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
 from .ranks import refuse_worker
@@ -26,6 +27,7 @@ class Resources:
         self.pipeline: Pipeline | None = None
         self.workers: WorkerPool | None = None
         self.log: DeliveryLog | None = None
+        self.peers: PeerWatch | None = None
         self._is_closed = False
         self._closing = threading.RLock()
         self._process = os.getpid()
@@ -60,6 +62,29 @@ class Resources:
     @property
     def _is_ours(self) -> bool:
         return os.getpid() == self._process
+
+    def join_peers(self) -> None:
+        """From now on hear of errors on other ranks, until ``close``."""
+        me = weakref.ref(self)
+
+        def interrupt(error: BaseException) -> None:
+            resources = me()
+            pipeline = None if resources is None else resources.pipeline
+            if pipeline is not None:
+                pipeline.interrupt(error)
+
+        self.peers = join_peers(self, interrupt)
+
+    def check_peers(self) -> None:
+        """Raise RankStoppedError where another rank's loader failed, once for each such error."""
+        if self.peers is not None:
+            self.peers.check()
+
+    def tell_peers(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that ends this one's pass: not of an interrupt, or of a closed loader."""
+        is_own_doing = isinstance(error, (LoaderClosedError, ForkedLoaderError)) or not isinstance(error, Exception)
+        if self.peers is not None and not is_own_doing:
+            self.peers.tell(error)
 
     def stop_pipeline(self) -> None:
         """End the pipeline, if there is one, and drop what it read ahead."""
@@ -96,9 +121,11 @@ class Resources:
                 if owned is not None:
                     owned.close()
             self.stop_pipeline()
+            if self.peers is not None:
+                self.peers.leave(self)
             if self.log is not None:
                 self.log.close()
-            self.workers = self.log = self.store = None
+            self.workers = self.log = self.store = self.peers = None
 
 
 _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base of every error that penstock raises on purpose."""
+    """Base of every error that penstock raises on purpose.
+
+    ``is_consequence`` says that it only tells of an error on another rank, which is the cause.
+    """
+
+    is_consequence = False
 
 
 class StorageError(PenstockError):

@@ -34,7 +34,7 @@ FLOORS = {
         {"dataset"},
         {"reading"},
         {"decoding"},
-        {"arguments", "cost_arguments", "foreign_arguments", "pipeline"},
+        {"arguments", "cost_arguments", "foreign_arguments", "peers", "pipeline"},
         {"position", "resources"},
         {"passes"},
         {"control", "standing", "tools"},

@@ -184,6 +184,13 @@ class RemoteError:
             return cls(rank, type(error).__name__, error.problem, error.shard, error.offset)
         return cls(rank, type(error).__name__, str(error))
 
+    @property
+    def text(self) -> str:
+        """The message, with the place in a shard."""
+        if self.shard is None:
+            return self.message
+        return str(FormatError(self.shard, self.message, offset=self.offset))
+
     def to_exception(self) -> PenstockError:
         """The error with its own type, if that is one of ours, and the rank that raised it."""
         kind = next((kind for kind in _descendants(PenstockError) if kind.__name__ == self.kind), None)

@@ -39,6 +39,7 @@ class DeliveryQueue:
         self._max_items = max_items
         self._bytes = 0
         self._error: BaseException | None = None
+        self._interruption: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
 
@@ -64,10 +65,18 @@ class DeliveryQueue:
             self._error = error
             self._changed.notify_all()
 
+    def interrupt(self, error: BaseException) -> None:
+        """Raise an error that does not come from the producer at once, before what is in the queue."""
+        with self._changed:
+            self._interruption = error
+            self._changed.notify_all()
+
     def get(self) -> Delivery:
         """Wait for the next delivery. Raises the producer's error, or LoaderClosedError if the queue is closed."""
         with self._changed:
-            while not self._items:
+            while self._interruption is not None or not self._items:
+                if self._interruption is not None:
+                    raise self._interruption
                 if self._error is not None:
                     raise self._error
                 if self._closed:

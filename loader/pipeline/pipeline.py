@@ -50,6 +50,7 @@ class Pipeline:
         self._stopping = threading.Event()
         # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
         self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
+        self.interrupt = self._out.interrupt  # by any thread: an error that the next ``get`` raises
         self._pool = DaemonPool("penstock-decode", options.decode_threads)
         self._maker = BatchMaker(
             options=batch_options,

@@ -8,10 +8,10 @@ _COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Conne
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from gloo, NCCL or the store, so that another rank is its likely cause."""
+    """Whether an error comes from gloo, NCCL, the store or another rank's loader: another rank is its likely cause."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, dist.DistError):
+        if isinstance(cause, dist.DistError) or getattr(cause, "is_consequence", False):
             return True
         if isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _COLLECTIVE_MARKS):
             return True
