@@ -162,8 +162,9 @@ class PeerWatch:
             self._tell(store, incident)
         with self._changed:
             error, members = self.pending, list(self._members.values())
-        for interrupt in members if error is not None else ():
-            interrupt(error)  # again each time: a pass may just have begun
+        if error is not None:
+            for interrupt in members:
+                interrupt(error)  # again each time: a pass may just have begun
 
     def _note(self, cause: RemoteError) -> None:
         error = RankStoppedError(cause.rank, cause.kind, cause.text)

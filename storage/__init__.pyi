@@ -23,8 +23,8 @@ from .memory import MemoryStore as MemoryStore
 from .resolve import open_client as open_client
 from .resolve import open_store as open_store
 from .resolve import split_url as split_url
-from .retry_config import RetryConfig as RetryConfig
 from .retry import RetryStore as RetryStore
+from .retry_config import RetryConfig as RetryConfig
 from .store import ByteRange as ByteRange
 from .store import DiscardingStore as DiscardingStore
 from .store import ObjectInfo as ObjectInfo

@@ -107,9 +107,7 @@ class RetryStore:
 
         is_indexed = etag is not None
         if byte_range is None:
-            return self._try(
-                ask, size_bytes=None, find_size=lambda: self._inner.head(key).size, is_indexed=is_indexed
-            )
+            return self._try(ask, size_bytes=None, find_size=lambda: self._inner.head(key).size, is_indexed=is_indexed)
         return self._try(ask, size_bytes=len(byte_range), is_hedged=True, is_indexed=is_indexed)
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> _Views:
@@ -219,9 +217,7 @@ class RetryStore:
 
     def _is_doubtful(self, exc: StorageError, is_indexed: bool) -> bool:
         """Whether the store contradicts what it said before."""
-        return (self._granted and isinstance(exc, AccessDeniedError)) or (
-            is_indexed and isinstance(exc, NotFoundError)
-        )
+        return (self._granted and isinstance(exc, AccessDeniedError)) or (is_indexed and isinstance(exc, NotFoundError))
 
     def _note_failure(self, exc: StorageError) -> None:
         if not isinstance(exc, (StoreUnreachableError, StoreTimeoutError)):

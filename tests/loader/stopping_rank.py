@@ -1,4 +1,4 @@
-"""Run by torchrun on three ranks: ``stopping_rank.py SOURCE FOLDER``. Rank 1's loader fails; each rank tells how it ended.
+"""Run by torchrun on three ranks: ``stopping_rank.py SOURCE FOLDER``. Rank 1's loader fails; each tells how it ended.
 
 First rank 0 trains and rank 2 waits for a store that does not answer; then all go on with new loaders; at last the
 others are blocked in a collective that rank 1 never enters.

@@ -1,0 +1,164 @@
+"""Writes docs/RELIABILITY.md from the bench's results: what each fault did, and what is promised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...loader.errors import ConfigError
+
+_HEAD = """# Reliability
+
+What happens to a job when its network, its server, its processes or its disk fail: what you see, what is lost, and how
+long it takes. The tables are measured. `python -m penstock.benchmarks.faults` makes each fault between real processes
+and a real S3 server, compares every batch with the plan and the content of every sample with a digest, and fails where a
+limit does not hold. This page is made by `python -m penstock.benchmarks.faults --page docs/RELIABILITY.md`.
+
+## What is promised
+
+- **No sample is lost, given twice or mixed up** by any fault below: not in the job that meets it, and not in the one that
+  goes on from its last position, on any number of ranks.
+- **What may pass is waited for.** Requests are tried again for two minutes. A single bad response costs at most 30
+  seconds and mostly none, because a second request overtakes it. A warning says so where it lasts longer than ten
+  seconds. One 403 or 404 by a store that gave the object before is asked about twice more.
+- **What cannot pass is an error** that names the shard and says what to do. The position stays at the last batch that
+  was handed out, so the next start, or the next call of `next`, goes on there.
+- **An error on one rank reaches all ranks in seconds**, each with the first cause
+  ([below](#when-one-rank-fails)).
+- **The cache is never trusted.** Entries are bound to their names and checked by a checksum; what is damaged, cut, swapped
+  or gone is fetched again. A full or read-only disk costs speed, not the run.
+- **Nothing is left behind**: after `close()` no thread and no descriptor, and after a SIGKILL no lock and no shared
+  memory. A request that hangs keeps its thread until its time is over, up to half a minute.
+
+## What is not promised
+
+- **Wrong bytes without checksums.** An index written by `penstock index` or `penstock pack` has checksums. One that the
+  first use builds has none: there a damaged tar or token file can give wrong samples, which no reader could tell. TCP and
+  TLS find most damage on the way; object stores find most damage at rest.
+- **Batches that a killed process had taken.** They are given again to the job that goes on from an earlier position:
+  `replayed` in `penstock audit`, and undone with the weights by a checkpoint.
+- **Speed under faults.** A storm of errors at 30% of all requests makes a job several times slower while it lasts.
+- **A rank that hangs inside a collective.** The loader does not end processes. The trainer's watchdog does, and so does
+  torchrun, once one rank has ended.
+- **Time**, where the machine itself is stopped or suspended: time-outs count again when it goes on.
+- **Other users with root**, and whoever may write to your data set or to your part of the cache with the tools of this
+  package.
+
+"""
+
+_ONE_RANK = """## When one rank fails
+
+A loader whose error ends a pass tells all ranks of its process group, through the group's key-value store. It needs no
+trainer and no collective, and never initialises `torch.distributed`. This holds for loaders whose data several ranks
+share; one with `rank=0, world_size=1` of its own is alone.
+
+- A rank that **waits for a batch** is woken and raises `RankStoppedError`: "rank 1 stopped: ChecksumError:
+  shard-000007.tar at byte 0: ...". So does a rank that **trains**, at its next batch, whatever is ready.
+- A rank that is **blocked in a collective**, such as DDP's all-reduce, cannot be woken from outside: aborting a
+  communicator from another thread is not safe with every backend. Its log names the first cause at once, so that it
+  stands above the error of gloo or NCCL. It raises `RankStoppedError` if the collective ends before the process does.
+  The failing rank's end makes gloo fail at once; with NCCL torchrun ends the other ranks in a second. With
+  `DistributedTrainer` the watchdog ends blocked ranks and names the same cause.
+- The **failing rank** holds its error back until the others know of it, for two seconds at most. If another one failed
+  before, a note at its error says so.
+- Each error is raised once on each rank. Whoever catches it goes on with `next`; catch it on all ranks or on none.
+
+A thread looks at the store twice a second (less often in worlds of more than a thousand ranks), and ends with the
+loader. A batch costs one comparison more.
+
+"""
+
+_GROUPS = {
+    "network": "Network and server",
+    "process": "Ranks, workers, launcher",
+    "node": "Disk, cache, memory, clock",
+}
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Write the page from the results of the cases and of the soak.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    try:
+        found: dict[str, Any] = json.loads(results.read_text())
+        cases = found["cases"]
+    except (OSError, KeyError) as exc:
+        raise ConfigError(f"{results}: no results; make them with --results {results.parent}") from exc
+    text = _HEAD + "".join(_list_tables(cases["rows"])) + _ONE_RANK
+    if "soak" in found:
+        text += _describe_soak(found["soak"])
+    text += _describe_run(cases)
+    page.write_text(text)
+
+
+def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield (
+        "## What each fault did\n\n*Lost, twice, wrong*: samples missing, delivered twice, or with another content than "
+        "they should have, in the job and its continuation together. *Longest wait*: the longest time without a batch. "
+        "*Error after*: from the fault to the error. *Speed*: that of a job without a fault is 1.\n\n"
+    )
+    for group, title in _GROUPS.items():
+        yield f"### {title}\n\n"
+        yield "| fault | what you see | lost, twice, wrong | longest wait | error after | speed |\n"
+        yield "| --- | --- | --- | --- | --- | --- |\n"
+        for row in rows:
+            if row["group"] == group:
+                yield _format_row(row)
+        yield "\n"
+
+
+def _format_row(row: dict[str, Any]) -> str:
+    if row["skipped"]:
+        return f"| {row['fault']} | not played here: {row['skipped']} | | | | |\n"
+    sees = row["sees"] if row["ended"] != "error" else f"`{row['error']}`: {row['sees']}"
+    counts = f"{row['missing']}, {row['repeated']}, {row['wrong']}"
+    error = "" if row["error_s"] is None else f"{row['error_s']:.1f} s"
+    speed = "" if row["share_of_speed"] is None else f"{row['share_of_speed']:.2f}"
+    failed = f" **{'; '.join(row['failures'])}**" if row["failures"] else ""
+    return f"| {row['fault']} | {sees}{failed} | {counts} | {row['gap_s']:.1f} s | {error} | {speed} |\n"
+
+
+def _describe_soak(soak: dict[str, Any]) -> str:
+    faults = ", ".join(f"{name} {count} times" for name, count in sorted(soak["faults"].items()))
+    outcome = "; ".join(soak["failures"]) if soak["failures"] else "Every limit held."
+    return f"""## A soak
+
+`{soak["command"]}`: random faults for {soak["seconds"] / 60:.0f} minutes on {soak["ranks"]} ranks of torchrun and on
+fewer after restarts, drawn from a seed ({soak["date"][:10]}).
+
+| | |
+| --- | --- |
+| starts of the job | {soak["attempts"]} |
+| samples delivered | {soak["delivered"]:,}, of {soak["epochs"]} epochs |
+| missing, repeated, wrong | {soak["missing"]}, {soak["repeated"]}, {soak["wrong"]} |
+| batches that are not the plan's | {soak["misplaced"]} |
+| replayed after kills | {soak["replayed"]:,} |
+| requests, tried again | {soak["requests"]:,}, {soak["retries"]:,} |
+| longest time without a batch | {soak["gap_s"]:.1f} s |
+| growth of a process | {soak["growth_bytes"] / 2**20:.1f} MiB, {soak["growth_threads"]} threads, {soak["growth_descriptors"]} descriptors |
+
+Faults: {faults}. {outcome}
+
+"""
+
+
+def _describe_run(cases: dict[str, Any]) -> str:
+    machine = cases["machine"]
+    return f"""## Make it yourself
+
+```console
+python -m penstock.benchmarks.faults --list                 # every case, and how the fault is made
+python -m penstock.benchmarks.faults --only drip cache      # some of them
+python -m penstock.benchmarks.faults --soak 30m --ranks 3   # random faults
+```
+
+These numbers: `{cases["command"]}` on {cases["date"][:10]}, {machine["cores"]} cores of {machine["cpu"]}, with a load of
+{machine["load_1m"]:.0f} from other work; [all of them](../benchmarks/results/faults.json). Cases that mount a small disk or
+limit a cgroup need root. Clock jumps move Python's clock of the process, not the machine's. Not played: a host that loses
+its address in mid-epoch (connections that are open need none; new ones fail as refused ones do), and the failure of a
+whole machine, which for the others is a rank that was killed.
+"""  # fmt: skip
