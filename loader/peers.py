@@ -24,11 +24,12 @@ from .errors import RankStoppedError
 
 LOOK_S = 0.5
 RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds look less often
+_AGAIN_S = 0.02
 TOLD_WITHIN_S = 2.0  # how long an error is held back until the others have seen it
 _NAMESPACE = "penstock/stop"
 _LOG = logging.getLogger(__name__)
 
-Interrupt = Callable[[RankStoppedError], None]
+Interrupt = Callable[[RankStoppedError | None], None]
 
 _lock = threading.Lock()
 _watches: dict[int, PeerWatch] = {}  # by process: a fork has none of its parent's threads
@@ -38,16 +39,17 @@ _seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # inci
 def join_peers(key: object, interrupt: Interrupt) -> PeerWatch | None:
     """Watch for errors of other ranks until ``leave(key)``; None outside a process group of two or more ranks.
 
-    ``interrupt`` is called by the watching thread, perhaps more than once for an error.
+    ``interrupt`` is called, perhaps more than once, with an error that whoever waits for a batch is to raise, and with
+    None once it was raised.
     """
     store = _group_store()
     if store is None:
         return None
     with _lock:
         watch = _watches.get(os.getpid())
-        if watch is None or not watch.is_of(store):
+        if watch is None or not watch.is_of(store) or not watch.join(key, interrupt):
             watch = _watches[os.getpid()] = PeerWatch(store)
-        watch.join(key, interrupt)
+            watch.join(key, interrupt)
         return watch
 
 
@@ -70,15 +72,19 @@ class PeerWatch:
         self.pending: RankStoppedError | None = None
 
     def is_of(self, store: Any) -> bool:
-        """Whether it watches the group with this store, and still does."""
-        return self._group() is store and not self._is_over
+        """Whether it is of the group with this store."""
+        return self._group() is store
 
-    def join(self, key: object, interrupt: Interrupt) -> None:
+    def join(self, key: object, interrupt: Interrupt) -> bool:
+        """Become a member; returns False where the watch is over."""
         with self._changed:
+            if self._is_over:
+                return False
             self._members[id(key)] = interrupt
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="penstock-peers", daemon=True)
                 self._thread.start()
+            return True
 
     def leave(self, key: object) -> None:
         """End the thread with the last member; waits for it a moment, as a store that is gone may hold it."""
@@ -86,7 +92,7 @@ class PeerWatch:
             self._members.pop(id(key), None)
             if self._members:
                 return
-            thread, self._thread = self._thread, None
+            thread, self._is_over = self._thread, True
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(TOLD_WITHIN_S)
@@ -98,7 +104,7 @@ class PeerWatch:
 
     def _take(self) -> RankStoppedError:
         with self._changed:
-            error, self.pending = self.pending, None
+            error = self.pending
             self._note_seen()
         assert error is not None
         return error
@@ -110,9 +116,8 @@ class PeerWatch:
         """
         until = time.monotonic() + TOLD_WITHIN_S
         with self._changed:
-            if isinstance(error, RankStoppedError) or self._thread is None or self._is_over:
+            if isinstance(error, RankStoppedError) or self._is_over:
                 if error is self.pending:
-                    self.pending = None
                     self._note_seen()
                 return
             self._own = error
@@ -122,6 +127,10 @@ class PeerWatch:
             self._own = None
 
     def _note_seen(self) -> None:
+        """The newest incident was raised here."""
+        self.pending = None
+        for interrupt in self._members.values():
+            interrupt(None)
         store = self._group()
         if store is not None:
             _seen[store] = _seen.get(store, 0) + 1
@@ -149,9 +158,9 @@ class PeerWatch:
     def _wait(self) -> bool:
         """Wait until it is time to look, or there is something to tell; False once nobody is a member."""
         with self._changed:
-            if self._thread is threading.current_thread() and self._own is None:
-                self._changed.wait(self._look_s)
-            return self._thread is threading.current_thread()
+            if not self._is_over:
+                self._changed.wait(self._look_s if self._own is None else _AGAIN_S)
+            return not self._is_over
 
     def _look(self, store: Any, incident: str) -> None:
         if self.pending is None and store.check([f"{incident}/cause"]):
@@ -161,10 +170,9 @@ class PeerWatch:
         if self._own is not None:
             self._tell(store, incident)
         with self._changed:
-            error, members = self.pending, list(self._members.values())
-        if error is not None:
-            for interrupt in members:
-                interrupt(error)  # again each time: a pass may just have begun
+            if self.pending is not None:
+                for interrupt in self._members.values():
+                    interrupt(self.pending)  # again each time: a pass may just have begun
 
     def _note(self, cause: RemoteError) -> None:
         error = RankStoppedError(cause.rank, cause.kind, cause.text)
@@ -185,7 +193,7 @@ class PeerWatch:
         else:
             return  # another rank was first, and its cause is there at the next look
         with self._changed:
-            self.pending = self._own = None
+            self._own = None
             self._note_seen()
             self._changed.notify_all()
 
@@ -193,7 +201,7 @@ class PeerWatch:
         until = time.monotonic() + TOLD_WITHIN_S
         others = int(store.add(f"{_NAMESPACE}/watching", 0)) - 1
         while int(store.add(f"{incident}/known", 0)) < others and time.monotonic() < until:
-            time.sleep(0.02)
+            time.sleep(_AGAIN_S)
 
 
 def _in_transit(error: BaseException, rank: int) -> RemoteError:

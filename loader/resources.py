@@ -67,7 +67,7 @@ class Resources:
         """From now on hear of errors on other ranks, until ``close``."""
         me = weakref.ref(self)
 
-        def interrupt(error: BaseException) -> None:
+        def interrupt(error: BaseException | None) -> None:
             resources = me()
             pipeline = None if resources is None else resources.pipeline
             if pipeline is not None:

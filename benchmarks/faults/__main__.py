@@ -69,11 +69,8 @@ def choose_cases(names: list[str] | None) -> list[Case]:
     if unknown:
         raise ConfigError(f"--only {' '.join(unknown)}: no case has this in its name; --list shows all")
     chosen = [case for case in CASES if any(name in case.name for name in names)]
-    shapes = {(case.ranks, case.torchrun) for case in chosen}
-    usual = [
-        case for case in CASES if case.group == "none" and (case.ranks, case.torchrun) in shapes and case not in chosen
-    ]
-    return usual + chosen
+    usual = {case.usual for case in chosen}
+    return [case for case in CASES if case in chosen or case.name in usual]
 
 
 def run_cases(cases: list[Case], folder: Path, seed: int, *, as_json: bool) -> list[Outcome]:

@@ -34,7 +34,7 @@ class Bench:
         put_data(self.url, options)
         self._manifest = open_manifest(self.url, storage_options=options, progress=False)
         self._plans: dict[int, list[Any]] = {}
-        self._speeds: dict[Any, float] = {}
+        self._speeds: dict[str, float] = {}
 
     def plan(self, epoch: int) -> list[Any]:
         if epoch not in self._plans:
@@ -107,15 +107,14 @@ class Bench:
         return "error"
 
     def _note_speed(self, case: Case, stage: Stage, outcome: Outcome) -> None:
-        """The speed as a share of that without a fault; the first case of a shape, "none", sets it."""
+        """The speed as a share of that without a fault."""
         times = [line["t"] for line in stage.run.lines(0) if line["kind"] == "batch"]
         if len(times) < 2:
             return
         speed = (len(times) - 1) / (times[-1] - times[0])
-        shape = (case.ranks, case.torchrun, str(sorted(case.job.items())))
         if case.group == "none":
-            self._speeds[shape] = speed
-        usual = self._speeds.get(shape) or self._speeds.get((case.ranks, case.torchrun, "[]"))
+            self._speeds[case.name] = speed
+        usual = self._speeds.get(case.usual)
         outcome.share_of_speed = None if usual is None else speed / usual
 
     def _judge(self, case: Case, stage: Stage, outcome: Outcome) -> None:

@@ -39,6 +39,7 @@ class Case:
     error_s: float = 30.0
     timeout_s: float = 150.0
     skip: Callable[[], str] = lambda: ""
+    usual: str = "none"  # the case without a fault whose speed is 1
 
 
 @dataclass(kw_only=True)

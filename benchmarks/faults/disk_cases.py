@@ -153,7 +153,12 @@ def needs_cgroup() -> str:
 
 
 def _cache_case(name: str, fault: str, inject: Callable[[Stage], None], **more: Any) -> Case:
-    given: dict[str, Any] = {"sees": "nothing: what cannot be used is fetched again", "prepare": cached, "job": _CACHED}
+    given: dict[str, Any] = {
+        "sees": "nothing: what cannot be used is fetched again",
+        "prepare": cached,
+        "job": _CACHED,
+        "usual": "none-cached",
+    }
     return Case(**({"group": "node"} | given | more | {"name": name, "fault": fault, "inject": inject}))
 
 

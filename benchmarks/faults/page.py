@@ -13,38 +13,34 @@ _HEAD = """# Reliability
 
 What happens to a job when its network, its server, its processes or its disk fail: what you see, what is lost, and how
 long it takes. The tables are measured. `python -m penstock.benchmarks.faults` makes each fault between real processes
-and a real S3 server, compares every batch with the plan and the content of every sample with a digest, and fails where a
-limit does not hold. This page is made by `python -m penstock.benchmarks.faults --page docs/RELIABILITY.md`.
+and a real S3 server, compares every batch with the plan and the content of every sample with a digest, and fails where
+a limit does not hold. `python -m penstock.benchmarks.faults --page docs/RELIABILITY.md` makes this page.
 
 ## What is promised
 
-- **No sample is lost, given twice or mixed up** by any fault below: not in the job that meets it, and not in the one that
-  goes on from its last position, on any number of ranks.
+- **No sample is lost, given twice or mixed up** by any fault below: neither in the job that meets it, nor in the one
+  that goes on from its last position, on any number of ranks.
 - **What may pass is waited for.** Requests are tried again for two minutes. A single bad response costs at most 30
   seconds and mostly none, because a second request overtakes it. A warning says so where it lasts longer than ten
-  seconds. One 403 or 404 by a store that gave the object before is asked about twice more.
-- **What cannot pass is an error** that names the shard and says what to do. The position stays at the last batch that
+  seconds. A 403 by a store that answered before, or a 404 for an indexed object, is asked about twice more.
+- **What cannot pass is an error** that names the object and says what to do. The position stays at the last batch that
   was handed out, so the next start, or the next call of `next`, goes on there.
-- **An error on one rank reaches all ranks in seconds**, each with the first cause
-  ([below](#when-one-rank-fails)).
-- **The cache is never trusted.** Entries are bound to their names and checked by a checksum; what is damaged, cut, swapped
-  or gone is fetched again. A full or read-only disk costs speed, not the run.
+- **An error on one rank reaches all ranks in seconds**, each with the first cause ([below](#when-one-rank-fails)).
+- **The cache is never trusted.** Entries are bound to their names and have checksums; what is damaged, cut, swapped or
+  gone is fetched again. A disk that fills up or becomes read-only costs speed, not the run.
 - **Nothing is left behind**: after `close()` no thread and no descriptor, and after a SIGKILL no lock and no shared
   memory. A request that hangs keeps its thread until its time is over, up to half a minute.
 
 ## What is not promised
 
-- **Wrong bytes without checksums.** An index written by `penstock index` or `penstock pack` has checksums. One that the
-  first use builds has none: there a damaged tar or token file can give wrong samples, which no reader could tell. TCP and
-  TLS find most damage on the way; object stores find most damage at rest.
-- **Batches that a killed process had taken.** They are given again to the job that goes on from an earlier position:
-  `replayed` in `penstock audit`, and undone with the weights by a checkpoint.
+- **Right bytes without checksums.** `penstock index` and `penstock pack` store checksums. The index that a first use
+  builds has none: then a damaged tar or token file can give wrong samples, which no reader could tell.
+- **Batches that a killed process had taken** are given again to the job that goes on from an earlier position. That is
+  what a checkpoint needs; `penstock audit` counts them as replayed.
 - **Speed under faults.** A storm of errors at 30% of all requests makes a job several times slower while it lasts.
-- **A rank that hangs inside a collective.** The loader does not end processes. The trainer's watchdog does, and so does
-  torchrun, once one rank has ended.
-- **Time**, where the machine itself is stopped or suspended: time-outs count again when it goes on.
-- **Other users with root**, and whoever may write to your data set or to your part of the cache with the tools of this
-  package.
+- **A rank that hangs inside a collective.** The loader does not end processes. The trainer's watchdog does, and
+  torchrun does once one rank has ended.
+- **Whoever may write to your data set** may also write an index for it, with the checksums of other samples.
 
 """
 
@@ -57,10 +53,10 @@ share; one with `rank=0, world_size=1` of its own is alone.
 - A rank that **waits for a batch** is woken and raises `RankStoppedError`: "rank 1 stopped: ChecksumError:
   shard-000007.tar at byte 0: ...". So does a rank that **trains**, at its next batch, whatever is ready.
 - A rank that is **blocked in a collective**, such as DDP's all-reduce, cannot be woken from outside: aborting a
-  communicator from another thread is not safe with every backend. Its log names the first cause at once, so that it
-  stands above the error of gloo or NCCL. It raises `RankStoppedError` if the collective ends before the process does.
-  The failing rank's end makes gloo fail at once; with NCCL torchrun ends the other ranks in a second. With
-  `DistributedTrainer` the watchdog ends blocked ranks and names the same cause.
+  communicator from another thread is not safe with every backend. Its log names the first cause at once, above the
+  error of gloo or NCCL. If the collective ends before the process does, it raises `RankStoppedError` at its next batch.
+  When the failing rank exits, gloo fails at once on the others, and torchrun ends them. With `DistributedTrainer` the
+  watchdog ends blocked ranks and names the same cause.
 - The **failing rank** holds its error back until the others know of it, for two seconds at most. If another one failed
   before, a note at its error says so.
 - Each error is raised once on each rank. Whoever catches it goes on with `next`; catch it on all ranks or on none.
@@ -97,9 +93,9 @@ def write_page(results: Path, page: Path) -> None:
 
 def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
-        "## What each fault did\n\n*Lost, twice, wrong*: samples missing, delivered twice, or with another content than "
-        "they should have, in the job and its continuation together. *Longest wait*: the longest time without a batch. "
-        "*Error after*: from the fault to the error. *Speed*: that of a job without a fault is 1.\n\n"
+        "## What each fault did\n\n*Lost, twice, wrong*: samples missing, delivered twice, or with another content "
+        "than they should have, in the job and its continuation. *Longest wait*: the longest time without a batch. "
+        "*Error after*: from the fault to the error (on all ranks). *Speed*: that of a job without a fault is 1.\n\n"
     )
     for group, title in _GROUPS.items():
         yield f"### {title}\n\n"
@@ -124,6 +120,7 @@ def _format_row(row: dict[str, Any]) -> str:
 
 def _describe_soak(soak: dict[str, Any]) -> str:
     faults = ", ".join(f"{name} {count} times" for name, count in sorted(soak["faults"].items()))
+    growth = f"{soak['growth_threads']} threads, {soak['growth_descriptors']} descriptors"
     outcome = "; ".join(soak["failures"]) if soak["failures"] else "Every limit held."
     return f"""## A soak
 
@@ -139,7 +136,7 @@ fewer after restarts, drawn from a seed ({soak["date"][:10]}).
 | replayed after kills | {soak["replayed"]:,} |
 | requests, tried again | {soak["requests"]:,}, {soak["retries"]:,} |
 | longest time without a batch | {soak["gap_s"]:.1f} s |
-| growth of a process | {soak["growth_bytes"] / 2**20:.1f} MiB, {soak["growth_threads"]} threads, {soak["growth_descriptors"]} descriptors |
+| growth of a process | {soak["growth_bytes"] / 2**20:.1f} MiB, {growth} |
 
 Faults: {faults}. {outcome}
 
@@ -156,9 +153,8 @@ python -m penstock.benchmarks.faults --only drip cache      # some of them
 python -m penstock.benchmarks.faults --soak 30m --ranks 3   # random faults
 ```
 
-These numbers: `{cases["command"]}` on {cases["date"][:10]}, {machine["cores"]} cores of {machine["cpu"]}, with a load of
-{machine["load_1m"]:.0f} from other work; [all of them](../benchmarks/results/faults.json). Cases that mount a small disk or
-limit a cgroup need root. Clock jumps move Python's clock of the process, not the machine's. Not played: a host that loses
-its address in mid-epoch (connections that are open need none; new ones fail as refused ones do), and the failure of a
-whole machine, which for the others is a rank that was killed.
+These numbers: `{cases["command"]}`, {cases["date"][:10]}, on {machine["cores"]} cores of {machine["cpu"]} with a load
+average of {machine["load_1m"]:.0f}; [all of them](../benchmarks/results/faults.json). Cases that mount a small disk or
+limit a cgroup need root. Clock jumps move Python's clock of the process, not the machine's. Not played: a host that
+loses its address in mid-epoch, the failure of a whole machine, and stores other than S3.
 """  # fmt: skip

@@ -37,7 +37,7 @@ ENDLESS = 1 << 30
 CACHE_LIMIT = "10MB"  # less than the data set, so that the server is asked all the time
 _LONG_S = 120.0  # an attempt so long is looked at for growth
 _PACE_S = 0.05
-_DEADLY_EVERY_S = (60.0, 300.0)
+DEADLY_EVERY_S = (60.0, 300.0)
 _SPOILED: tuple[tuple[str, Fault, float], ...] = (
     ("reset", Reset(after_bytes=5000), 0.2),
     ("truncated", Truncate(after_bytes=5000), 0.2),
@@ -126,7 +126,7 @@ class Soak:
             told = 0
             while (left_s := self._seconds - (time.monotonic() - began)) > 0:
                 self._start(stage)
-                for _ in self._live(stage, min(left_s, self._draw.uniform(*_DEADLY_EVERY_S))):
+                for _ in self._live(stage, min(left_s, self._draw.uniform(*DEADLY_EVERY_S))):
                     now = int(time.monotonic() - began)
                     advance(now - told)
                     told = now

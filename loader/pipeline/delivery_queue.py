@@ -65,8 +65,8 @@ class DeliveryQueue:
             self._error = error
             self._changed.notify_all()
 
-    def interrupt(self, error: BaseException) -> None:
-        """Raise an error that does not come from the producer at once, before what is in the queue."""
+    def interrupt(self, error: BaseException | None) -> None:
+        """Raise an error that does not come from the producer at once, before what is in the queue; None: no longer."""
         with self._changed:
             self._interruption = error
             self._changed.notify_all()

@@ -117,6 +117,18 @@ def test_an_error_that_another_rank_told_is_raised_once_and_names_rank_shard_and
     assert watching() == []
 
 
+def test_an_error_of_another_rank_is_raised_by_one_of_a_process_loaders(group, data):
+    with open_loader(data) as loader, open_loader(data) as other:
+        iterators = [iter(loader), iter(other)]
+        for iterator in iterators:
+            next(iterator)
+        tell(group, 1, "wrong bytes")
+        wait_until(lambda: other._resources.pipeline._out._interruption is not None)
+        with pytest.raises(RankStoppedError):
+            next(iterators[0])
+        assert next(iterators[1])["txt"]
+
+
 def test_an_own_error_is_told_with_its_sample_and_shard(group, data):
     with open_loader(data, transform=fail) as loader:
         with pytest.raises(ValueError, match="no such class"):
