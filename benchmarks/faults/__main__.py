@@ -1,21 +1,30 @@
-"""Faults between the loader and a real S3 server: what is lost, repeated or wrong, and how long it takes.
+"""Faults between the loader and a real S3 server: what is lost, repeated or wrong,
+and how long it takes.
 
-python -m penstock.benchmarks.faults --list                        # the cases, and how each fault is made
-python -m penstock.benchmarks.faults                               # all of them, some 20 minutes
-python -m penstock.benchmarks.faults --only drip kill-rank cache   # those whose names hold one of these
-python -m penstock.benchmarks.faults --results benchmarks/results  # and keep what was found in faults.json
-python -m penstock.benchmarks.faults --soak 30m --ranks 3 --seed 7 # random faults for as long as you like
-python -m penstock.benchmarks.faults --page docs/RELIABILITY.md    # write the page from benchmarks/results
+python -m penstock.benchmarks.faults --list          the cases, and each fault
+python -m penstock.benchmarks.faults                 all of them, some 25 minutes
+python -m penstock.benchmarks.faults --only drip kill-rank cache
+                                        those whose names hold one of these
+python -m penstock.benchmarks.faults --results benchmarks/results
+                                        and keep what was found in faults.json
+python -m penstock.benchmarks.faults --soak 30m --ranks 3 --seed 7
+                                        random faults for as long as you like
+python -m penstock.benchmarks.faults --page docs/RELIABILITY.md
+                                        write the page from benchmarks/results
 
-Each case starts real processes, which read a made-up data set through a proxy and check the content of every sample
-against a digest. Batches are compared with the plan. Where a fault ends a job, it is started again without the fault,
-and both parts together must be exact. The exit code is 1 if a sample was missing, repeated or wrong, if a limit did not
-hold (seconds without a batch, seconds to the error, the error's class and words, threads and descriptors after
-close), and 0 if all is well.
+Each case starts real processes, which read a made-up data set through a proxy
+and check the content of every sample against a digest. Batches are compared
+with the plan. Where a fault ends a job, it is started again without the fault,
+and both parts together must be exact.
 
-It needs an S3 server: the one that PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY name, or
-Ceph's gateway (`tests/servers/s3_server.sh install`). Cases that mount a small disk or limit a cgroup need root, and
-are skipped with a reason elsewhere.
+The exit code is 1 if a sample was missing, repeated or wrong, or if a limit did
+not hold (seconds without a batch, seconds to the error, the error's class and
+words, threads and descriptors after close); 2 if it could not run; else 0.
+
+It needs an S3 server: the one that PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID
+and AWS_SECRET_ACCESS_KEY name, or Ceph's gateway, which
+`tests/servers/s3_server.sh install` installs. Cases that mount a small disk or
+limit a cgroup need root, and are skipped with a reason elsewhere.
 """
 
 from __future__ import annotations
@@ -26,6 +35,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import textwrap
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,7 +97,10 @@ def run_cases(cases: list[Case], folder: Path, seed: int, *, as_json: bool) -> l
 
 
 def keep(path: Path, **found: Any) -> None:
-    """Write a result with the command, date and machine; what other commands found stays."""
+    """Write a result with the command, date and machine; what other commands found stays.
+
+    A run of a few cases takes their rows' place among those of a larger run, and is named in ``also``.
+    """
     result = json.loads(path.read_text()) if path.exists() else {}
     about = {
         "command": f"python -m penstock.benchmarks.faults {shlex.join(sys.argv[1:])}".strip(),
@@ -96,14 +109,18 @@ def keep(path: Path, **found: Any) -> None:
         "versions": list_versions(),
     }
     for name, value in found.items():
-        if name == "cases":
-            known = result.get("cases", {}).get("rows", [])
-            fresh = {row["name"] for row in value}
-            place = {case.name: number for number, case in enumerate(CASES)}
-            rows = [row for row in known if row["name"] not in fresh and row["name"] in place] + value
-            value = {"rows": sorted(rows, key=lambda row: place[row["name"]])}
-        result[name] = about | value
+        result[name] = _merge_rows(result.get("cases"), about, value) if name == "cases" else about | value
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _merge_rows(known: dict[str, Any] | None, about: dict[str, Any], fresh: list[dict[str, Any]]) -> dict[str, Any]:
+    place = {case.name: number for number, case in enumerate(CASES)}
+    names = {row["name"] for row in fresh}
+    kept = [row for row in (known or {}).get("rows", []) if row["name"] not in names and row["name"] in place]
+    rows = sorted(kept + fresh, key=lambda row: place[row["name"]])
+    if known is None or len(kept) < len(fresh):
+        return about | {"also": [], "rows": rows}
+    return known | {"also": [*known.get("also", []), f"{about['command']} ({about['date'][:10]})"], "rows": rows}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -139,7 +156,7 @@ def _run(given: argparse.Namespace) -> int:
     cases = choose_cases(given.only)
     if given.list:
         for case in cases:
-            print(f"{case.name:<24}{case.fault}")
+            print(textwrap.fill(f"{case.name:<23} {case.fault}", 80, subsequent_indent=" " * 24))
         return 0
     results = (given.results or RESULTS) / "faults.json"
     if given.page is not None:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,16 +33,16 @@ class Bench:
         make_bucket(bucket, options)
         self.url = f"s3://{bucket}/data"
         put_data(self.url, options)
-        self._manifest = open_manifest(self.url, storage_options=options, progress=False)
-        self._plans: dict[int, list[Any]] = {}
+        self._plan_of: tuple[str, Callable[[int], list[Any]]] | None = None
         self._speeds: dict[str, float] = {}
 
-    def plan(self, epoch: int) -> list[Any]:
-        if epoch not in self._plans:
-            if len(self._plans) > 4:
-                self._plans.clear()
-            self._plans[epoch] = [ids.tolist() for ids in plan_epoch(self._manifest, epoch)]
-        return self._plans[epoch]
+    def plan(self, url: str) -> Callable[[int], list[Any]]:
+        """The plan of a data set on the server: a function from an epoch to the sample ids of each global batch."""
+        if self._plan_of is None or self._plan_of[0] != url:
+            manifest = open_manifest(url, storage_options=self.options, progress=False)
+            planned = lru_cache(maxsize=4)(lambda epoch: [ids.tolist() for ids in plan_epoch(manifest, epoch)])
+            self._plan_of = url, planned
+        return self._plan_of[1]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:
@@ -120,7 +121,7 @@ class Bench:
     def _judge(self, case: Case, stage: Stage, outcome: Outcome) -> None:
         outcome.attempts = len(stage.runs)
         attempts = stage.attempts()
-        found = account(attempts, self.plan)
+        found = account(attempts, self.plan(stage.url))
         for name in ("delivered", "missing", "repeated", "wrong", "misplaced", "replayed"):
             setattr(outcome, name, getattr(found, name))
         outcome.gap_s = longest_gap_s(attempts[:1])

@@ -9,7 +9,7 @@ from typing import Any
 from .stage import Stage
 
 GAP_S = 30.0
-LEFT_S = 30.0
+LEFT_S = 45.0  # how long threads and descriptors may last after close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case
+from .data import put_data
 from .network_cases import nothing
 from .stage import Stage, StageError
 
 MEMORY_BYTES = 700 << 20
+LARGE_SAMPLE_BYTES = 130_000  # a data set of 390 MB
 _MEMCG = Path("/sys/fs/cgroup/memory")
 _NOBODY = 65534
 _CACHED = {"until_epoch": 4}
@@ -131,7 +133,9 @@ def jump(seconds: float) -> Callable[[Stage], Mapping[str, Any]]:
 
 
 def in_small_cgroup(stage: Stage) -> Mapping[str, Any]:
-    """A cgroup of version 1 with a memory limit, which the loader has to find by itself."""
+    """A cgroup of version 1 with a memory limit, which the loader has to find by itself, and more data than fit."""
+    stage.url = f"{stage.url}-large"
+    put_data(stage.url, stage.direct, size=LARGE_SAMPLE_BYTES, shard_bytes=4_000_000)
     group = _MEMCG / f"penstock-faults-{os.getpid()}"
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(MEMORY_BYTES))
@@ -139,6 +143,7 @@ def in_small_cgroup(stage: Stage) -> Mapping[str, Any]:
     return {
         "prefix": ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"],
         "loader": {"memory_limit": "auto"},
+        "sample_bytes": LARGE_SAMPLE_BYTES,
     }
 
 
@@ -180,7 +185,7 @@ DISK_CASES: list[Case] = [
                 sees="nothing"),
     _cache_case("clock-back", "Python's clock jumps an hour back after ten batches", nothing, prepare=jump(-3600.0),
                 sees="nothing"),
-    Case(name="small-cgroup", group="node", fault=f"a cgroup of {MEMORY_BYTES >> 20} MiB, half of which Python and "
-         "torch take; `memory_limit=\"auto\"`", sees="nothing: it reads less ahead", prepare=in_small_cgroup,
+    Case(name="small-cgroup", group="node", fault=f"a cgroup of {MEMORY_BYTES >> 20} MiB for 390 MB of data, Python "
+         "and torch; `memory_limit=\"auto\"`", sees="nothing: it reads less ahead", prepare=in_small_cgroup,
          inject=nothing, skip=needs_cgroup),
 ]  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...storage import open_client
 from .case import Case
@@ -16,6 +19,7 @@ from .stage import Stage
 
 WARM = 40  # requests before a fault, after which latencies are known
 ENDLESS = 1 << 30
+_NAME = "store.penstock.test"
 FORBIDDEN = Answer(
     status=403,
     headers=(("Content-Type", "application/xml"),),
@@ -127,6 +131,36 @@ def replace_objects(stage: Stage) -> None:
     put_data(stage.url, stage.direct)
 
 
+def with_own_hosts(stage: Stage) -> Mapping[str, Any]:
+    """The proxy under a name that is in a hosts file of the job's own, in a mount namespace of its own."""
+    hosts = stage.folder / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n127.0.0.1 {_NAME}\n")
+    port = urlsplit(stage.proxy.url).port
+    return {
+        "prefix": ["unshare", "-m", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"],
+        "options": {**stage.options, "endpoint": f"http://{_NAME}:{port}"},
+    }
+
+
+def lose_address(stage: Stage) -> None:
+    """The name is gone for some seconds, and so are the connections that were open."""
+    stage.run.wait_for(20)
+    stage.mark()
+    hosts = stage.folder / "hosts"
+    before = hosts.read_text()
+    hosts.write_text("127.0.0.1 localhost\n")
+    stage.proxy.pause()
+    stage.proxy.resume()
+    time.sleep(8)
+    hosts.write_text(before)
+
+
+def needs_namespace() -> str:
+    return (
+        "" if os.geteuid() == 0 and shutil.which("unshare") else "needs root and unshare, for a hosts file of its own"
+    )
+
+
 def unknown_host(stage: Stage) -> Mapping[str, Any]:
     return {"options": {**stage.options, "endpoint": "http://store.invalid:9000"}}
 
@@ -204,6 +238,8 @@ NETWORK_CASES: list[Case] = [
     Case(name="dns-failure", group="network", fault="the host has no address",
          sees="an error within 15 s: check the URL", prepare=unknown_host, inject=nothing,
          errors=("StoreUnreachableError",), error_s=15),
+    Case(name="dns-lost-8-s", group="network", fault="the host loses its address and all connections for 8 s",
+         sees="a pause", prepare=with_own_hosts, inject=lose_address, skip=needs_namespace),
     Case(name="wrong-key", group="network", fault="a wrong secret key, from the start, which the real server refuses",
          sees="an error at once", prepare=wrong_key, inject=nothing, errors=("AccessDeniedError",), error_s=10),
     Case(name="forbidden-once", group="network", fault="one 403 in mid-epoch",

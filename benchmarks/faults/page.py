@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...loader.errors import ConfigError
+from .case import Case
+from .cases import CASES
 
 _HEAD = """# Reliability
 
@@ -97,25 +99,26 @@ def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         "than they should have, in the job and its continuation. *Longest wait*: the longest time without a batch. "
         "*Error after*: from the fault to the error (on all ranks). *Speed*: that of a job without a fault is 1.\n\n"
     )
+    found = {row["name"]: row for row in rows}
     for group, title in _GROUPS.items():
         yield f"### {title}\n\n"
         yield "| fault | what you see | lost, twice, wrong | longest wait | error after | speed |\n"
         yield "| --- | --- | --- | --- | --- | --- |\n"
-        for row in rows:
-            if row["group"] == group:
-                yield _format_row(row)
+        for case in CASES:
+            if case.group == group and case.name in found:
+                yield _format_row(case, found[case.name])
         yield "\n"
 
 
-def _format_row(row: dict[str, Any]) -> str:
+def _format_row(case: Case, row: dict[str, Any]) -> str:
     if row["skipped"]:
-        return f"| {row['fault']} | not played here: {row['skipped']} | | | | |\n"
-    sees = row["sees"] if row["ended"] != "error" else f"`{row['error']}`: {row['sees']}"
+        return f"| {case.fault} | not played here: {row['skipped']} | | | | |\n"
+    sees = case.sees if row["ended"] != "error" else f"`{row['error']}`: {case.sees}"
     counts = f"{row['missing']}, {row['repeated']}, {row['wrong']}"
     error = "" if row["error_s"] is None else f"{row['error_s']:.1f} s"
     speed = "" if row["share_of_speed"] is None else f"{row['share_of_speed']:.2f}"
     failed = f" **{'; '.join(row['failures'])}**" if row["failures"] else ""
-    return f"| {row['fault']} | {sees}{failed} | {counts} | {row['gap_s']:.1f} s | {error} | {speed} |\n"
+    return f"| {case.fault} | {sees}{failed} | {counts} | {row['gap_s']:.1f} s | {error} | {speed} |\n"
 
 
 def _describe_soak(soak: dict[str, Any]) -> str:
@@ -145,6 +148,8 @@ Faults: {faults}. {outcome}
 
 def _describe_run(cases: dict[str, Any]) -> str:
     machine = cases["machine"]
+    also = "".join(f", `{command}`" for command in cases.get("also", []))
+    on = f"{machine['cores']} cores of {machine['cpu']} with a load average of {machine['load_1m']:.0f}"
     return f"""## Make it yourself
 
 ```console
@@ -153,8 +158,8 @@ python -m penstock.benchmarks.faults --only drip cache      # some of them
 python -m penstock.benchmarks.faults --soak 30m --ranks 3   # random faults
 ```
 
-These numbers: `{cases["command"]}`, {cases["date"][:10]}, on {machine["cores"]} cores of {machine["cpu"]} with a load
-average of {machine["load_1m"]:.0f}; [all of them](../benchmarks/results/faults.json). Cases that mount a small disk or
-limit a cgroup need root. Clock jumps move Python's clock of the process, not the machine's. Not played: a host that
-loses its address in mid-epoch, the failure of a whole machine, and stores other than S3.
+These numbers: `{cases["command"]}`{also}, {cases["date"][:10]}, on {on};
+[all of them](../benchmarks/results/faults.json). Cases that mount a small disk or limit a cgroup need root. Clock
+jumps move Python's clock of the process, not the machine's. Not played: the failure of a whole machine, and stores
+other than S3.
 """  # fmt: skip

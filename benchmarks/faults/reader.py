@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from ...loader.data_loader import DistributedDataLoader
 from ...storage.retry import RetryStore
+from .case import LEFT_S
 from .data import GLOBAL_BATCH, ORDER, digest_of, make_digests
 from .job import Job
 
 TELL_EVERY_S = 5.0
-GONE_WITHIN_S = 45.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -186,7 +186,7 @@ class Reader:
             left = look_at_process()
             took_s = time.monotonic() - closed_at
             gone = left["own_threads"] <= before["own_threads"] and left["descriptors"] <= before["descriptors"]
-            if gone or took_s > GONE_WITHIN_S:
+            if gone or took_s > LEFT_S:
                 break
             time.sleep(0.1)
         more = {name: left[name] - before[name] for name in ("own_threads", "threads", "descriptors")}

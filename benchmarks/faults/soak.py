@@ -244,7 +244,7 @@ class Soak:
 
     def _report(self, stage: Stage, seconds: float) -> SoakReport:
         attempts = stage.attempts()
-        found = account(attempts, self._bench.plan)
+        found = account(attempts, self._bench.plan(stage.url))
         report = SoakReport(seconds=round(seconds, 1), ranks=self._ranks, seed=self._seed, attempts=len(attempts))
         for name in ("delivered", "missing", "repeated", "wrong", "misplaced", "replayed"):
             setattr(report, name, getattr(found, name))

@@ -130,4 +130,4 @@ def test_a_job_under_faults_gives_each_sample_once_and_as_it_was(bench: Bench, n
 @pytest.mark.s3
 def test_planned_epochs_hold_every_sample_once(bench: Bench) -> None:
     for epoch in (0, 5):
-        assert np.sort(np.concatenate(bench.plan(epoch))).tolist() == list(range(3000))
+        assert np.sort(np.concatenate(bench.plan(bench.url)(epoch))).tolist() == list(range(3000))
