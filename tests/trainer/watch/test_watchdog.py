@@ -17,6 +17,7 @@ import torch.distributed as dist
 from launch_ranks import Outcome, Ranks, run_ranks
 from started_threads import started_threads
 
+from penstock.loader import RankStoppedError
 from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
 from penstock.trainer.watch.blame import is_of_a_collective
 from penstock.trainer.watch.watchdog import Watchdog
@@ -231,6 +232,7 @@ def test_closing_midway_is_quick_and_leaves_nothing() -> None:
 def test_errors_of_collectives_are_told_from_others() -> None:
     assert is_of_a_collective(RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"))
     assert is_of_a_collective(dist.DistNetworkError("gone"))
+    assert is_of_a_collective(RankStoppedError(1, "ChecksumError", "wrong bytes"))
     wrapped = StallError("no")
     wrapped.__cause__ = dist.DistBackendError("NCCL")
     assert is_of_a_collective(wrapped)
