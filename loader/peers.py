@@ -165,8 +165,8 @@ class PeerWatch:
     def _look(self, store: Any, incident: str) -> None:
         if self.pending is None and store.check([f"{incident}/cause"]):
             cause = RemoteError(**json.loads(store.get(f"{incident}/cause")))
-            store.add(f"{incident}/known", 1)
             self._note(cause)
+            store.add(f"{incident}/known", 1)  # after the log has it: the rank that failed may exit now
         if self._own is not None:
             self._tell(store, incident)
         with self._changed:

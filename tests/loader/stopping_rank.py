@@ -24,7 +24,16 @@ LONG_S = 600.0
 
 
 def fail(sample: dict[str, Any]) -> dict[str, Any]:
+    wait_until_counted("watching", dist.get_world_size())
     raise ValueError("no such class")
+
+
+def wait_until_counted(key: str, count: int) -> None:
+    """Wait until ranks have counted up a key of the loader's in the process group's store."""
+    store = dist.distributed_c10d._get_default_store()
+    until = time.monotonic() + 60
+    while int(store.add(f"penstock/stop/{key}", 0)) < count and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def open_loader(url: str, *, fails: bool) -> DistributedDataLoader[Any]:
@@ -75,6 +84,7 @@ def main() -> None:
         dist.barrier()
         told["blocked"] = read(loader, meets=True)
         Path(folder, f"rank-{rank}.json").write_text(json.dumps(told))
+        wait_until_counted("2/known", dist.get_world_size() - 1)
     sys.exit(1)
 
 
