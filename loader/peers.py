@@ -145,8 +145,9 @@ class PeerWatch:
                 group = self._group()
                 if group is None or _group_store() is not group:
                     break
-                self._look(store, f"{_NAMESPACE}/{_seen.get(group, 0) + 1}")
+                number = _seen.get(group, 0) + 1
                 del group  # which would keep the store after its group
+                self._look(store, number, f"{_NAMESPACE}/{number}")
             store.add(f"{_NAMESPACE}/watching", -1)
         except RuntimeError:
             pass  # the store is gone, and with it the process group: nobody is left to tell or to hear of
@@ -162,10 +163,9 @@ class PeerWatch:
                 self._changed.wait(self._look_s if self._own is None else _AGAIN_S)
             return not self._is_over
 
-    def _look(self, store: Any, incident: str) -> None:
+    def _look(self, store: Any, number: int, incident: str) -> None:
         if self.pending is None and store.check([f"{incident}/cause"]):
-            cause = RemoteError(**json.loads(store.get(f"{incident}/cause")))
-            self._note(cause)
+            self._note(number, RemoteError(**json.loads(store.get(f"{incident}/cause"))))
             store.add(f"{incident}/known", 1)  # after the log has it: the rank that failed may exit now
         if self._own is not None:
             self._tell(store, incident)
@@ -174,11 +174,14 @@ class PeerWatch:
                 for interrupt in self._members.values():
                     interrupt(self.pending)  # again each time: a pass may just have begun
 
-    def _note(self, cause: RemoteError) -> None:
+    def _note(self, number: int, cause: RemoteError) -> None:
         error = RankStoppedError(cause.rank, cause.kind, cause.text)
-        _LOG.error("%s", error)
         with self._changed:
+            group = self._group()
+            if group is None or _seen.get(group, 0) >= number:
+                return  # raised a moment ago
             self.pending = error
+        _LOG.error("%s", error)
 
     def _tell(self, store: Any, incident: str) -> None:
         with self._changed:
