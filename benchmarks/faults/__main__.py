@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -96,14 +95,22 @@ def run_cases(cases: list[Case], folder: Path, seed: int, *, as_json: bool) -> l
     return outcomes
 
 
-def keep(path: Path, **found: Any) -> None:
+def name_command(given: argparse.Namespace) -> str:
+    """The command as others may repeat it: without folders of this machine."""
+    words = ["python -m penstock.benchmarks.faults"]
+    words += ["--only", *given.only] if given.only and given.soak is None else []
+    words += [] if given.soak is None else [f"--soak {given.soak:g}s --ranks {given.ranks}"]
+    return " ".join([*words, f"--seed {given.seed}"])
+
+
+def keep(path: Path, command: str, **found: Any) -> None:
     """Write a result with the command, date and machine; what other commands found stays.
 
     A run of a few cases takes their rows' place among those of a larger run, and is named in ``also``.
     """
     result = json.loads(path.read_text()) if path.exists() else {}
     about = {
-        "command": f"python -m penstock.benchmarks.faults {shlex.join(sys.argv[1:])}".strip(),
+        "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": list_versions(),
@@ -182,7 +189,7 @@ def _run(given: argparse.Namespace) -> int:
             else:
                 print(_sum_up(outcomes))
         if given.results is not None:
-            keep(results, **found)
+            keep(results, name_command(given), **found)
     finally:
         if given.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
