@@ -174,6 +174,7 @@ def wrong_key(stage: Stage) -> Mapping[str, Any]:
 
 
 _LATE = "nothing, but for the time of a retry or of a second request"
+_PAUSED = "pauses: a try breaks off after 8 or 12 s, the next one, where its answer is bad too, after twice as long"
 _SLOW: tuple[tuple[str, str, Fault], ...] = (
     ("drip", "bodies that come at 1 kB/s", Drip(bytes_per_s=1000, after_bytes=1000)),
     ("silence", "bodies that stop in the middle, on a connection that stays open", Silence(after_bytes=1000)),
@@ -195,7 +196,7 @@ def _slow_cases() -> list[Case]:
                     name=name + suffix,
                     group="network",
                     fault=f"{words}: {when}",
-                    sees=_LATE,
+                    sees=_PAUSED if job else _LATE,
                     prepare=choose(fault, **how),
                     inject=nothing,
                     job=job,
