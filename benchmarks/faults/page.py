@@ -96,9 +96,9 @@ def write_page(results: Path, page: Path) -> None:
 def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         "## What each fault did\n\n*Lost, twice, wrong*: samples missing, delivered twice, or with another content "
-        "than they should have, in the job and its continuation. *Longest wait*: the longest time without a batch, the first "
-        "included. "
-        "*Error after*: from the fault to the error (on all ranks). *Speed*: that of a job without a fault is 1.\n\n"
+        "than they should have, in the job and its continuation. *Longest wait*: the longest time without a batch, "
+        "the first included. *Error after*: from the fault to the error, on all ranks. *Speed*: that of a job without "
+        "a fault is 1.\n\n"
     )
     found = {row["name"]: row for row in rows}
     for group, title in _GROUPS.items():
