@@ -120,9 +120,8 @@ class Pass(Iterator[BatchT]):
             return batch
         except StopIteration:
             raise
-        except (
-            BaseException
-        ) as exc:  # an interrupt, too: what was taken out of the queue and not handed out is not lost
+        except BaseException as exc:
+            # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
             position.epoch, position.consumed, position.is_loaded, self._at = before
             passes.resources.stop_pipeline()
             passes.resources.tell_peers(exc)

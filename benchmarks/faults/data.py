@@ -10,7 +10,8 @@ import xxhash
 
 from ...loader.columns import IntArray
 from ...loader.dataset.manifest import Manifest
-from ...loader.order.plan import EpochPlan, Order, Share, batch_bounds, count_steps
+from ...loader.order.plan import EpochPlan, Order, batch_bounds, count_steps
+from ...loader.order.share import Share
 from ...loader.order.spans import EpochSpans
 from ...loader.tools.pack import pack
 
