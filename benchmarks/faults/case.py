@@ -10,6 +10,7 @@ from .stage import Stage
 
 GAP_S = 30.0
 LEFT_S = 45.0  # how long threads and descriptors may last after close()
+KEPT_DESCRIPTORS = 2  # the file of a host's budget of requests, and its mapping: a process keeps them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...loader.data_loader import DistributedDataLoader
 from ...storage.retry import RetryStore
-from .case import LEFT_S
+from .case import KEPT_DESCRIPTORS, LEFT_S
 from .data import GLOBAL_BATCH, ORDER, digest_of, make_digests
 from .job import Job
 
@@ -185,11 +185,15 @@ class Reader:
         while True:
             left = look_at_process()
             took_s = time.monotonic() - closed_at
-            gone = left["own_threads"] <= before["own_threads"] and left["descriptors"] <= before["descriptors"]
+            gone = (
+                left["own_threads"] <= before["own_threads"]
+                and left["descriptors"] <= before["descriptors"] + KEPT_DESCRIPTORS
+            )
             if gone or took_s > LEFT_S:
                 break
             time.sleep(0.1)
         more = {name: left[name] - before[name] for name in ("own_threads", "threads", "descriptors")}
+        more["descriptors"] = max(0, more["descriptors"] - KEPT_DESCRIPTORS)
         names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("penstock"))
         self._log.tell(kind="end", left=more, left_at_once=first, gone_s=took_s, names=names[:20])
 
