@@ -2,8 +2,8 @@
 
 A run that is killed has delivered batches after its last checkpoint; the attempt that resumes from the checkpoint
 delivers them again. So does a pass that is left early and begun again. The account counts those first deliveries as
-replayed, not as delivered. Batches that were skipped on purpose count as skipped. What remains must be every sample
-exactly once.
+replayed, not as delivered. Batches that were skipped on purpose count as skipped. Samples that keep= or transform=
+dropped count as dropped, once each, too. What remains must be every sample exactly once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from ..columns import IntArray
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset, blocks
-from ..pipeline.delivery_log import DROP_MAGIC, MAGIC, SIZE_MAGIC, SKIP_MAGIC, SUFFIX
+from ..pipeline.delivery_log import DROP_MAGIC, END_MAGIC, FILTER_MAGIC, MAGIC, SIZE_MAGIC, SKIP_MAGIC, SUFFIX
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -29,7 +29,8 @@ _MOST_SAMPLES = 1 << 60  # as in a manifest
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
 _MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
-_COUNTS = {MAGIC: None, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}  # of the words that follow; None: any
+# Of the words that follow; None: any number.
+_COUNTS = {MAGIC: None, FILTER_MAGIC: None, END_MAGIC: None, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -41,6 +42,9 @@ class _Delivered:
     ids: IntArray
     is_skip: bool = False
     is_drop: bool = False
+    may_drop: bool = False
+    dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
 
     @property
     def batch(self) -> int:
@@ -65,6 +69,10 @@ class EpochAccount:
     rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
     again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``. ``samples`` are those
     of the loader's subset; ``outside``: all others of the data set; ``stray``: delivered rows of these.
+
+    Where samples may be dropped, positions are places among those that are not. ``dropped``: samples that ``keep=`` or
+    ``transform=`` dropped; ``left``: samples that filled no batch, at the end. Each sample is delivered, dropped or
+    left, once: what is several of these, or the same on two ranks, is ``duplicated``.
     """
 
     epoch: int
@@ -77,6 +85,8 @@ class EpochAccount:
     skipped: int = 0
     outside: int = 0
     stray: int = 0
+    dropped: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +99,7 @@ class AuditReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample reached was delivered exactly once or skipped on purpose, and none is from outside."""
+        """Whether every sample reached was delivered once, dropped or skipped on purpose, and none is from outside."""
         return all(not (account.missing or account.duplicated or account.stray) for account in self.epochs)
 
 
@@ -187,6 +197,8 @@ def _account(
     usual_batch: int,
     set_batch: int | None,
 ) -> EpochAccount:
+    if any(record.may_drop for record in records):
+        return _account_of_dropping(epoch, members, records, replayed, is_last=is_last)
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     num_samples = members.count
     reached = max((record.stop for record in records if not record.is_drop), default=0)
@@ -211,6 +223,36 @@ def _account(
         skipped=skipped,
         outside=members.total - num_samples,
         stray=stray,
+    )
+
+
+def _account_of_dropping(
+    epoch: int, members: _Members, records: Sequence[_Delivered], replayed: Sequence[_Delivered], *, is_last: bool
+) -> EpochAccount:
+    none = np.empty(0, np.int64)
+    delivered = np.concatenate([none, *(record.ids for record in records)])
+    dropped = np.concatenate([none, *(record.dropped for record in records)])
+    left = np.concatenate([none, *(record.left for record in records if record.left is not None)])
+    ids = np.concatenate([delivered, dropped, left])
+    here = members.holds(ids)
+    unique = len(np.unique(ids[here]))
+    reached = max((record.stop for record in records), default=0)
+    has_ended = not is_last or any(record.left is not None for record in records)
+    # Until an epoch has ended, it is known how many samples have been delivered, and not how many are to be dropped.
+    missing = members.count - unique if has_ended else reached - len(np.unique(delivered))
+    stray = len(ids) - int(np.count_nonzero(here))
+    return EpochAccount(
+        epoch=epoch,
+        samples=members.count,
+        reached=reached,
+        delivered=len(delivered),
+        missing=max(0, missing),
+        duplicated=len(ids) - stray - unique,
+        replayed=sum(len(record.ids) for record in replayed),
+        outside=members.total - members.count,
+        stray=stray,
+        dropped=len(dropped),
+        left=len(left),
     )
 
 
@@ -324,7 +366,7 @@ def _read_log(path: Path) -> _Log | None:
         words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as exc:
         raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
-    records = []
+    records: list[_Delivered] = []
     sizes = []
     at = 0
     while at + 5 <= len(words):
@@ -340,8 +382,16 @@ def _read_log(path: Path) -> _Log | None:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         if is_size:
             sizes.append((epoch, start, int(ids[0])))
+        elif magic in (FILTER_MAGIC, END_MAGIC):
+            told = records[-1] if records else None
+            if told is None or (told.epoch, told.start, told.stop) != (epoch, start, stop):
+                raise DatasetError(
+                    f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was dropped is of another batch"
+                )
+            records[-1] = replace(told, dropped=ids) if magic == FILTER_MAGIC else replace(told, left=ids)
         else:
-            records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC, magic == DROP_MAGIC))
+            kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header
+            records.append(_Delivered(epoch, start, stop, ids, *kind))
         at += 5 + count
     return _Log(header, records, sizes)
 
