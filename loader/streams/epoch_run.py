@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from ..columns import IntArray
-from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError, PartitionError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, lanes_of_share
 from ..order.plan import EpochPlan, Segments, Share, batch_bounds, count_steps, rank_segments, share_bounds
 from ..order.spans import Span
-from ..pipeline.assembler import Equipment, cut_step
+from ..pipeline.assembler import Equipment
 from ..pipeline.delivery_queue import Delivery
+from .deal import deal, find_dropped
 from .feed import LaneFeed, LaneOutputs, Room
 from .feeds import LaneFeeds
 from .ledger import EpochLedger
-from .work import WindowWork, pick_rows
+from .work import WindowWork
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 _ALL = 1 << 62  # more outputs than a lane can have
@@ -332,7 +331,7 @@ class EpochRun:
     def _deliver_span(self, span: Span, at_hand: dict[int, LaneOutputs], *, is_last: bool) -> bool:
         started, waited = time.perf_counter(), self._equipment.counters.totals().chunk_wait_s
         try:
-            batches = list(self._make(span, at_hand))
+            dealt = deal(span, at_hand, self._work, self._equipment.maker, self._share)
         except Exception:
             if span.steps == 1 or self._equipment.stopping.is_set():
                 raise
@@ -343,7 +342,7 @@ class EpochRun:
         waited = self._equipment.counters.totals().chunk_wait_s - waited
         self._equipment.counters.add(assemble_s=max(0.0, time.perf_counter() - started - waited))
         started = time.perf_counter()
-        for step, (batch, ids, nbytes) in enumerate(batches):
+        for step, (batch, ids, nbytes) in enumerate(dealt):
             is_end = is_last and step == span.steps - 1
             dropped, left = self._account(span, step, at_hand, is_last=is_end)
             delivery = Delivery(
@@ -362,43 +361,6 @@ class EpochRun:
                 return False
         self._equipment.counters.add(backpressure_s=time.perf_counter() - started)
         return True
-
-    def _make(self, span: Span, at_hand: dict[int, LaneOutputs]) -> Iterator[tuple[UnfinishedBatch, IntArray, int]]:
-        """For each step: its batch, the ids of the rows that count, and bytes, about."""
-        maker, share = self._equipment.maker, self._share
-        ids, chunks, rows = np.empty((3, span.num_rows), np.int64)
-        samples: list[Any] = [None] * span.num_rows
-        nbytes = 0
-        for lane, index, targets in _spread(span):
-            outputs = at_hand[lane]
-            index = index - outputs.first
-            ids[targets] = outputs.ids[outputs.places[index]]
-            if self._work.gives_samples:
-                for target, place in zip(targets.tolist(), index.tolist(), strict=True):
-                    samples[target] = outputs.samples[place]
-                nbytes += outputs.sample_bytes * len(index)
-            else:
-                chunks[targets], rows[targets] = outputs.chunks[index], outputs.rows[index]
-        if not self._work.gives_samples:
-            gathered = self._work.gather(pick_rows(chunks, rows), span.num_rows)
-        for step in range(span.steps):
-            if self._work.gives_samples:
-                low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
-                num_valid = int(span.num_valid[step])
-                num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
-                picked = [low + i % (high - low) for i in range(max(num_rows, high - low))]
-                repeats = [
-                    dict(samples[i]) for i in picked[high - low :]
-                ]  # dicts of their own: collate= may change them
-                joined = maker.join(samples[low:high] + repeats, ids[picked], num_rows, num_valid)
-                yield joined, ids[low : low + num_valid], nbytes * len(picked) // span.num_rows
-            else:
-                batch_rows, num_rows, num_valid = cut_step(gathered, span, step, share)
-                yield (
-                    maker.start(batch_rows, span.epoch, num_rows, num_valid),
-                    batch_rows.ids[:num_valid],
-                    batch_rows.count_bytes(maker.decoders.settled),
-                )
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -419,15 +381,11 @@ class EpochRun:
         """The ids dropped on the way to this rank's outputs of a step, and at an epoch's end those that are left."""
         if not self._options.is_logged:
             return None, None
-        dropped = [_NO_IDS]
-        if span.num_valid[step]:
-            own = span.segments.of_step(step)
-            for lane, start, stop in zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True):
-                dropped.append(at_hand[lane].dropped(start, stop))
+        dropped = find_dropped(span, step, at_hand)
         if not is_last:
-            return np.concatenate(dropped), None
+            return dropped, None
         after, left = self._rest(int(span.bounds[-1]))
-        return np.concatenate([*dropped, after]), left
+        return np.concatenate([dropped, after]), left
 
     def _rest(self, position: int) -> tuple[IntArray, IntArray]:
         """The ids of all inputs beyond an epoch's last batch, in the lanes that this rank answers for; and outputs."""
@@ -439,18 +397,3 @@ class EpochRun:
                 dropped.append(after)
                 left.append(unused)
         return np.concatenate(dropped), np.concatenate(left)
-
-
-def _spread(span: Span) -> Iterator[tuple[int, IntArray, IntArray]]:
-    """Lane by lane, the numbers of its outputs in a span, and the rows of the span that they go to."""
-    segments = span.segments
-    lengths = segments.stop - segments.start
-    within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    lanes = np.repeat(segments.lane, lengths)
-    index = np.repeat(segments.start, lengths) + within
-    targets = np.repeat(span.row_starts[segments.step] + segments.slot, lengths) + within
-    by_lane = np.argsort(lanes, kind="stable")
-    numbers, starts = np.unique(lanes[by_lane], return_index=True)
-    edges = [*starts.tolist(), len(by_lane)]
-    for lane, low, high in zip(numbers.tolist(), edges[:-1], edges[1:], strict=True):
-        yield lane, index[by_lane[low:high]], targets[by_lane[low:high]]
