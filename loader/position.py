@@ -31,6 +31,8 @@ class Position:
         PartitionError: an epoch has no batch.
     """
 
+    drops_samples = False
+
     def __init__(
         self,
         manifest: Manifest,

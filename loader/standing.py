@@ -31,6 +31,11 @@ class Standing:
         return self._passes.position.steps_left
 
     @property
+    def drops_samples(self) -> bool:
+        """Whether ``keep=`` or ``transform=`` may drop samples, so that epochs have no known number of batches."""
+        return self._passes.position.drops_samples
+
+    @property
     def epoch(self) -> int:
         """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
         return self._passes.position.epoch

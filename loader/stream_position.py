@@ -26,6 +26,8 @@ class StreamPosition(Position):
     Mutable state besides: whether the epoch has ended, and the cursors of the position where a pipeline began.
     """
 
+    drops_samples = True
+
     def __init__(self, *args: Any, ledgers: Ledgers, **options: Any) -> None:
         super().__init__(*args, **options)
         self.ledgers = ledgers

@@ -118,7 +118,10 @@ class EpochRun:
             at_once = min(self._options.steps_at_once, 2 * at_once)
 
     def _agree(self, at_once: int) -> tuple[int, bool]:
-        """How many steps from here on every lane can fill, at least 2 unless it is the end; and whether that is all."""
+        """How many steps from here on every lane can fill, and whether that is all; at least 2 unless it is.
+
+        Raises what keeps a lane from filling the next step. If it is the one after the next, the answer is 1 step.
+        """
         ledger, size = self._ledger, self._size
         goal = self._position + (at_once + 1) * size
         self._reach(goal, goal + at_once * size)
@@ -130,18 +133,14 @@ class EpochRun:
 
         def is_enough() -> bool:
             steps, is_end = found()
-            return steps >= 2 or is_end
+            blocked = ledger.blocked
+            return steps >= 2 or is_end or (blocked is not None and blocked[0] < self._position + (steps + 1) * size)
 
-        try:
-            if not is_enough():
-                self._raise_own(self._position + 2 * size)
-                self._wait(is_enough, self._position + 2 * size)
-        except LoaderClosedError:
-            raise
-        except Exception:
-            if not found()[0]:
-                raise  # else the step before the one that fails is delivered first
-        return found()
+        self._wait(is_enough, self._position + 2 * size)
+        steps, is_end = found()
+        if not steps and not is_end:
+            ledger.raise_blocked()
+        return steps, is_end
 
     def _reach(self, goal: int, ahead: int) -> None:
         targets, beyond = (dict(enumerate(self._ledger.taken_at(each).tolist())) for each in (goal, ahead))
@@ -162,26 +161,13 @@ class EpochRun:
         for lane, feed in self.feeds.feeds.items():
             if feed.failed is not None and lane not in self._told:
                 self._told.add(lane)
-                self._ledger.post_error([(lane, feed.found)], feed.failed)
+                self._ledger.fail(lane, feed.found, feed.failed)
 
     def tell_error(self, error: Exception) -> None:
         """Tell other ranks that this one does not go on, beyond what they know of its lanes. Called by any thread."""
         if error is self._ledger.raised:
-            return  # it came from another rank
-        known = self._ledger.known.tolist()
-        self._ledger.post_error([(lane, known[lane]) for lane in self.feeds.feeds], error)
-
-    def _raise_own(self, position: int) -> None:
-        """Raise what failed here and is needed before a position: the first in the order of positions."""
-        turns = self._ledger.turns
-        failed = [
-            (feed.found * len(turns) + int(turns[lane]), feed.failed)
-            for lane, feed in self.feeds.feeds.items()
-            if feed.failed is not None
-        ]
-        at, error = min(failed, key=lambda each: each[0], default=(position, None))
-        if error is not None and at < position:
-            raise error
+            return  # they know
+        self._ledger.post_error(list(self.feeds.feeds), error)
 
     def _wait(self, is_enough: Callable[[], bool], position: int) -> None:
         ranks = ", ".join(map(str, self._ledger.ranks_behind(position)))
@@ -232,8 +218,9 @@ class EpochRun:
         everything = dict.fromkeys(self.feeds.feeds, _ALL)
         self._timed_reach(self.feeds, everything, everything)
         self._tell()
-        self._raise_own(_ALL)
-        self._wait(lambda: self._ledger.has_totals, _ALL)
+        self._wait(lambda: self._ledger.has_totals or self._ledger.blocked is not None, _ALL)
+        if not self._ledger.has_totals:
+            self._ledger.raise_blocked()
 
     def _nothing_left(self, outputs: int) -> PartitionError:
         inputs = self._plan.num_samples

@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import NoReturn
 
 import numpy as np
 
@@ -47,13 +48,13 @@ class EpochLedger:
         self._offsets = [array("q", [0]) for _ in range(lanes)]  # of anchors, increasing
         self._outputs = [array("q", [0]) for _ in range(lanes)]
         self._new: list[tuple[int, int, int, int]] = []
-        self._errors: dict[int, tuple[int, RemoteError]] = {}  # lane: (outputs before what failed, why)
+        self._errors: dict[int, tuple[int, Exception | RemoteError]] = {}  # lane: (outputs before what failed, why)
         self._waiting: tuple[str, float] | None = None
         self.turns = lane_turns(lanes)
         self.known: IntArray = np.zeros(lanes, np.int64)
         self.totals: IntArray = np.full(lanes, -1, np.int64)
         self.tail: Tail | None = None
-        self.raised: Exception | None = None  # what came from another rank
+        self.raised: Exception | None = None  # what all ranks have been told
 
     # -- facts of this rank ---------------------------------------------------------------------------------------
 
@@ -94,10 +95,18 @@ class EpochLedger:
             keep[list(frontiers.values())] = True  # of each lane, the last
             self._channel.post(self._topic, b"F" + zlib.compress(kinds[keep].astype("<i8").tobytes(), 1))
 
-    def post_error(self, lanes: Sequence[tuple[int, int]], error: BaseException) -> None:
-        """Tell the other ranks that lanes cannot go on beyond their outputs, (lane, outputs) each, and why."""
+    def fail(self, lane: int, outputs: int, error: Exception) -> None:
+        """Note that a lane cannot go on beyond its outputs so far, and tell the other ranks why."""
+        with self._lock:
+            self._errors[lane] = outputs, error
+        self.post_error([lane], error)
+
+    def post_error(self, lanes: Sequence[int], error: Exception) -> None:
+        """Tell the other ranks that lanes do not go on beyond what is known of them here, and why."""
+        self.post()  # what is known first
         if self._is_shared:
-            text = {"lanes": [list(lane) for lane in lanes], "error": asdict(_in_transit(error, self._rank))}
+            known = self.known.tolist()
+            text = {"lanes": [[lane, known[lane]] for lane in lanes], "error": asdict(_in_transit(error, self._rank))}
             self._channel.post(self._topic, b"E" + json.dumps(text).encode())
 
     # -- facts of all ranks ---------------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ class EpochLedger:
                     told = json.loads(message[1:])
                     error = RemoteError(**told["error"])
                     if error.rank != self._rank:
-                        self._errors |= {lane: (outputs, error) for lane, outputs in told["lanes"]}
+                        self._errors = {lane: (outputs, error) for lane, outputs in told["lanes"]} | self._errors
                     continue
                 for lane, offset, outputs, kind in np.frombuffer(zlib.decompress(message[1:]), "<i8").reshape(-1, 4):
                     self._take_in(int(lane), int(offset), int(outputs), int(kind))
@@ -146,7 +155,7 @@ class EpochLedger:
         return True
 
     def wait(self, is_enough: Callable[[], bool], what: str, is_stopped: Callable[[], bool]) -> None:
-        """Wait until what all ranks have told is enough. Raises what another rank failed with, where that is needed.
+        """Wait until what all ranks have told is enough.
 
         Raises:
             LoaderClosedError: the pipeline is stopped.
@@ -160,23 +169,28 @@ class EpochLedger:
                 self.look()
                 if is_enough():
                     return
-                self._raise_errors()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S[1])
         finally:
             self._waiting = None
 
-    def _raise_errors(self) -> None:
-        """Raise what a lane failed with that keeps all from going on: the one with the lowest position."""
+    @property
+    def blocked(self) -> tuple[int, Exception | RemoteError] | None:
+        """The first position that a lane cannot fill since something failed, and what; None as far as is known."""
         with self._lock:
             stuck = {
                 outputs * len(self.turns) + int(self.turns[lane]): error
                 for lane, (outputs, error) in self._errors.items()
                 if self.known[lane] <= outputs
             }
-        if stuck:
-            self.raised = stuck[min(stuck)].to_exception()
-            raise self.raised
+        return None if not stuck else (min(stuck), stuck[min(stuck)])
+
+    def raise_blocked(self) -> NoReturn:
+        """Raise what failed first, in the order of positions, here or on another rank."""
+        assert self.blocked is not None
+        _, error = self.blocked
+        self.raised = error.to_exception() if isinstance(error, RemoteError) else error
+        raise self.raised
 
     @property
     def waiting(self) -> tuple[str, float] | None:

@@ -8,7 +8,6 @@ dropped count as dropped, once each, too. What remains must be every sample exac
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,43 +20,14 @@ import numpy as np
 from ..columns import IntArray
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset, blocks
-from ..pipeline.delivery_log import DROP_MAGIC, END_MAGIC, FILTER_MAGIC, MAGIC, SIZE_MAGIC, SKIP_MAGIC, SUFFIX
+from ..pipeline.delivery_log import SUFFIX
+from .delivery_records import Delivered, Log, read_log
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-_MOST_SAMPLES = 1 << 60  # as in a manifest
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
 _MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
-# Of the words that follow; None: any number.
-_COUNTS = {MAGIC: None, FILTER_MAGIC: None, END_MAGIC: None, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}
-_HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
-
-
-@dataclass(frozen=True, slots=True)
-class _Delivered:
-    epoch: int
-    start: int
-    stop: int
-    ids: IntArray
-    is_skip: bool = False
-    is_drop: bool = False
-    may_drop: bool = False
-    dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
-    left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
-
-    @property
-    def batch(self) -> int:
-        return 0 if self.is_skip or self.is_drop else self.stop - self.start
-
-
-@dataclass(slots=True)
-class _Log:
-    """One file's header and records; ``sizes``: changes of the batch size, as (epoch, position, samples)."""
-
-    header: dict[str, Any]
-    records: list[_Delivered]
-    sizes: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +80,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
     paths = sorted(Path(folder).glob(f"*{SUFFIX}"))
-    started = [log for log in map(_read_log, paths) if log is not None]
+    started = [log for log in map(read_log, paths) if log is not None]
     if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: no delivery logs; train with audit_dir= first")
     fingerprints = {log.header["fingerprint"] for log in started}
@@ -151,8 +121,8 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     )
 
 
-def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered]]:
-    found: defaultdict[int, list[_Delivered]] = defaultdict(list)
+def _by_epoch(records: Iterable[Delivered]) -> defaultdict[int, list[Delivered]]:
+    found: defaultdict[int, list[Delivered]] = defaultdict(list)
     for record in records:
         found[record.epoch].append(record)
     return found
@@ -190,8 +160,8 @@ def _members(total: int, subset: dict[str, Any] | None) -> _Members:
 def _account(
     epoch: int,
     members: _Members,
-    records: Sequence[_Delivered],
-    replayed: Sequence[_Delivered],
+    records: Sequence[Delivered],
+    replayed: Sequence[Delivered],
     *,
     is_last: bool,
     usual_batch: int,
@@ -227,7 +197,7 @@ def _account(
 
 
 def _account_of_dropping(
-    epoch: int, members: _Members, records: Sequence[_Delivered], replayed: Sequence[_Delivered], *, is_last: bool
+    epoch: int, members: _Members, records: Sequence[Delivered], replayed: Sequence[Delivered], *, is_last: bool
 ) -> EpochAccount:
     none = np.empty(0, np.int64)
     delivered = np.concatenate([none, *(record.ids for record in records)])
@@ -265,13 +235,13 @@ def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
     return length
 
 
-def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
+def _attempts(logs: Sequence[Log]) -> list[list[Log]]:
     """The logs grouped by launch, in order of start; one a rank.
 
     Raises:
         DatasetError: processes of one rank, which hold parts of one model, got different samples.
     """
-    groups: list[list[_Log]] = []
+    groups: list[list[Log]] = []
     for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
         fits = (
             groups
@@ -285,14 +255,14 @@ def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
     return [_without_peers(group) for group in groups]
 
 
-def _place(log: _Log) -> tuple[int, int | None]:
+def _place(log: Log) -> tuple[int, int | None]:
     """The rank, and the process: several hold parts of one model where it is cut by tensor or pipeline."""
     return int(log.header["rank"]), log.header.get("process")
 
 
-def _without_peers(group: Sequence[_Log]) -> list[_Log]:
+def _without_peers(group: Sequence[Log]) -> list[Log]:
     """One log of each rank, the longest of its processes; the others must have got the beginning of the same."""
-    kept: dict[int, _Log] = {}
+    kept: dict[int, Log] = {}
     for log in group:
         rank = int(log.header["rank"])
         other = kept.get(rank, log)
@@ -312,13 +282,13 @@ def _without_peers(group: Sequence[_Log]) -> list[_Log]:
     return list(kept.values())
 
 
-def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_Delivered]]:
+def _settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Delivered], list[Delivered]]:
     """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
 
     A rank may go back alone, as one that looks at a batch before it trains.
     """
-    counted: list[_Delivered] = []
-    replayed: list[_Delivered] = []
+    counted: list[Delivered] = []
+    replayed: list[Delivered] = []
     later: list[tuple[int, int]] = []  # where the later attempts began
     for group in reversed(groups):
         began = []
@@ -336,9 +306,9 @@ def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_D
     return counted, replayed
 
 
-def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
+def _passes(group: Sequence[Log]) -> list[tuple[int, list[Delivered]]]:
     """World size and records of each stretch of an attempt in which positions only increase."""
-    stretches: list[list[_Delivered]] = []
+    stretches: list[list[Delivered]] = []
     for log in group:
         index, last = 0, (-1, -1)
         for record in log.records:
@@ -349,52 +319,3 @@ def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
                 stretches.append([])
             stretches[index].append(record)
     return [(int(group[0].header["world_size"]), stretch) for stretch in stretches]
-
-
-def _read_log(path: Path) -> _Log | None:
-    """A log's complete records; None if a kill truncated even the header."""
-    try:
-        head, newline, body = path.read_bytes().partition(b"\n")
-        if not newline:
-            return None
-        header = json.loads(head)
-        lacking = _HEADER.keys() - header.keys()
-        if lacking or any(type(header[name]) is not kind for name, kind in _HEADER.items()):
-            raise ValueError("its first line is not the header of a log")
-        if not 0 < header["num_samples"] < _MOST_SAMPLES or not 0 <= header["rank"] < header["world_size"]:
-            raise ValueError("its first line states an impossible number of samples or ranks")
-        words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as exc:
-        raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
-    records: list[_Delivered] = []
-    sizes = []
-    at = 0
-    while at + 5 <= len(words):
-        magic, epoch, start, stop, count = words[at : at + 5].tolist()
-        if magic not in _COUNTS or count < 0 or _COUNTS[magic] not in (None, count):
-            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; expected a record")
-        if at + 5 + count > len(words):
-            break  # a record that a kill truncated was not handed out
-        ids = words[at + 5 : at + 5 + count]
-        is_size = magic == SIZE_MAGIC
-        is_possible = ids[0] > 0 if is_size else not _any_outside(ids, header["num_samples"])
-        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or not is_possible:
-            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
-        if is_size:
-            sizes.append((epoch, start, int(ids[0])))
-        elif magic in (FILTER_MAGIC, END_MAGIC):
-            told = records[-1] if records else None
-            if told is None or (told.epoch, told.start, told.stop) != (epoch, start, stop):
-                raise DatasetError(
-                    f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was dropped is of another batch"
-                )
-            records[-1] = replace(told, dropped=ids) if magic == FILTER_MAGIC else replace(told, left=ids)
-        else:
-            kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header
-            records.append(_Delivered(epoch, start, stop, ids, *kind))
-        at += 5 + count
-    return _Log(header, records, sizes)
-
-
-def _any_outside(ids: IntArray, num_samples: int) -> bool:
-    return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < num_samples

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which tell each other what they find through memory."""
+"""ThreadRanks as threads of one process, which tell each other what they find through memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.loader import assembly
 from penstock.loader.streams.channel import Channel, MemoryChannel
 
 
-class Ranks:
+class ThreadRanks:
     """``world_size`` loaders of one data set, made and used by one thread each."""
 
     def __init__(self, world_size: int, source: Any, **options: Any) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from row_functions import drop_odd
-from streams_ranks import Ranks
+from streams_ranks import ThreadRanks
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, Subset
+from penstock import DistributedDataLoader, Subset, audit
 from penstock.loader import (
     ConfigError,
     DatasetError,
@@ -24,7 +24,10 @@ from penstock.loader import (
     StateMismatchError,
     open_manifest,
 )
+from penstock.loader.integrations.torch_loader import TorchLoader
 from penstock.loader.order.cursors import pack_integers, unpack_integers
+from penstock.loader.order.state import LoaderState
+from penstock.loader.tools.state_file import skip_in_state
 
 SIZES = [37, 5, 80, 1, 64, 23, 90, 12]
 TOTAL = sum(SIZES)
@@ -151,8 +154,8 @@ def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
         return got + [batch["__id__"].tolist() for batch in batches]
 
     options = {"global_batch_size": 12, "transform": drop_odd, "may_drop": True, "last_batch": "partial"}
-    even = Ranks(2, tars, with_ids=True, **options).run(run)
-    cut = Ranks(2, tars, with_ids=True, **options).run(lambda loader: run(loader, [3.0, 1.0]))
+    even = ThreadRanks(2, tars, with_ids=True, **options).run(run)
+    cut = ThreadRanks(2, tars, with_ids=True, **options).run(lambda loader: run(loader, [3.0, 1.0]))
     assert [len(share) for share in cut[0][1:5]] == [9] * 4
     assert [a + b for a, b in zip(*even, strict=True)] == [a + b for a, b in zip(*cut, strict=True)]
 
@@ -162,7 +165,7 @@ def test_shares_that_leave_a_rank_without_samples_are_refused_on_all_ranks(tars:
         loader.set_shares([1.0, 100.0])
         next(iter(loader))
 
-    results = Ranks(2, tars, global_batch_size=4, transform=drop_odd, may_drop=True).run(run)
+    results = ThreadRanks(2, tars, global_batch_size=4, transform=drop_odd, may_drop=True).run(run)
     assert [type(result) for result in results] == [PartitionError] * 2
     assert "nothing to rank 0" in str(results[1])
 
@@ -172,7 +175,7 @@ def test_shares_that_leave_a_rank_without_samples_are_refused_on_all_ranks(tars:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_filter_that_drops_everything_is_an_error_on_every_rank(tars: str, world_size: int) -> None:
-    results = Ranks(world_size, tars, batch_size=8, keep=lambda sample: False).run(list)
+    results = ThreadRanks(world_size, tars, batch_size=8, keep=lambda sample: False).run(list)
     assert [type(result) for result in results] == [PartitionError] * world_size
     assert {str(result) for result in results} == {str(results[0])}
     assert "dropped all 312 samples of epoch 0" in str(results[0])
@@ -200,7 +203,7 @@ def test_what_raises_is_told_on_every_rank_after_the_same_batches(tars: str, wor
             got[loader.rank] += 1
 
     filters: dict[str, Any] = {"transform": fail, "may_drop": True} if by == "transform" else {"keep": fail}
-    results = Ranks(world_size, tars, batch_size=4, window=1, seed=5, **filters).run(run)
+    results = ThreadRanks(world_size, tars, batch_size=4, window=1, seed=5, **filters).run(run)
     assert len(set(got.values())) == 1
     own = [result for result in results if isinstance(result, LookupError)]
     others = [result for result in results if isinstance(result, DatasetError)]
@@ -224,7 +227,7 @@ def test_a_chunk_that_cannot_be_read_stops_all_ranks_after_the_same_batches(tmp_
         for _ in loader:
             got[loader.rank] += 1
 
-    results = Ranks(2, manifest, batch_size=4, transform=drop_odd, may_drop=True).run(run)
+    results = ThreadRanks(2, manifest, batch_size=4, transform=drop_odd, may_drop=True).run(run)
     assert all(isinstance(result, Exception) for result in results)
     assert all(broken.name in str(result) for result in results)
     assert got[0] == got[1]
@@ -260,6 +263,8 @@ def test_a_transform_that_decides_otherwise_when_asked_again_is_found_out(tars: 
         ({"may_drop": True, "transform": None}, "without a transform"),
         ({"may_drop": 1}, "True or False"),
         ({"keep": 3}, "keep=3"),
+        ({"cost": "tokens"}, "cost= with may_drop=True"),
+        ({"batch_tokens": 100, "batch_size": None}, "batch_tokens= with may_drop=True"),
         ({"keep": Keep(["nothing"], len)}, "nothing"),
     ],
 )
@@ -316,6 +321,29 @@ def test_states_of_loaders_with_and_without_a_filter_are_told_apart(tars: str, s
         next(iter(plain))
         with pytest.raises(StateMismatchError, match="drops nothing"):
             loader.load_state_dict(plain.state_dict())
+
+
+def test_a_state_is_not_moved_by_arithmetic(state: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="known only by reading"):
+        skip_in_state(LoaderState.from_dict(state), samples=5)
+
+
+def test_frameworks_that_count_batches_are_refused(tars: str) -> None:
+    with make(tars) as loader, pytest.raises(ConfigError, match="counts batches"):
+        TorchLoader(loader)
+
+
+def test_a_change_of_the_batch_size_goes_on_with_the_next_survivor(tars: str, tmp_path: Path) -> None:
+    with make(tars, audit_dir=tmp_path) as loader:
+        batches = iter(loader)
+        first = [next(batches), next(batches)]
+        loader.set_batch_size(5)
+        rest = list(batches)
+    assert [len(batch["__id__"]) for batch in rest[:-1]] == [5] * (len(rest) - 1)
+    assert sorted(ids_of(first + rest)) == EVEN
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert (report.epochs[0].delivered, report.epochs[0].dropped) == (len(EVEN), TOTAL - len(EVEN))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams_ranks import Ranks
+from streams_ranks import ThreadRanks
 from streams_reference import global_batches
 
 from penstock import DistributedDataLoader, Manifest, audit
@@ -68,6 +68,7 @@ def test_the_reference_reads_each_survivor_once(numbers: Manifest) -> None:
     assert sorted(itertools.chain(*batches)) == np.flatnonzero(survivors.chosen).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     survivors=st.builds(
@@ -115,7 +116,7 @@ def test_global_batches_are_those_of_the_reference_on_any_ranks_and_across_resum
                 got.append(ids_of(batch))
             return got, loader.state_dict()
 
-        results = Ranks(
+        results = ThreadRanks(
             world_size,
             numbers,
             batch_size=batch_size,

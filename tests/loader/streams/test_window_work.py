@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from streams_ranks import Ranks
+from streams_ranks import ThreadRanks
 from tar_dataset import write_tars
 
 from penstock.loader import assembly
@@ -72,7 +72,7 @@ def test_outputs_of_whole_windows_are_the_same_on_any_ranks_and_across_resumes(r
                 loader.load_state_dict(state)
             return [batch["run"] for batch in itertools.islice(loader, most)], loader.state_dict()
 
-        results = Ranks(world_size, runs_of_ids, **options).run(work)
+        results = ThreadRanks(world_size, runs_of_ids, **options).run(work)
         shares, states = zip(*results, strict=True)
         assert all(each == states[0] for each in states)
         return [list(itertools.chain(*step)) for step in zip(*shares, strict=True)], states[0]
