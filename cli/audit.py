@@ -20,8 +20,9 @@ class AuditArguments:
 
     Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. Samples that a killed attempt delivered
     after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Batches that the
-    run skipped on purpose are counted as skipped. Exits with 0 if every other sample was delivered exactly once, and
-    with 1 if any is missing or duplicated. Of a run on a subset, "outside" are the samples that it leaves out, and
+    run skipped on purpose are counted as skipped, samples that keep= or transform= dropped as dropped, and what then
+    fills no batch as left. Exits with 0 if every other sample was delivered exactly once, and with 1 if any is missing
+    or duplicated. Of a run on a subset, "outside" are the samples that it leaves out, and
     "stray" the rows of these that were delivered all the same.
 
     example:  penstock audit runs/digits/audit
@@ -58,22 +59,27 @@ def show_report(report: AuditReport) -> None:
         print_grid(screen, ("from epoch", "from position", "global batch"), changes)
         screen.print()
     skipped = sum(account.skipped for account in report.epochs)
+    dropped, left = (sum(numbers) for numbers in zip(*((a.dropped, a.left) for a in report.epochs), strict=True))
     is_part = any(account.outside for account in report.epochs)
     rows, styles = [], []
     for account in report.epochs:
         numbers = [account.samples, account.reached, account.delivered, account.missing, account.duplicated]
-        numbers += [account.replayed, *([account.skipped] if skipped else [])]
+        numbers += [account.replayed, *([account.skipped] if skipped else []), *([account.dropped] if dropped else [])]
+        numbers += [account.left] if left else []
         numbers += [account.outside, account.stray] if is_part else []
         rows.append([str(account.epoch), *(f"{number:,}" for number in numbers)])
         styles.append("red" if account.missing or account.duplicated or account.stray else "")
     header = ["epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"]
-    header += [*(["skipped"] if skipped else []), *(["outside", "stray"] if is_part else [])]
+    header += [name for name, count in (("skipped", skipped), ("dropped", dropped), ("left", left)) if count]
+    header += [*(["outside", "stray"] if is_part else [])]
     print_grid(screen, header, rows, styles=styles)
     screen.print()
     if any(account.stray for account in report.epochs):
         screen.print("samples from outside of the subset were delivered", style="red")
-    elif report.is_exact and skipped:
-        screen.print(f"every sample reached was delivered exactly once, but for {skipped:,} skipped", style="green")
+    elif report.is_exact and (skipped or dropped or left):
+        others = {"skipped": skipped, "dropped": dropped, "left, which fill no batch": left}
+        told = " and ".join(f"{count:,} {name}" for name, count in others.items() if count)
+        screen.print(f"every sample reached was delivered exactly once, but for {told}", style="green")
     elif report.is_exact:
         screen.print("every sample reached was delivered exactly once", style="green")
     else:

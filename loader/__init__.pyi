@@ -44,6 +44,8 @@ from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk
 from .reading.quarantine import BadChunkWarning as BadChunkWarning
+from .streams.keep import Keep as Keep
+from .streams.keep import KeepChoice as KeepChoice
 from .tools.audit import AuditReport as AuditReport
 from .tools.audit import EpochAccount as EpochAccount
 from .tools.audit import audit as audit

@@ -23,6 +23,7 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
+from .assembly import Dropping, make_assembler, make_position, peek_alone
 from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.index import open_manifest
@@ -31,7 +32,7 @@ from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.first_values import ImageFields
-from .decoding.row_work import RowWork, Sample
+from .decoding.row_work import Sample
 from .decoding.worker_pool import WorkerPool
 from .foreign_arguments import refuse_foreign
 from .formats.detect import make_format
@@ -47,14 +48,13 @@ from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .pipeline.pipeline import Pipeline
-from .pipeline.plain import PlainAssembler
 from .pipeline.tuning import tune
-from .position import Position
 from .ranks import check_rank
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Owner
 from .standing import Standing
+from .streams.keep import KeepChoice
 from .views.peek import Look
 from .views.samples import DatasetView
 
@@ -89,8 +89,11 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
         raw: what is not decoded is handed out as a list of "bytes", or with "view" as ``ByteViews`` of the chunks'
             memory, without a copy or an object a sample; users' decoders and transforms then get memoryviews, too.
+        keep: drop samples before they are decoded: a function of a sample as it is stored (dict of field to value) that
+            returns whether it stays, or ``Keep(columns, predicate)`` of many samples at once.
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
             a parameter ``rng``, it gets a generator that depends on seed, epoch and sample id alone.
+        may_drop: ``transform`` may return None, which drops the sample. Of what is left, batches are as large as ever.
         collate: a function from a list of samples to a batch.
         cost: cut each global batch so that all ranks' parts cost the same, to within one sample, instead of counting as
             many samples: the name of an index of costs (``penstock index --cost``), or a ``Cost`` of it.
@@ -142,7 +145,9 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         columns: Sequence[str] | None = None,
         decode: DecodeChoice = "auto",
         raw: RawValues = "bytes",
-        transform: Callable[..., Sample] | None = None,
+        keep: KeepChoice | None = None,
+        transform: Callable[..., Sample | None] | None = None,
+        may_drop: bool = False,
         collate: Callable[[list[Sample]], BatchT] | None = None,
         cost: str | Cost | None = None,
         bucket: str | Bucket | None = None,
@@ -173,14 +178,20 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         sizes = sizes if told.budget is None else (1, None)
         share = make_share(rank, world_size, *sizes, pad=last_batch == "pad", mesh=mesh, data_dims=data_dims)
         batch_options = BatchOptions(
-            transform=transform, collate=collate, with_ids=with_ids, pad=last_batch == "pad", seed=seed
+            transform=transform,
+            collate=collate,
+            with_ids=with_ids,
+            pad=last_batch == "pad",
+            seed=seed,
+            may_drop=may_drop,
         )
+        dropping = Dropping.of(keep, may_drop, transform, told)
         decoders = FieldDecoders(decode, raw, processes)
         cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
         decode_threads = count_threads(threads)
         check_at_least("processes", processes, 0)
         if processes:
-            self._resources.workers = WorkerPool(RowWork(transform=transform, seed=seed), decode, processes)
+            self._resources.workers = WorkerPool(batch_options.work, decode, processes)
         check_at_least("max_bad_chunks", max_bad_chunks, 0)
         memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
         cache_bytes = parse_cache_limit(cache_dir, cache_limit)
@@ -190,7 +201,8 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         )
         selection = make_selection(self._manifest, subset, weights)
         share, bucket_costs = told.open(self._manifest, share, storage_options=storage_options, cache_dir=cache_dir)
-        self._position = Position(
+        self._position = make_position(
+            dropping,
             self._manifest,
             seed=seed,
             shuffle=shuffle,
@@ -204,6 +216,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             bucket_costs=bucket_costs,
         )
         names = check_names(self._manifest, columns, decode)
+        read = names if dropping is None else dropping.columns_to_read(self._manifest, names)
         self._counters = Counters()
         store = self._resources.store = open_store(
             self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
@@ -218,7 +231,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             device=cuda,
         )
         shard_format = make_format(self._manifest.format, self._manifest.config)
-        chunks = ChunkSource(self._manifest, shard_format, store, names, self._counters, memory_bytes)
+        chunks = ChunkSource(self._manifest, shard_format, store, read, self._counters, memory_bytes)
         decoders.are_images = ImageFields(chunks)
         self._quarantine = Quarantine(chunks, max_bad_chunks, selection)
         self._look = Look(
@@ -239,14 +252,18 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             decoders=decoders,
             counters=self._counters,
             workers=self._resources.workers,
-            make_assembler=partial(
-                PlainAssembler,
+            make_assembler=make_assembler(
+                dropping,
+                self._position,
                 last_batch=last_batch,
                 quarantine=self._quarantine,
                 selection=selection,
                 bucket_costs=bucket_costs,
+                columns=names,
+                is_logged=audit_dir is not None,
             ),
         )
+        self._peek = self._look.peek if dropping is None else partial(peek_alone, make_pipeline, decoders)
         self._passes = Passes(
             position=self._position,
             share=share,
@@ -263,6 +280,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
                 rank=share.rank,
                 world_size=share.world_size,
                 subset=subset,
+                may_drop=dropping is not None,
             )
 
     # -- iteration ------------------------------------------------------------------------------------------------
@@ -286,7 +304,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
 
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
-        return cast(BatchT, self._look.peek(self._passes))
+        return cast(BatchT, self._peek(self._passes))
 
     # -- running --------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Passes:
         self.counters = counters
         self.check_rank = check_rank
         self.begun = 0
-        self._tune = tune
+        self.tune = tune
         self._make_pipeline = make_pipeline
 
     def begin(self, loader: object) -> Pass[Any]:
@@ -51,6 +51,11 @@ class Passes:
             self.resources.stop_pipeline()  # it is ahead in an epoch that begins anew
         self.begun += 1
         return Pass(self, loader)
+
+    def start(self, epoch: int, consumed: int) -> Start:
+        """Where a pipeline begins for a position that is the upcoming one, or an epoch's beginning."""
+        cursors = self.position.cursors() if consumed else None
+        return Start(order=self.position.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
 
     def pipeline(self) -> Pipeline:
         """The running pipeline, or a new one from the position on."""
@@ -65,13 +70,8 @@ class Passes:
                 self.resources.workers.start()
             # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
             self.resources.pipeline = self._make_pipeline(
-                options=self._tune(self.position.order),
-                start=Start(
-                    order=self.position.order,
-                    share=self.share,
-                    epoch=self.position.epoch,
-                    position=self.position.consumed,
-                ),
+                options=self.tune(self.position.order),
+                start=self.start(self.position.epoch, self.position.consumed),
             )
             self.resources.pipeline.start()
         return self.resources.pipeline
@@ -105,15 +105,15 @@ class Pass(Iterator[BatchT]):
             passes.check_rank()
         elif self._at != (position.epoch, position.times_set):
             self._end()
-        before = (position.epoch, position.consumed, position.is_loaded, self._at)
+        before = position.save(), self._at
         try:
             passes.resources.check_peers()
             item = self._take()
             if item is None:
                 self._end()
             if passes.resources.log is not None:
-                passes.resources.log.record(item.epoch, item.start, item.stop, item.ids)
-            position.advance(item.epoch, item.stop)
+                passes.resources.log.record(item.epoch, item.start, item.stop, item.ids, item.dropped, item.left)
+            position.take(item)
             self._at = (position.epoch, position.times_set)
             self._left_s = time.perf_counter()
             batch: BatchT = item.batch
@@ -122,7 +122,8 @@ class Pass(Iterator[BatchT]):
             raise
         except BaseException as exc:
             # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
-            position.epoch, position.consumed, position.is_loaded, self._at = before
+            saved, self._at = before
+            position.restore(saved)
             passes.resources.stop_pipeline()
             passes.resources.tell_peers(exc)
             raise
@@ -136,14 +137,17 @@ class Pass(Iterator[BatchT]):
             item = pipeline.get()
             got_s = time.perf_counter()
             is_end = item.batch is None
-            if position.upcoming != ((item.epoch + 1, 0) if is_end else (item.epoch, item.start)):
+            if not position.follows(item):
                 passes.resources.stop_pipeline()  # an interrupt came between a move of the position and its end
             elif not is_end:
                 break
             else:
-                if position.epoch == item.epoch and position.tail and passes.resources.log is not None:
-                    passes.resources.log.record_drop(item.epoch, position.consumed, item.stop)
-                position.advance(item.epoch + 1, 0)
+                log = passes.resources.log
+                if item.left is not None and log is not None:
+                    log.record(item.epoch, item.start, item.stop, item.ids, item.dropped, item.left)
+                elif position.epoch == item.epoch and position.tail and log is not None:
+                    log.record_drop(item.epoch, position.consumed, item.stop)
+                position.take(item)
                 if not is_first:  # else it is the end of an epoch that another pass left after its last batch
                     return None
         passes.counters.add(batches=1, samples=len(item.ids))

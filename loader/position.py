@@ -10,10 +10,12 @@ from .errors import PartitionError, StateMismatchError
 from .order.auto import Choice, choose_order
 from .order.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
 from .order.costs import SampleCosts
+from .order.cursors import Cursors
 from .order.plan import Order, Share, require_steps
 from .order.selection import Selection
 from .order.state import LoaderState
 from .order.steps import BudgetSteps, EvenSteps, Steps, skip_steps
+from .pipeline.delivery_queue import Delivery
 
 
 class Position:
@@ -28,6 +30,8 @@ class Position:
         ConfigError: no order has such a seed, number of lanes, window or piece.
         PartitionError: an epoch has no batch.
     """
+
+    drops_samples = False
 
     def __init__(
         self,
@@ -124,9 +128,29 @@ class Position:
         is_end = self.share.budget is not None and not self._steps(self.epoch).ahead(self.consumed, 1)
         return self._num_samples - self.consumed if is_end else 0
 
+    def follows(self, item: Delivery) -> bool:
+        """Whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
+        return self.upcoming == ((item.epoch + 1, 0) if item.batch is None else (item.epoch, item.start))
+
     def advance(self, epoch: int, consumed: int) -> None:
         """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
         self.epoch, self.consumed, self.is_loaded = epoch, consumed, False
+
+    def take(self, item: Delivery) -> None:
+        """Note that a delivery was taken: a batch was handed out, or an epoch has ended."""
+        self.advance(*((item.epoch + 1, 0) if item.batch is None else (item.epoch, item.stop)))
+
+    def save(self) -> tuple[Any, ...]:
+        """Where it is, for ``restore``."""
+        return self.epoch, self.consumed, self.is_loaded
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Go back to where it was when ``save`` returned this."""
+        self.epoch, self.consumed, self.is_loaded = saved
+
+    def cursors(self) -> Cursors | None:
+        """Where each lane stands, where that is not arithmetic."""
+        return None
 
     @property
     def pass_start(self) -> tuple[int, int]:
@@ -166,6 +190,9 @@ class Position:
 
     def to_state(self) -> LoaderState:
         """The upcoming position with what makes it good for another loader: the data set's identity and the order."""
+        return self._state({})
+
+    def _state(self, stream: Mapping[str, Any]) -> LoaderState:
         epoch, consumed = self.upcoming
         return LoaderState(
             fingerprint=self._manifest.fingerprint,
@@ -179,6 +206,7 @@ class Position:
             consumed=consumed,
             selection=self._selection,
             bucket=self.order.bucket if isinstance(self.order, BucketedOrder) else {},
+            stream=stream,
         )
 
     def check_state(self, state: Mapping[str, Any]) -> LoaderState:
@@ -199,6 +227,7 @@ class Position:
             selection=self._selection,
         )
         self._check_bucket(loaded)
+        self._check_stream(loaded)
         if loaded.consumed > self._num_samples:
             raise StateMismatchError(
                 f"a damaged loader state: consumed={loaded.consumed} of {self._num_samples} samples of the subset"
@@ -220,6 +249,14 @@ class Position:
             raise StateMismatchError(
                 f"the state belongs to another run's order and cannot be resumed here; bucket=: {loaded.bucket} in the "
                 f"state, {here} here (run and pool are samples of a lane, costs is the index's checksum)"
+            )
+
+    def _check_stream(self, loaded: LoaderState) -> None:
+        """Raise StateMismatchError where one of the two drops samples, and it matters."""
+        if loaded.stream and loaded.consumed:
+            raise StateMismatchError(
+                "the state is inside an epoch of a loader with keep= or may_drop=, and this one drops nothing; give it "
+                "the same, or start from its next epoch with set_epoch"
             )
 
     def load(self, state: LoaderState) -> None:

@@ -14,13 +14,26 @@ class Standing:
     _manifest: Manifest
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank; with ``batch_tokens``, of the epoch of ``epoch``."""
+        """Batches of a whole epoch, the same on every rank; with ``batch_tokens``, of the epoch of ``epoch``.
+
+        Raises:
+            TypeError: samples may be dropped, so that only reading tells; as of torch's iterable data sets.
+        """
         return self._passes.position.steps_per_epoch
 
     @property
     def steps_left(self) -> int:
-        """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch."""
+        """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch.
+
+        Raises:
+            TypeError: as of ``len``.
+        """
         return self._passes.position.steps_left
+
+    @property
+    def drops_samples(self) -> bool:
+        """Whether ``keep=`` or ``transform=`` may drop samples, so that epochs have no known number of batches."""
+        return self._passes.position.drops_samples
 
     @property
     def epoch(self) -> int:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ...storage.daemon_pool import DaemonPool
+from ..columns import IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
@@ -49,13 +50,21 @@ class BatchOptions:
     ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
 
     ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
+
+    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch.
     """
 
-    transform: Callable[..., Sample] | None = None
+    transform: Callable[..., Sample | None] | None = None
     collate: Callable[[list[Sample]], Batch] | None = None
     with_ids: bool = False
     pad: bool = False
     seed: int = 0
+    may_drop: bool = False
+
+    @property
+    def work(self) -> RowWork:
+        """What is done to each row."""
+        return RowWork(transform=self.transform, seed=self.seed, may_drop=self.may_drop)
 
     def __post_init__(self) -> None:
         for name in ("transform", "collate"):
@@ -87,28 +96,43 @@ class BatchMaker:
         """
         return PendingBatch(self, rows, epoch, num_rows, num_valid)
 
+    def work(self, rows: Rows, epoch: int) -> RowJob:
+        """Start decoding and transforming rows that are not a batch yet."""
+        return RowJob(self, rows, epoch)
+
+    def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
+        """A batch of samples that are decoded and transformed; the numbers are as in ``start``."""
+        return JoinedBatch(self, samples, ids, num_rows, num_valid)
+
+    def extras(self, ids: IntArray, num_valid: int) -> dict[str, torch.Tensor]:
+        """The fields that the loader adds to those of samples with these ids, (n,), of which the first count."""
+        extras = {}
+        if self.options.with_ids:
+            extras[IDS] = torch.from_numpy(ids.copy())
+        if self.options.pad:
+            extras[VALID] = torch.arange(len(ids)) < num_valid
+        return extras
+
     def is_stopped(self) -> bool:
         """Whether batches are no longer wanted."""
         return self.stopping.is_set()
 
 
-class PendingBatch:
-    """A batch in the making. ``result`` waits for it; called once, by one thread."""
+class RowJob:
+    """Rows that are being decoded and transformed, by the threads of the pool or by worker processes."""
 
-    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> None:
+    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int) -> None:
         self._maker = maker
-        self._rows = rows
-        self._num_rows = num_rows
-        self._num_valid = num_valid
+        self.rows = rows
         settled = maker.decoders.settled
         encoded = {
             name: decoder
             for name, values in rows.fields.items()
             if isinstance(values, list) and (decoder := settled.get(name)) is not None
         }
-        self._task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
-        self._work = RowWork(transform=maker.options.transform, seed=maker.options.seed)
-        self._results = self._work.allocate(self._task)
+        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        self._work = maker.options.work
+        self.results = self._work.allocate(self.task)
         self._futures: list[Future[None]] = []
         if encoded or maker.options.transform is not None:
             count = len(rows.ids)
@@ -119,53 +143,31 @@ class PendingBatch:
         maker = self._maker
         if maker.workers is None:
             return maker.pool.submit(self._run, start, stop)
-        task = self._task.cut(start, stop, with_plain=maker.options.transform is not None)
+        task = self.task.cut(start, stop, with_plain=maker.options.transform is not None)
         return maker.workers.submit(task, partial(self._place, start, stop), maker.is_stopped)
 
     def _run(self, start: int, stop: int) -> None:
         """Work on some of the rows; on a thread of the pool."""
         started = time.perf_counter()
         try:
-            self._work.run(self._task, self._results, start, stop, self._maker.is_stopped)
+            self._work.run(self.task, self.results, start, stop, self._maker.is_stopped)
         finally:
             self._maker.counters.add(decode_s=time.perf_counter() - started)
 
     def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
         """Put a process's results into their places."""
         for name, values in results.values.items():
-            of_field: Any = self._results.values[name]
+            of_field: Any = self.results.values[name]
             of_field[start:stop] = values
-        self._results.samples[start:stop] = results.samples
+        self.results.samples[start:stop] = results.samples
         self._maker.counters.add(decode_s=busy_s)
 
-    def result(self) -> Batch:
-        """The batch. Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled."""
-        failed = self._wait()
-        if failed is not None:
-            raise explain_row_error(failed, self._rows, self._maker.manifest)
-        options, values = self._maker.options, self._results.values
-        if options.transform is None and options.collate is None:
-            images = {name for name, decoder in self._task.encoded.items() if is_channels_first(decoder)}
-            return self._finish({n: _collate(of_field, is_image=n in images) for n, of_field in values.items()})
-        samples = self._results.samples or [self._task.sample(values, row) for row in range(len(self._rows.ids))]
-        if options.collate is None:
-            batch = collate_samples(samples)
-            if self._maker.decoders.raw == "view":
-                batch = {name: _gather_views(of_field) for name, of_field in batch.items()}
-            return self._finish(batch)
-        for name, extra in self._extras().items():
-            for sample, value in zip(samples, extra.tolist(), strict=True):
-                sample[name] = value
-        return options.collate(samples[: self._num_rows])
+    def wait(self) -> RowError | None:
+        """The error of the first row that failed, in the order of rows; None where all are done.
 
-    def _finish(self, batch: dict[str, Any]) -> dict[str, Any]:
-        batch = {**batch, **self._extras()}
-        if self._num_rows < len(self._rows.ids):
-            return {name: values[: self._num_rows] for name, values in batch.items()}
-        return batch
-
-    def _wait(self) -> RowError | None:
-        """The error of the first row that failed, in the order of rows."""
+        Raises:
+            LoaderClosedError: the pipeline is stopped.
+        """
         try:
             for future in self._futures:
                 future.result()
@@ -175,17 +177,92 @@ class PendingBatch:
             raise LoaderClosedError("the loader was closed while a batch was being decoded") from exc
         return None
 
-    def _extras(self) -> dict[str, torch.Tensor]:
-        extras = {}
-        if self._maker.options.with_ids:
-            extras[IDS] = torch.from_numpy(self._rows.ids.copy())
-        if self._maker.options.pad:
-            extras[VALID] = torch.arange(len(self._rows.ids)) < self._num_valid
-        return extras
+    def explain(self, failed: RowError) -> Exception:
+        """What users see of a row's error."""
+        return explain_row_error(failed, self.rows, self._maker.manifest)
+
+    def samples(self) -> tuple[list[Sample | None], Exception | None]:
+        """The transformed samples, None for those dropped, up to the first row that failed; and why it did."""
+        failed = self.wait()
+        if failed is None:
+            return self.results.samples, None
+        return self.results.samples[: failed.row], self.explain(failed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and of what they are decoded into, about."""
+        return self.rows.count_bytes(self._maker.decoders.settled)
 
     def cancel(self) -> None:
         for future in self._futures:
             future.cancel()
+
+
+class UnfinishedBatch(Protocol):
+    """A batch in the making. ``result`` waits for it; called once, by one thread."""
+
+    def result(self) -> Batch:
+        """The batch. Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled."""
+
+    def cancel(self) -> None:
+        """It is no longer wanted."""
+
+
+class PendingBatch:
+    """A batch whose rows are being decoded and transformed."""
+
+    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> None:
+        self._maker = maker
+        self._rows = rows
+        self._num_rows = num_rows
+        self._num_valid = num_valid
+        self._job = RowJob(maker, rows, epoch)
+
+    def result(self) -> Batch:
+        failed = self._job.wait()
+        if failed is not None:
+            raise self._job.explain(failed)
+        options, task, results = self._maker.options, self._job.task, self._job.results
+        if options.transform is None and options.collate is None:
+            images = {name for name, decoder in task.encoded.items() if is_channels_first(decoder)}
+            batch = {n: _collate(of_field, is_image=n in images) for n, of_field in results.values.items()}
+            return _cut({**batch, **self._maker.extras(self._rows.ids, self._num_valid)}, self._num_rows)
+        samples: Any = results.samples or [task.sample(results.values, row) for row in range(len(self._rows.ids))]
+        return self._maker.join(samples, self._rows.ids, self._num_rows, self._num_valid).result()
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedBatch:
+    """A batch of samples that only need to be collated: the first ``num_rows``, of which ``num_valid`` count."""
+
+    maker: BatchMaker
+    samples: list[Sample]
+    ids: IntArray
+    num_rows: int
+    num_valid: int
+
+    def result(self) -> Batch:
+        maker = self.maker
+        extras = maker.extras(self.ids, self.num_valid)
+        if maker.options.collate is None:
+            batch = collate_samples(self.samples)
+            if maker.decoders.raw == "view":
+                batch = {name: _gather_views(of_field) for name, of_field in batch.items()}
+            return _cut({**batch, **extras}, self.num_rows)
+        for name, extra in extras.items():
+            for sample, value in zip(self.samples, extra.tolist(), strict=True):
+                sample[name] = value
+        return maker.options.collate(self.samples[: self.num_rows])
+
+    def cancel(self) -> None:
+        pass
+
+
+def _cut(batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    return {name: values[:num_rows] for name, values in batch.items()}
 
 
 def _gather_views(values: Any) -> Any:

@@ -11,7 +11,7 @@ from .row_work import RowError
 
 def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Exception:
     """Our own errors name the sample; those of a transform keep their type and get a note."""
-    where, cause = _describe(error.row, rows, manifest), error.cause
+    where, cause = describe_row(error.row, rows, manifest), error.cause
     if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
         kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
         explained: Exception = kind(f"{where}: {cause}")
@@ -21,7 +21,8 @@ def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Except
     return cause
 
 
-def _describe(row: int, rows: Rows, manifest: Manifest) -> str:
+def describe_row(row: int, rows: Rows, manifest: Manifest) -> str:
+    """Which sample a row is, for people: its id, its place in its shard, and its key where it has one."""
     sample_id = int(rows.ids[row])
     shard, number = manifest.shard_of(sample_id)
     key = rows.fields.get(KEY_COLUMN)

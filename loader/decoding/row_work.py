@@ -68,15 +68,19 @@ class RowResults:
     """The results of a task: decoded ``values`` by field and, with a transform, ``samples``, one per row."""
 
     values: dict[str, Values]
-    samples: list[Sample]
+    samples: list[Sample | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowWork:
-    """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone."""
+    """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone.
 
-    transform: Callable[..., Sample] | None
+    Only with ``may_drop`` may the transform return None.
+    """
+
+    transform: Callable[..., Sample | None] | None
     seed: int
+    may_drop: bool = False
 
     def allocate(self, task: RowTask) -> RowResults:
         """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others."""
@@ -113,7 +117,7 @@ class RowWork:
                     rng = {"rng": self._rng(task, row, TRANSFORM)} if takes_rng else {}
                     changed = self.transform(sample, **rng)
                     step = "result"
-                    out.samples[row] = _check_sample(changed)
+                    out.samples[row] = self._check_sample(changed)
             except Exception as exc:
                 raise RowError(task.first_row + row, step, exc) from exc
 
@@ -132,8 +136,12 @@ class RowWork:
     def _rng(self, task: RowTask, row: int, purpose: int) -> np.random.Generator:
         return sample_rng(self.seed, task.epoch, int(task.ids[row]), purpose)
 
-
-def _check_sample(changed: Any) -> Sample:
-    if not isinstance(changed, dict):
+    def _check_sample(self, changed: Any) -> Sample | None:
+        if isinstance(changed, dict) or (changed is None and self.may_drop):
+            return changed
+        if changed is None:
+            raise ConfigError(
+                "transform= returned None; where that means to drop the sample, give may_drop=True, so that all ranks "
+                "know from the first batch on that samples may be dropped; else return a dict"
+            )
         raise ConfigError(f"transform= returned {type(changed).__name__}; it must return a dict")
-    return changed

@@ -22,11 +22,19 @@ class TorchLoader(DataLoader[Any]):
 
     ``len(dataset)`` is the samples of all ranks. ``state_dict``, ``load_state_dict`` and ``set_epoch`` are the
     loader's.
+
+    Raises:
+        ConfigError: the loader drops samples, so that its epochs have no number of batches to count with.
     """
 
     _is_accelerate_prepared = True  # Accelerate would deal out this rank's batches once more, in silence
 
     def __init__(self, loader: DistributedDataLoader[Any]) -> None:
+        if loader.drops_samples:
+            raise ConfigError(
+                "a loader with keep= or may_drop= in a framework that counts batches: how many an epoch has is known "
+                "only by reading it; loop over the loader yourself, or train with DistributedTrainer and max_steps="
+            )
         self._batches = _Batches(loader, self._begin)
         super().__init__(self._batches, sampler=_Steps(loader, self._batches), collate_fn=_only)
         self.__dict__["batch_size"] = loader.batch_size  # for those who read it; torch's would be 1, a step

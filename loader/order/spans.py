@@ -109,6 +109,16 @@ class EpochSpans:
             self._open_until(lane, start, stop, entered)
         return Span(self.plan.epoch, bounds, segments, row_starts, num_valid), entered
 
+    def enter(self, lane: int, start: int, stop: int) -> list[EnteredWindow]:
+        """Open the windows of a lane's offsets ``start`` to ``stop`` that are not open yet, and return those."""
+        entered: list[EnteredWindow] = []
+        self._open_until(lane, start, stop, entered)
+        return entered
+
+    def window_stop(self, lane: int, offset: int) -> int:
+        """Where the open window that holds an offset of a lane ends."""
+        return next(opened.window.stop for opened in self._windows[lane] if offset < opened.window.stop)
+
     def _open_until(self, lane: int, start: int, stop: int, entered: list[EnteredWindow]) -> None:
         windows = self._windows.setdefault(lane, deque())
         index = windows[-1].window.index + 1 if windows else self.plan.window_at(lane, start)
@@ -175,7 +185,10 @@ class EpochSpans:
 
     def close_windows(self, position: int) -> Iterator[EnteredWindow]:
         """Close and yield the windows that lie wholly before a position: they are no longer needed."""
-        offsets = lane_offsets(np.array(position, np.int64), self.plan.turns)
+        return self.close_before(lane_offsets(np.array(position, np.int64), self.plan.turns))
+
+    def close_before(self, offsets: IntArray) -> Iterator[EnteredWindow]:
+        """Close and yield the windows that lie wholly before each lane's offset, (lanes,)."""
         for lane in list(self._windows):
             windows = self._windows[lane]
             while windows and windows[0].window.stop <= offsets[lane]:
@@ -185,7 +198,10 @@ class EpochSpans:
 
     def next_uses(self, position: int) -> dict[int, int]:
         """At which position, from this one on, each chunk of the open windows is used next."""
-        offsets = lane_offsets(np.array(position, np.int64), self.plan.turns)
+        return self.next_uses_from(lane_offsets(np.array(position, np.int64), self.plan.turns))
+
+    def next_uses_from(self, offsets: IntArray) -> dict[int, int]:
+        """At which position each chunk of the open windows is used next, where lanes are at ``offsets``, (lanes,)."""
         uses: dict[int, int] = {}
         for lane, windows in self._windows.items():
             for window in (opened.window for opened in windows):

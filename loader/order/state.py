@@ -12,8 +12,8 @@ from .plan import Order
 
 # A state without pieces is of version 1, which every penstock reads. One with pieces, or with a selection of samples,
 # must not be read by a penstock that does not know these.
-_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_BUCKETS = 1, 2, 3, 6
-_VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_BUCKETS)
+_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_STREAMS, _VERSION_OF_BUCKETS = 1, 2, 3, 4, 6
+_VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_STREAMS, _VERSION_OF_BUCKETS)
 _MOST_EPOCHS = 1 << 62  # logs keep them as int64
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
@@ -25,6 +25,8 @@ class LoaderState:
 
     ``fingerprint`` and ``num_samples`` are the manifest's. ``selection`` says which of its samples an epoch has, empty
     for all (``Selection.to_dict``), ``bucket`` how they are bucketed, empty if not (``BucketedOrder.bucket``).
+    ``stream`` is not empty where samples are dropped: then positions are places among what is left, and it holds where
+    the lanes stand (``Cursors.to_dict``); such an order has no buckets.
     """
 
     fingerprint: str
@@ -38,6 +40,7 @@ class LoaderState:
     piece: int = 0
     selection: Mapping[str, Any] = field(default_factory=dict)
     bucket: Mapping[str, Any] = field(default_factory=dict)
+    stream: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def order(self) -> Order:
@@ -56,10 +59,13 @@ class LoaderState:
 
     def to_dict(self) -> dict[str, Any]:
         state = asdict(self)
-        piece, selection, bucket = (state.pop(name) for name in ("piece", "selection", "bucket"))
+        piece, selection, bucket, stream = (state.pop(name) for name in ("piece", "selection", "bucket", "stream"))
         if bucket:
             more = {"piece": piece, "selection": dict(selection), "bucket": dict(bucket)}
             return {**state, **more, "version": _VERSION_OF_BUCKETS}
+        if stream:
+            more = {"piece": piece, "selection": dict(selection), "stream": dict(stream)}
+            return {**state, **more, "version": _VERSION_OF_STREAMS}
         if selection:
             return {**state, "piece": piece, "selection": dict(selection), "version": _VERSION_OF_SELECTIONS}
         return {**state, "version": _VERSION} if not piece else {**state, "piece": piece, "version": _VERSION_OF_PIECES}
@@ -92,6 +98,7 @@ class LoaderState:
             **({"piece": int} if version >= _VERSION_OF_PIECES else {}),
             **({"selection": dict} if version >= _VERSION_OF_SELECTIONS else {}),
             **({"bucket": dict} if version == _VERSION_OF_BUCKETS else {}),
+            **({"stream": dict} if version == _VERSION_OF_STREAMS else {}),
         }
         missing = [name for name in (*kinds, "version") if name not in state]
         if missing:

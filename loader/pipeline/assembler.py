@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ..decoding.batch import BatchMaker
 from ..decoding.gather import Rows
 from ..metrics import Counters
+from ..order.cursors import Cursors
 from ..order.plan import Order, Share
 from ..order.spans import Span
 from ..reading.chunk_reader import ChunkReader
@@ -27,6 +28,7 @@ class Start:
     share: Share
     epoch: int
     position: int
+    cursors: Cursors | None = None  # of a stream, where the position is not an epoch's beginning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,9 @@ class Assembler(Protocol):
 
         Called by the reader's threads, to evict, while ``run`` waits for chunks.
         """
+
+    def fail(self, error: Exception) -> None:
+        """Told what the training loop gets instead of the next batch. Called by the thread that waits for batches."""
 
     def waiting_for(self) -> dict[str, Any] | None:
         """What else than chunks keeps ``run`` waiting now, as ``Pipeline.activity`` tells it. Called by any thread."""

@@ -19,6 +19,8 @@ MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
 DROP_MAGIC = 0x70656E64726F7070
 SIZE_MAGIC = 0x70656E7362736978
+FILTER_MAGIC = 0x70656E73746B6472
+END_MAGIC = 0x70656E73746B656E
 SUFFIX = ".deliveries"
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -28,6 +30,8 @@ class DeliveryLog:
 
     Batches that were skipped on purpose have one record together, of another magic number and without sample ids; so do
     samples at an epoch's end that fill no batch of a budget. A change of the batch size has a record with that number.
+    After a batch may follow, with numbers of their own, the samples that were filtered out on the way to it, and after
+    the last one of an epoch whose samples are filtered, those that fill no batch.
 
     Every record is one unbuffered write, so a SIGKILL loses none; at most it truncates the last one. Used by the
     training loop's thread.
@@ -41,6 +45,7 @@ class DeliveryLog:
         rank: int,
         world_size: int,
         subset: Subset | None = None,
+        may_drop: bool = False,
     ) -> None:
         started_ns = time.time_ns()
         header = {
@@ -52,6 +57,7 @@ class DeliveryLog:
             "started_ns": started_ns,
             "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
             **({"subset": subset.to_dict()} if subset is not None else {}),
+            **({"may_drop": True} if may_drop else {}),
         }
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -61,14 +67,30 @@ class DeliveryLog:
         except OSError as exc:
             raise ConfigError(f"audit_dir={os.fspath(folder)!r} cannot be written: {exc}") from exc
 
-    def record(self, epoch: int, start: int, stop: int, ids: IntArray) -> None:
+    def record(
+        self,
+        epoch: int,
+        start: int,
+        stop: int,
+        ids: IntArray,
+        dropped: IntArray | None = None,
+        left: IntArray | None = None,
+    ) -> None:
         """Record that this rank is about to get ``ids`` of the global batch at positions ``start`` to ``stop``.
+
+        ``dropped`` are the ids that were dropped on the way to them; ``left``, at an epoch's end, those that fill no
+        batch.
 
         Raises:
             DatasetError: it cannot be written; nothing of it is in the log.
         """
-        head = np.array((MAGIC, epoch, start, stop, len(ids)), np.int64)
-        self._write(np.concatenate((head, ids)))
+        kinds = [(MAGIC, ids), (FILTER_MAGIC, dropped), (END_MAGIC, left)]
+        records = [
+            np.concatenate((np.array((magic, epoch, start, stop, len(some)), np.int64), some))
+            for magic, some in kinds
+            if some is not None
+        ]
+        self._write(np.concatenate(records))
 
     def record_skip(self, epoch: int, start: int, stop: int) -> None:
         """Record that the positions ``start`` to ``stop`` are handed out on no rank, on purpose."""

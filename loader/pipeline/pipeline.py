@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
-from ..decoding.batch import BatchMaker, BatchOptions, PendingBatch
+from ..decoding.batch import BatchMaker, BatchOptions, JoinedBatch, PendingBatch, UnfinishedBatch
 from ..decoding.decode import FieldDecoders
 from ..decoding.worker_pool import WorkerPool
 from ..metrics import Counters
@@ -102,10 +102,18 @@ class Pipeline:
 
     def get(self) -> Delivery:
         """The next batch, ready for use, or an epoch's end. Raises what went wrong at this point of the order."""
+        try:
+            return self._get()
+        except Exception as exc:
+            if not self.is_stopped:
+                self._assembler.fail(exc)
+            raise
+
+    def _get(self) -> Delivery:
         item = self._out.get()
         if item.batch is None:
             return item
-        if isinstance(item.batch, PendingBatch):
+        if isinstance(item.batch, PendingBatch | JoinedBatch):
             return _with_batch(item, self._finish(item, item.batch))
         return _with_batch(item, item.batch.take())
 
@@ -135,7 +143,7 @@ class Pipeline:
     def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         return self._assembler.next_use(chunks)  # which is made after the reader that asks
 
-    def _finish(self, item: Delivery, pending: PendingBatch) -> Any:
+    def _finish(self, item: Delivery, pending: UnfinishedBatch) -> Any:
         self._finishing = item, time.perf_counter()
         try:
             return pending.result()

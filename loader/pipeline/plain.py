@@ -58,6 +58,9 @@ class PlainAssembler:
             if self._equipment.stopping.is_set() or not self._assemble_span(spans, span):
                 return
 
+    def fail(self, error: Exception) -> None:
+        pass
+
     def waiting_for(self) -> dict[str, Any] | None:
         return None
 

@@ -2,13 +2,12 @@
 
 A run that is killed has delivered batches after its last checkpoint; the attempt that resumes from the checkpoint
 delivers them again. So does a pass that is left early and begun again. The account counts those first deliveries as
-replayed, not as delivered. Batches that were skipped on purpose count as skipped. What remains must be every sample
-exactly once.
+replayed, not as delivered. Batches that were skipped on purpose count as skipped. Samples that keep= or transform=
+dropped count as dropped, once each, too. What remains must be every sample exactly once.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,39 +20,14 @@ import numpy as np
 from ..columns import IntArray
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset, blocks
-from ..pipeline.delivery_log import DROP_MAGIC, MAGIC, SIZE_MAGIC, SKIP_MAGIC, SUFFIX
+from ..pipeline.delivery_log import SUFFIX
+from .delivery_records import Delivered, Log, read_log
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-_MOST_SAMPLES = 1 << 60  # as in a manifest
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
 _MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
-_COUNTS = {MAGIC: None, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}  # of the words that follow; None: any
-_HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
-
-
-@dataclass(frozen=True, slots=True)
-class _Delivered:
-    epoch: int
-    start: int
-    stop: int
-    ids: IntArray
-    is_skip: bool = False
-    is_drop: bool = False
-
-    @property
-    def batch(self) -> int:
-        return 0 if self.is_skip or self.is_drop else self.stop - self.start
-
-
-@dataclass(slots=True)
-class _Log:
-    """One file's header and records; ``sizes``: changes of the batch size, as (epoch, position, samples)."""
-
-    header: dict[str, Any]
-    records: list[_Delivered]
-    sizes: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +39,10 @@ class EpochAccount:
     rows beyond the first of a sample; ``replayed``: rows that were handed out again, after a resume or in a pass begun
     again; ``skipped``: positions reached that were passed over on purpose, by ``skip_batches``. ``samples`` are those
     of the loader's subset; ``outside``: all others of the data set; ``stray``: delivered rows of these.
+
+    Where samples may be dropped, positions are places among those that are not. ``dropped``: samples that ``keep=`` or
+    ``transform=`` dropped; ``left``: samples that filled no batch, at the end. Each sample is delivered, dropped or
+    left, once: what is several of these, or the same on two ranks, is ``duplicated``.
     """
 
     epoch: int
@@ -77,6 +55,8 @@ class EpochAccount:
     skipped: int = 0
     outside: int = 0
     stray: int = 0
+    dropped: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +69,7 @@ class AuditReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample reached was delivered exactly once or skipped on purpose, and none is from outside."""
+        """Whether every sample reached was delivered once, dropped or skipped on purpose, and none is from outside."""
         return all(not (account.missing or account.duplicated or account.stray) for account in self.epochs)
 
 
@@ -100,7 +80,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
     paths = sorted(Path(folder).glob(f"*{SUFFIX}"))
-    started = [log for log in map(_read_log, paths) if log is not None]
+    started = [log for log in map(read_log, paths) if log is not None]
     if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: no delivery logs; train with audit_dir= first")
     fingerprints = {log.header["fingerprint"] for log in started}
@@ -141,8 +121,8 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     )
 
 
-def _by_epoch(records: Iterable[_Delivered]) -> defaultdict[int, list[_Delivered]]:
-    found: defaultdict[int, list[_Delivered]] = defaultdict(list)
+def _by_epoch(records: Iterable[Delivered]) -> defaultdict[int, list[Delivered]]:
+    found: defaultdict[int, list[Delivered]] = defaultdict(list)
     for record in records:
         found[record.epoch].append(record)
     return found
@@ -180,13 +160,15 @@ def _members(total: int, subset: dict[str, Any] | None) -> _Members:
 def _account(
     epoch: int,
     members: _Members,
-    records: Sequence[_Delivered],
-    replayed: Sequence[_Delivered],
+    records: Sequence[Delivered],
+    replayed: Sequence[Delivered],
     *,
     is_last: bool,
     usual_batch: int,
     set_batch: int | None,
 ) -> EpochAccount:
+    if any(record.may_drop for record in records):
+        return _account_of_dropping(epoch, members, records, replayed, is_last=is_last)
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     num_samples = members.count
     reached = max((record.stop for record in records if not record.is_drop), default=0)
@@ -214,6 +196,36 @@ def _account(
     )
 
 
+def _account_of_dropping(
+    epoch: int, members: _Members, records: Sequence[Delivered], replayed: Sequence[Delivered], *, is_last: bool
+) -> EpochAccount:
+    none = np.empty(0, np.int64)
+    delivered = np.concatenate([none, *(record.ids for record in records)])
+    dropped = np.concatenate([none, *(record.dropped for record in records)])
+    left = np.concatenate([none, *(record.left for record in records if record.left is not None)])
+    ids = np.concatenate([delivered, dropped, left])
+    here = members.holds(ids)
+    unique = len(np.unique(ids[here]))
+    reached = max((record.stop for record in records), default=0)
+    has_ended = not is_last or any(record.left is not None for record in records)
+    # Until an epoch has ended, it is known how many samples have been delivered, and not how many are to be dropped.
+    missing = members.count - unique if has_ended else reached - len(np.unique(delivered))
+    stray = len(ids) - int(np.count_nonzero(here))
+    return EpochAccount(
+        epoch=epoch,
+        samples=members.count,
+        reached=reached,
+        delivered=len(delivered),
+        missing=max(0, missing),
+        duplicated=len(ids) - stray - unique,
+        replayed=sum(len(record.ids) for record in replayed),
+        outside=members.total - members.count,
+        stray=stray,
+        dropped=len(dropped),
+        left=len(left),
+    )
+
+
 def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
     """How many positions lie in one range at least: each rank tells the same skips."""
     length = end = 0
@@ -223,13 +235,13 @@ def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
     return length
 
 
-def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
+def _attempts(logs: Sequence[Log]) -> list[list[Log]]:
     """The logs grouped by launch, in order of start; one a rank.
 
     Raises:
         DatasetError: processes of one rank, which hold parts of one model, got different samples.
     """
-    groups: list[list[_Log]] = []
+    groups: list[list[Log]] = []
     for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
         fits = (
             groups
@@ -243,14 +255,14 @@ def _attempts(logs: Sequence[_Log]) -> list[list[_Log]]:
     return [_without_peers(group) for group in groups]
 
 
-def _place(log: _Log) -> tuple[int, int | None]:
+def _place(log: Log) -> tuple[int, int | None]:
     """The rank, and the process: several hold parts of one model where it is cut by tensor or pipeline."""
     return int(log.header["rank"]), log.header.get("process")
 
 
-def _without_peers(group: Sequence[_Log]) -> list[_Log]:
+def _without_peers(group: Sequence[Log]) -> list[Log]:
     """One log of each rank, the longest of its processes; the others must have got the beginning of the same."""
-    kept: dict[int, _Log] = {}
+    kept: dict[int, Log] = {}
     for log in group:
         rank = int(log.header["rank"])
         other = kept.get(rank, log)
@@ -270,13 +282,13 @@ def _without_peers(group: Sequence[_Log]) -> list[_Log]:
     return list(kept.values())
 
 
-def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_Delivered]]:
+def _settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Delivered], list[Delivered]]:
     """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
 
     A rank may go back alone, as one that looks at a batch before it trains.
     """
-    counted: list[_Delivered] = []
-    replayed: list[_Delivered] = []
+    counted: list[Delivered] = []
+    replayed: list[Delivered] = []
     later: list[tuple[int, int]] = []  # where the later attempts began
     for group in reversed(groups):
         began = []
@@ -294,9 +306,9 @@ def _settle(groups: Sequence[Sequence[_Log]]) -> tuple[list[_Delivered], list[_D
     return counted, replayed
 
 
-def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
+def _passes(group: Sequence[Log]) -> list[tuple[int, list[Delivered]]]:
     """World size and records of each stretch of an attempt in which positions only increase."""
-    stretches: list[list[_Delivered]] = []
+    stretches: list[list[Delivered]] = []
     for log in group:
         index, last = 0, (-1, -1)
         for record in log.records:
@@ -307,44 +319,3 @@ def _passes(group: Sequence[_Log]) -> list[tuple[int, list[_Delivered]]]:
                 stretches.append([])
             stretches[index].append(record)
     return [(int(group[0].header["world_size"]), stretch) for stretch in stretches]
-
-
-def _read_log(path: Path) -> _Log | None:
-    """A log's complete records; None if a kill truncated even the header."""
-    try:
-        head, newline, body = path.read_bytes().partition(b"\n")
-        if not newline:
-            return None
-        header = json.loads(head)
-        lacking = _HEADER.keys() - header.keys()
-        if lacking or any(type(header[name]) is not kind for name, kind in _HEADER.items()):
-            raise ValueError("its first line is not the header of a log")
-        if not 0 < header["num_samples"] < _MOST_SAMPLES or not 0 <= header["rank"] < header["world_size"]:
-            raise ValueError("its first line states an impossible number of samples or ranks")
-        words = np.frombuffer(body[: len(body) // 8 * 8], "<i8").astype(np.int64)
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as exc:
-        raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
-    records = []
-    sizes = []
-    at = 0
-    while at + 5 <= len(words):
-        magic, epoch, start, stop, count = words[at : at + 5].tolist()
-        if magic not in _COUNTS or count < 0 or _COUNTS[magic] not in (None, count):
-            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; expected a record")
-        if at + 5 + count > len(words):
-            break  # a record that a kill truncated was not handed out
-        ids = words[at + 5 : at + 5 + count]
-        is_size = magic == SIZE_MAGIC
-        is_possible = ids[0] > 0 if is_size else not _any_outside(ids, header["num_samples"])
-        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or not is_possible:
-            raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
-        if is_size:
-            sizes.append((epoch, start, int(ids[0])))
-        else:
-            records.append(_Delivered(epoch, start, stop, ids, magic == SKIP_MAGIC, magic == DROP_MAGIC))
-        at += 5 + count
-    return _Log(header, records, sizes)
-
-
-def _any_outside(ids: IntArray, num_samples: int) -> bool:
-    return bool(len(ids)) and not 0 <= int(ids.min()) <= int(ids.max()) < num_samples

@@ -152,6 +152,11 @@ def skip_in_state(
         raise ConfigError(f"samples={samples}, batches={batches}: give one of them")
     if size < 1:
         raise ConfigError(f"global_batch_size={size}: must be at least 1")
+    if state.stream:
+        raise ConfigError(
+            "the state is of a loader with keep= or may_drop=: where its lanes stand further on is known only by "
+            "reading; load the state, take batches from the loader, and save its state_dict()"
+        )
     total, count = count_epoch(state), samples if batches is None else batches
     assert count is not None
     if not -_LIKELY < count * size < _LIKELY:

@@ -14,7 +14,6 @@ from ..columns import Block
 from ..decoding.batch import BatchMaker, BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
-from ..decoding.row_work import RowWork
 from ..metrics import Counters
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
@@ -47,8 +46,7 @@ class Look:
         selection: Selection | None = None,
         bucket_costs: SampleCosts | None = None,
     ) -> None:
-        work = RowWork(transform=batch_options.transform, seed=batch_options.seed)
-        self.samples = SampleReader(chunks, decoders.copy, work, resources.check_open)
+        self.samples = SampleReader(chunks, decoders.copy, batch_options.work, resources.check_open)
         self.ids = range(chunks.manifest.num_samples) if selection is None else SelectedIds(selection)
         self._decoders = decoders
         self._make = partial(

@@ -64,7 +64,10 @@ class SampleReader:
             failed = error
         if failed is not None:
             raise explain_row_error(failed, rows, self.manifest)
-        return results.samples[0] if results.samples else task.sample(results.values, 0)
+        sample = results.samples[0] if results.samples else task.sample(results.values, 0)
+        if sample is None:
+            raise SampleNotFoundError(f"sample {sample_id}: transform= drops it in epoch {epoch}")
+        return sample
 
     def _read(self, sample_id: int, decoders: FieldDecoders) -> Rows:
         self._check_open()

@@ -82,3 +82,7 @@ def rest_a_moment(sample: Sample) -> Sample:
 
 def reverse_bytes(data: bytes) -> bytes:
     return data[::-1]
+
+
+def drop_odd(sample: Sample) -> Sample | None:
+    return None if int(sample["txt"]) % 2 else sample

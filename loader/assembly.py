@@ -1,0 +1,142 @@
+"""What delivers a loader's batches: the plain assembler, or one of lanes that yield what is kept of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .arguments import check_names
+from .cost_arguments import CostArguments
+from .dataset.manifest import Manifest
+from .decoding.decode import FieldDecoders
+from .errors import ConfigError
+from .metrics import Counters
+from .order.costs import SampleCosts
+from .order.plan import Share
+from .order.selection import Selection
+from .passes import Passes
+from .pipeline.assembler import Assembler, Equipment, Start
+from .pipeline.pipeline import Pipeline
+from .pipeline.plain import PlainAssembler
+from .position import Position
+from .reading.quarantine import Quarantine
+from .stream_position import StreamPosition
+from .streams.assembler import StreamAssembler
+from .streams.channel import MemoryChannel, number_loader, open_channel
+from .streams.keep import KeepChoice, Sieve
+from .streams.ledger import Ledgers
+from .streams.work import FilterWork
+
+MakeAssembler = Callable[[Equipment, Start], Assembler]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropping:
+    """What may drop samples: ``sieve`` asks ``keep=``, and with ``may_drop`` the transform may return None."""
+
+    sieve: Sieve | None
+    may_drop: bool
+
+    @staticmethod
+    def of(keep: KeepChoice | None, may_drop: object, transform: object, costs: CostArguments) -> Dropping | None:
+        """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
+        if not isinstance(may_drop, bool):
+            raise ConfigError(f"may_drop={may_drop!r}: must be True or False")
+        if may_drop and transform is None:
+            raise ConfigError("may_drop=True without a transform: it says that transform= may return None")
+        if keep is None and not may_drop:
+            return None
+        given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
+        told = [f"{name}=" for name, value in given.items() if value is not None]
+        if told:
+            raise ConfigError(
+                f"{' and '.join(told)} with {'keep=' if keep is not None else 'may_drop=True'}: costs are known of "
+                "samples as they are stored, not of those that are left; leave out one of the two, or select by subset="
+            )
+        return Dropping(None if keep is None else Sieve(keep), may_drop)
+
+    def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
+        """The delivered ``columns``, and those that ``keep=`` asks about. Raises ConfigError where one is unknown."""
+        asked = [] if self.sieve is None or self.sieve.columns is None else list(self.sieve.columns)
+        try:
+            check_names(manifest, asked or None, None)
+        except ConfigError as exc:
+            raise ConfigError(f"keep=Keep(...): {exc}") from exc
+        return None if columns is None else [*columns, *(name for name in asked if name not in columns)]
+
+
+def make_position(dropping: Dropping | None, manifest: Manifest, *, share: Share, **options: Any) -> Position:
+    """Where a loader begins; ``options`` are those of ``Position``."""
+    if dropping is None:
+        return Position(manifest, share=share, **options)
+    identity = f"{manifest.fingerprint}/{options['selection'] and options['selection'].to_dict()}"
+    channel = partial(open_channel, number_loader(identity, share.world_size), share.world_size)
+    ledgers = Ledgers(channel, rank=share.rank, world_size=share.world_size)
+    return StreamPosition(manifest, ledgers=ledgers, share=share, **options)
+
+
+def make_assembler(
+    dropping: Dropping | None,
+    position: Position,
+    *,
+    last_batch: str,
+    quarantine: Quarantine,
+    selection: Selection | None,
+    bucket_costs: SampleCosts | None,
+    columns: Sequence[str] | None,
+    is_logged: bool,
+) -> MakeAssembler:
+    """How pipelines of this loader get their assembler."""
+    if dropping is None:
+        return partial(
+            PlainAssembler,
+            last_batch=last_batch,
+            quarantine=quarantine,
+            selection=selection,
+            bucket_costs=bucket_costs,
+        )
+    assert isinstance(position, StreamPosition)
+    return partial(
+        StreamAssembler,
+        last_batch=last_batch,
+        selection=selection,
+        make_work=partial(
+            FilterWork, quarantine=quarantine, sieve=dropping.sieve, columns=columns, may_drop=dropping.may_drop
+        ),
+        is_logged=is_logged,
+        ledgers=position.ledgers,
+    )
+
+
+def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes) -> Any:
+    """The first batch of a pass that would begin now, by a pipeline of its own beside the running one.
+
+    Raises:
+        ConfigError: there are several ranks, which would have to look at the same time.
+    """
+    passes.resources.check_open()
+    passes.check_rank()
+    if passes.share.world_size > 1:
+        raise ConfigError(
+            f"peek() of a loader that drops samples, with world_size={passes.share.world_size}: what is left is known "
+            "to all ranks together; look with a loader of rank=0, world_size=1"
+        )
+    make = make_pipeline.keywords["make_assembler"]
+    alone = partial(make, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1), is_logged=False)
+    pipeline = make_pipeline(
+        options=passes.tune(passes.position.order),
+        start=passes.start(*passes.position.pass_start),
+        make_assembler=alone,
+        decoders=decoders.copy(),
+        counters=Counters(),
+        workers=None,
+    )
+    try:
+        pipeline.start()
+        while (item := pipeline.get()).batch is None:
+            pass
+        return item.batch
+    finally:
+        pipeline.close()

@@ -1,0 +1,129 @@
+"""Where a loader that drops samples is in its run: positions count what is left, and each lane has a cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import ConfigError, StateMismatchError
+from .order.cursors import Cursors
+from .order.plan import lane_offsets, lane_sizes, lane_turns
+from .order.state import LoaderState
+from .pipeline.delivery_queue import Delivery
+from .position import Position
+from .streams.assembler import order_key
+from .streams.ledger import Ledgers
+
+KIND = "filter"
+_NO_NUMBER = "a loader that drops samples has no number of batches: what is left is known once it has been read"
+
+
+class StreamPosition(Position):
+    """As ``Position``, where only reading tells how many batches an epoch has: each batch says whether it is the last.
+
+    Mutable state besides: whether the epoch has ended, and the cursors of the position where a pipeline began.
+    """
+
+    drops_samples = True
+
+    def __init__(self, *args: Any, ledgers: Ledgers, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ledgers = ledgers
+        self._has_ended = False
+        self._began: tuple[int, int, Cursors] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        raise TypeError(_NO_NUMBER)
+
+    @property
+    def steps_left(self) -> int:
+        raise TypeError(_NO_NUMBER)
+
+    @property
+    def upcoming(self) -> tuple[int, int]:
+        return (self.epoch + 1, 0) if self._has_ended else (self.epoch, self.consumed)
+
+    def follows(self, item: Delivery) -> bool:
+        if item.batch is None and (item.epoch, item.start) == (self.epoch, self.consumed):
+            return True  # nothing is left here: of the rest, no global batch of this size can be made
+        return super().follows(item)
+
+    def take(self, item: Delivery) -> None:
+        super().take(item)
+        self._has_ended = item.is_last
+        self.ledgers.forget(item.epoch)
+
+    def save(self) -> tuple[Any, ...]:
+        return (*super().save(), self._has_ended)
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        *others, self._has_ended = saved
+        super().restore(tuple(others))
+
+    def begin_pass(self) -> bool:
+        moved = super().begin_pass()
+        self._has_ended = False
+        return moved
+
+    def set_epoch(self, epoch: int) -> bool:
+        stays = self.is_loaded and epoch == self.epoch
+        moved = super().set_epoch(epoch)
+        self._has_ended = self._has_ended and stays
+        return moved
+
+    def skip_end(self) -> None:
+        super().skip_end()
+        self._has_ended = False
+
+    def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
+        if steps:
+            raise ConfigError(
+                f"skip_batches({steps}) of a loader that drops samples: which samples these batches have is known only "
+                "by reading them; take them from an iterator instead"
+            )
+
+    def cursors(self) -> Cursors:
+        """Where each lane stands, before the next batch."""
+        epoch, consumed = self.upcoming
+        if not consumed:
+            return Cursors.at_start(self.order.lanes)
+        if self._began is None or self._began[:2] != (epoch, consumed):
+            ledger = self.ledgers.open(order_key(self.order), self.order.lanes, epoch)
+            self._began = epoch, consumed, ledger.cursors_at(consumed)
+        return self._began[2]
+
+    def to_state(self) -> LoaderState:
+        return self._state({"kind": KIND, **self.cursors().to_dict()})
+
+    def check_state(self, state: Mapping[str, Any]) -> LoaderState:
+        loaded = super().check_state(state)
+        if loaded.stream:
+            self._read(loaded)
+        return loaded
+
+    def _check_stream(self, loaded: LoaderState) -> None:
+        if loaded.consumed and not loaded.stream:
+            raise StateMismatchError(
+                "the state is inside an epoch of a loader that drops nothing, and this one has keep= or may_drop=; "
+                "load it there, or start from its next epoch with set_epoch"
+            )
+        if loaded.stream and loaded.stream.get("kind") != KIND:
+            raise StateMismatchError(f"a damaged loader state: stream of kind {loaded.stream.get('kind')!r}")
+
+    def _read(self, loaded: LoaderState) -> Cursors:
+        lanes = loaded.lanes
+        cursors = Cursors.from_dict(loaded.stream, lanes=lanes, consumed=loaded.consumed)
+        due = lane_offsets(np.array(loaded.consumed, np.int64), lane_turns(lanes))
+        sizes = lane_sizes(self._num_samples, lanes)
+        left = cursors.taken - cursors.outputs <= sizes - cursors.offsets
+        if not left.all() or not (cursors.in_tail or (cursors.taken == due).all()):
+            raise StateMismatchError("a damaged loader state: its cursors point past the ends of lanes")
+        return cursors
+
+    def load(self, state: LoaderState) -> None:
+        self._has_ended = False
+        super().load(state)
+        self._began = (state.epoch, state.consumed, self._read(state)) if state.stream else None

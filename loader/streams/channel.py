@@ -1,0 +1,111 @@
+"""How ranks tell each other what their lanes yield: a log of messages that only grows, in the process group's store.
+
+There are no collectives, and no rank waits in here: whoever needs a message looks again later.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from typing import Any, Protocol
+
+import xxhash
+
+from ..errors import ConfigError, DatasetError
+
+_made: Counter[str] = Counter()
+
+
+class Channel(Protocol):
+    """A log a topic. Every rank may append, and reads all messages of a topic, its own too, in one order."""
+
+    def post(self, topic: str, message: bytes) -> None:
+        """Append a message."""
+
+    def read(self, topic: str, after: int) -> list[bytes]:
+        """The messages of a topic from number ``after`` on, as far as they have arrived; does not wait for more."""
+
+
+class MemoryChannel:
+    """The channel of ranks that are threads of one process, and of a single rank. One lock."""
+
+    def __init__(self) -> None:
+        self._topics: dict[str, list[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def post(self, topic: str, message: bytes) -> None:
+        with self._lock:
+            self._topics.setdefault(topic, []).append(message)
+
+    def read(self, topic: str, after: int) -> list[bytes]:
+        with self._lock:
+            return self._topics.get(topic, [])[after:]
+
+
+class StoreChannel:
+    """The channel of the ranks of a process group, through its key-value store.
+
+    Message i of a topic is one key; a counter hands out the numbers. What was posted stays until the store ends: some
+    bytes for each few hundred samples of an epoch.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        # Another connection, where there is one a client: a barrier of the training's must not hold up ours.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._prefix = prefix
+        self._lock = threading.Lock()
+
+    def post(self, topic: str, message: bytes) -> None:
+        number = int(self._call("add", self._key(topic, "count"), 1)) - 1
+        self._call("set", self._key(topic, str(number)), message)
+
+    def read(self, topic: str, after: int) -> list[bytes]:
+        count = int(self._call("add", self._key(topic, "count"), 0))
+        keys = [self._key(topic, str(number)) for number in range(after, count)]
+        while keys and not self._call("check", keys):
+            keys = keys[: len(keys) // 2]  # a sender has taken a number, and is about to send: what is before it
+        if not keys:
+            return []
+        if self._store.has_extended_api():  # few calls, however many messages
+            return [bytes(message) for message in self._call("multi_get", keys)]
+        return [bytes(self._call("get", key)) for key in keys]
+
+    def _key(self, topic: str, name: str) -> str:
+        return f"{self._prefix}/{topic}/{name}"
+
+    def _call(self, verb: str, *values: Any) -> Any:
+        try:
+            with self._lock:
+                return getattr(self._store, verb)(*values)
+        except RuntimeError as exc:  # what torch raises for every failure of its stores
+            raise DatasetError(
+                "the key-value store of the process group does not answer: the process that hosts it "
+                f"(rank 0, or torchrun's agent) has probably ended ({str(exc).splitlines()[0]})"
+            ) from exc
+
+
+def number_loader(identity: str, world_size: int) -> str:
+    """The name of a new loader's channel: the n-th that a rank makes of ``identity`` meets the n-th of the others."""
+    name = f"{xxhash.xxh3_64_hexdigest(identity.encode())}/{world_size}"
+    _made[name] += 1
+    return f"{name}/{_made[name]}"
+
+
+def open_channel(name: str, world_size: int) -> Channel:
+    """The channel of this name, which ``number_loader`` gave.
+
+    Raises:
+        ConfigError: there are several ranks and no process group.
+    """
+    if world_size == 1:
+        return MemoryChannel()
+    distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        raise ConfigError(
+            f"a loader that drops samples, with world_size={world_size} and no process group: what is left of each "
+            "lane is known only to the rank that reads it, so ranks must tell each other. Call "
+            "torch.distributed.init_process_group() before the first batch, on any backend"
+        )
+    store = distributed.distributed_c10d._get_default_store()
+    return StoreChannel(store, f"penstock/stream/{name}")

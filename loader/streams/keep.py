@@ -1,0 +1,69 @@
+"""``keep=``: which samples stay, decided on values as they are read, before anything is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import Rows
+from ..errors import ConfigError
+
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A predicate over whole columns: it gets many samples at once, as a dict of ``columns``, and says which stay.
+
+    A column is an array (n, ...) where its values have one shape and type, else a list of n values (bytes, str, None
+    where missing). ``predicate`` returns n bools. Columns that the loader does not deliver are read for it alone.
+    """
+
+    columns: Sequence[str]
+    predicate: Callable[[Mapping[str, Any]], Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.columns, str) or not self.columns:
+            raise ConfigError(f"Keep(columns={self.columns!r}): give a list of the names of columns")
+        if not callable(self.predicate):
+            raise ConfigError(f"Keep(predicate={self.predicate!r}) cannot be called; pass a function of columns")
+        object.__setattr__(self, "columns", tuple(self.columns))
+
+
+KeepChoice = Keep | Callable[[dict[str, Any]], Any]
+
+
+class Sieve:
+    """Asks ``keep`` about rows, alike on every rank. ``columns``: those it needs, None for all that are read."""
+
+    def __init__(self, keep: KeepChoice) -> None:
+        if not isinstance(keep, Keep) and not callable(keep):
+            raise ConfigError(f"keep={keep!r}: pass a function of a sample's fields, or Keep(columns, predicate)")
+        self._keep = keep
+        self.columns = keep.columns if isinstance(keep, Keep) else None
+        self.decoders = FieldDecoders(None)  # values come as they are stored
+
+    def holds(self, rows: Rows) -> BoolArray:
+        """(n,): which of the rows stay. Raises what the predicate raises."""
+        if isinstance(self._keep, Keep):
+            fields = {name: rows.fields[name] for name in self._keep.columns if name in rows.fields}
+            missing = [name for name in self._keep.columns if name not in fields]
+            fields |= {name: [None] * len(rows.ids) for name in missing}  # in none of these samples
+            return _check(self._keep.predicate(fields), len(rows.ids))
+        names, values = list(rows.fields), list(rows.fields.values())
+        kept = [self._keep({n: of[i] for n, of in zip(names, values, strict=True)}) for i in range(len(rows.ids))]
+        return np.fromiter(map(bool, kept), np.bool_, len(kept))
+
+
+def _check(answer: Any, count: int) -> BoolArray:
+    held = np.asarray(answer)
+    if held.shape != (count,) or held.dtype != np.bool_:
+        raise ConfigError(
+            f"keep=Keep(...): the predicate got {count} samples and returned {type(answer).__name__} of shape "
+            f"{held.shape} and type {held.dtype}; it must return {count} bools, one a sample"
+        )
+    return held

@@ -1,0 +1,372 @@
+"""What users see of a loader that drops samples: the same batches of what is left, and errors that name their cause."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from row_functions import drop_odd
+from streams_ranks import ThreadRanks
+from tar_dataset import write_tars
+
+from penstock import DistributedDataLoader, Subset, audit
+from penstock.loader import (
+    ConfigError,
+    DatasetError,
+    Keep,
+    LoaderClosedError,
+    PartitionError,
+    StateMismatchError,
+    open_manifest,
+)
+from penstock.loader.integrations.torch_loader import TorchLoader
+from penstock.loader.order.cursors import pack_integers, unpack_integers
+from penstock.loader.order.state import LoaderState
+from penstock.loader.tools.state_file import skip_in_state
+
+SIZES = [37, 5, 80, 1, 64, 23, 90, 12]
+TOTAL = sum(SIZES)
+EVEN = list(range(0, TOTAL, 2))
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tars")
+    write_tars(folder, SIZES)
+    return str(folder)
+
+
+def make(source: str, **options: Any) -> DistributedDataLoader[Any]:
+    kept = {} if "keep" in options or "may_drop" in options else {"transform": drop_odd, "may_drop": True}
+    return DistributedDataLoader(
+        source, **{"batch_size": 8, "last_batch": "partial", "with_ids": True, **kept, **options}
+    )
+
+
+def ids_of(batches: Any) -> list[int]:
+    return [i for batch in batches for i in batch["__id__"].tolist()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"raw": "view"},
+        {"threads": 3, "memory_limit": "64MiB"},
+        {"piece": 1},
+        {"shuffle": False},
+        {"keep": lambda sample: int(sample["txt"]) % 2 == 0},
+        {
+            "keep": Keep(["txt"], lambda columns: np.array([int(t) % 2 == 0 for t in columns["txt"]])),
+            "columns": ["bin"],
+        },
+    ],
+    ids=["view", "threads", "piece", "in order", "keep", "keep columns"],
+)
+def test_an_epoch_is_every_survivor_once_with_its_own_fields(tars: str, options: dict[str, Any]) -> None:
+    with make(tars, **options) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            assert sorted(ids_of(batches)) == EVEN
+            for batch in batches:
+                assert set(batch) == (
+                    {"bin", "__id__"} if "columns" in options else {"bin", "txt", "__key__", "__id__"}
+                )
+                for sample_id, data in zip(batch["__id__"].tolist(), batch["bin"], strict=True):
+                    assert bytes(data) == np.random.default_rng(sample_id).bytes(40)
+
+
+def test_worker_processes_drop_the_same_samples_in_the_same_order(tars: str) -> None:
+    with make(tars) as threads, make(tars, processes=2) as processes:
+        assert ids_of(threads) == ids_of(processes)
+
+
+def test_what_a_random_transform_drops_depends_on_seed_epoch_and_sample_alone(tars: str) -> None:
+    def drop_some(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any] | None:
+        return sample if rng.random() < 0.5 else None
+
+    with make(tars, transform=drop_some, may_drop=True) as one, make(tars, transform=drop_some, may_drop=True) as two:
+        first, second = ids_of(one), ids_of(one)
+        assert set(first) != set(second)
+        two.set_epoch(1)
+        assert ids_of(two) == second
+
+
+def test_of_a_subset_and_of_draws_by_weight_the_survivors_are_delivered(tars: str) -> None:
+    with (
+        make(tars, subset=Subset.share(0, 0.5)) as part,
+        DistributedDataLoader(
+            tars, batch_size=8, subset=Subset.share(0, 0.5), with_ids=True, last_batch="partial"
+        ) as whole,
+    ):
+        assert sorted(ids_of(part)) == sorted(i for i in ids_of(whole) if i % 2 == 0)
+    weights = [1.0] * TOTAL
+    with (
+        make(tars, weights=weights) as drawn,
+        DistributedDataLoader(tars, batch_size=8, weights=weights, with_ids=True, last_batch="partial") as whole,
+    ):
+        assert sorted(ids_of(drawn)) == sorted(i for i in ids_of(whole) if i % 2 == 0)
+
+
+def test_batches_are_padded_and_collated_as_ever(tars: str) -> None:
+    def collate(samples: list[dict[str, Any]]) -> list[tuple[int, bool]]:
+        return [(sample["__id__"], sample["__valid__"]) for sample in samples]
+
+    with make(tars, last_batch="pad", batch_size=32, collate=collate) as loader:
+        batches = list(loader)
+    assert [len(batch) for batch in batches] == [32] * 5
+    assert sorted(i for batch in batches for i, is_valid in batch if is_valid) == EVEN
+    with make(tars, last_batch="pad", batch_size=32) as loader:
+        last = list(loader)[-1]
+    assert torch.equal(last["__valid__"], torch.arange(32) < len(EVEN) % 32)
+
+
+def test_peek_shows_the_next_pass_and_consumes_nothing(tars: str) -> None:
+    with make(tars) as loader:
+        seen = loader.peek()["__id__"].tolist()
+        batches = iter(loader)
+        assert next(batches)["__id__"].tolist() == seen
+        state = loader.state_dict()
+        after = loader.peek
+        assert after()["__id__"].tolist() == seen  # of a pass that would begin anew
+        assert loader.state_dict() == state
+        rest = ids_of(batches)
+        assert sorted(seen + rest) == EVEN
+
+
+def test_a_loader_that_drops_has_no_length_and_skips_no_batches(tars: str) -> None:
+    with make(tars) as loader:
+        with pytest.raises(TypeError, match="no number of batches"):
+            len(loader)
+        with pytest.raises(ConfigError, match="skip_batches"):
+            loader.skip_batches(1)
+
+
+def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
+    def run(loader: DistributedDataLoader[Any], weights: Any = None) -> list[list[int]]:
+        batches = iter(loader)
+        got = [next(batches)["__id__"].tolist()]
+        loader.set_shares(weights)
+        return got + [batch["__id__"].tolist() for batch in batches]
+
+    options = {"global_batch_size": 12, "transform": drop_odd, "may_drop": True, "last_batch": "partial"}
+    even = ThreadRanks(2, tars, with_ids=True, **options).run(run)
+    cut = ThreadRanks(2, tars, with_ids=True, **options).run(lambda loader: run(loader, [3.0, 1.0]))
+    assert [len(share) for share in cut[0][1:5]] == [9] * 4
+    assert [a + b for a, b in zip(*even, strict=True)] == [a + b for a, b in zip(*cut, strict=True)]
+
+
+def test_shares_that_leave_a_rank_without_samples_are_refused_on_all_ranks(tars: str) -> None:
+    def run(loader: DistributedDataLoader[Any]) -> None:
+        loader.set_shares([1.0, 100.0])
+        next(iter(loader))
+
+    results = ThreadRanks(2, tars, global_batch_size=4, transform=drop_odd, may_drop=True).run(run)
+    assert [type(result) for result in results] == [PartitionError] * 2
+    assert "nothing to rank 0" in str(results[1])
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_filter_that_drops_everything_is_an_error_on_every_rank(tars: str, world_size: int) -> None:
+    results = ThreadRanks(world_size, tars, batch_size=8, keep=lambda sample: False).run(list)
+    assert [type(result) for result in results] == [PartitionError] * world_size
+    assert {str(result) for result in results} == {str(results[0])}
+    assert "dropped all 312 samples of epoch 0" in str(results[0])
+
+
+def test_too_few_survivors_for_one_batch_say_how_many_there_are(tars: str) -> None:
+    one = make(tars, keep=lambda sample: sample["txt"] == b"7", last_batch="drop")
+    with one as loader, pytest.raises(PartitionError, match="left 1 of the 312 samples"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("by", ["transform", "keep"])
+def test_what_raises_is_told_on_every_rank_after_the_same_batches(tars: str, world_size: int, by: str) -> None:
+    def fail(sample: dict[str, Any]) -> dict[str, Any]:
+        if int(sample["txt"]) == 7:
+            raise LookupError("seven is not wanted")
+        return sample
+
+    got: dict[int, int] = {}
+
+    def run(loader: DistributedDataLoader[Any]) -> None:
+        got[loader.rank] = 0
+        for _ in loader:
+            got[loader.rank] += 1
+
+    filters: dict[str, Any] = {"transform": fail, "may_drop": True} if by == "transform" else {"keep": fail}
+    results = ThreadRanks(world_size, tars, batch_size=4, window=1, seed=5, **filters).run(run)
+    assert len(set(got.values())) == 1
+    own = [result for result in results if isinstance(result, LookupError)]
+    others = [result for result in results if isinstance(result, DatasetError)]
+    assert len(own) >= 1
+    assert len(own) + len(others) == world_size
+    assert f"in {by}= of sample 7 (number 7 of" in own[0].__notes__[0]
+    for other in others:
+        assert "LookupError: seven is not wanted" in str(other)
+        assert f"in {by}= of sample 7" in str(other)
+
+
+def test_a_chunk_that_cannot_be_read_stops_all_ranks_after_the_same_batches(tmp_path: Path) -> None:
+    write_tars(tmp_path, SIZES)
+    manifest = open_manifest(str(tmp_path))
+    broken = sorted(tmp_path.glob("*.tar"))[4]
+    broken.write_bytes(b"\0" * broken.stat().st_size)
+    got: dict[int, int] = {}
+
+    def run(loader: DistributedDataLoader[Any]) -> None:
+        got[loader.rank] = 0
+        for _ in loader:
+            got[loader.rank] += 1
+
+    results = ThreadRanks(2, manifest, batch_size=4, transform=drop_odd, may_drop=True).run(run)
+    assert all(isinstance(result, Exception) for result in results)
+    assert all(broken.name in str(result) for result in results)
+    assert got[0] == got[1]
+
+
+def test_none_without_may_drop_says_what_to_give(tars: str) -> None:
+    with make(tars, transform=drop_odd, may_drop=False) as loader, pytest.raises(ConfigError, match="may_drop=True"):
+        list(loader)
+
+
+def test_several_ranks_without_a_process_group_are_told_to_make_one(tars: str) -> None:
+    with make(tars, rank=0, world_size=2) as loader, pytest.raises(ConfigError, match="init_process_group"):
+        next(iter(loader))
+
+
+def test_a_transform_that_decides_otherwise_when_asked_again_is_found_out(tars: str) -> None:
+    unwanted: set[str] = set()
+
+    def fickle(sample: dict[str, Any]) -> dict[str, Any] | None:
+        return None if sample["txt"] in unwanted else sample
+
+    with make(tars, transform=fickle, may_drop=True) as loader:
+        list(loader)
+        loader.set_epoch(0)
+        unwanted.add("7")
+        with pytest.raises(ConfigError, match="decides differently"):
+            list(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"may_drop": True, "transform": None}, "without a transform"),
+        ({"may_drop": 1}, "True or False"),
+        ({"keep": 3}, "keep=3"),
+        ({"cost": "tokens"}, "cost= with may_drop=True"),
+        ({"batch_tokens": 100, "batch_size": None}, "batch_tokens= with may_drop=True"),
+        ({"keep": Keep(["nothing"], len)}, "nothing"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(tars: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tars, **options)
+
+
+def test_a_predicate_that_returns_something_else_is_told_what_to_return(tars: str) -> None:
+    with (
+        make(tars, keep=Keep(["txt"], lambda columns: [1])) as loader,
+        pytest.raises(ConfigError, match="one a sample"),
+    ):
+        next(iter(loader))
+
+
+def test_a_hanging_transform_is_named(tars: str) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def hang(sample: dict[str, Any]) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    def wait(loader: DistributedDataLoader[Any]) -> None:
+        with suppress(LoaderClosedError):
+            next(iter(loader))
+
+    with make(tars, transform=hang, may_drop=True) as loader:
+        thread = threading.Thread(target=wait, args=(loader,), daemon=True)
+        thread.start()
+        assert begun.wait(60)
+        while not (told := loader.activity()):
+            pass
+        assert "decoding and transforming samples" in told["waiting_for"]
+        go_on.set()
+        loader.close()
+        thread.join(60)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state(tars: str) -> dict[str, Any]:
+    with make(tars) as loader:
+        next(iter(loader))
+        return loader.state_dict()
+
+
+def test_states_of_loaders_with_and_without_a_filter_are_told_apart(tars: str, state: dict[str, Any]) -> None:
+    with DistributedDataLoader(tars, batch_size=8) as plain, make(tars) as loader:
+        with pytest.raises(StateMismatchError, match="this one drops nothing"):
+            plain.load_state_dict(state)
+        next(iter(plain))
+        with pytest.raises(StateMismatchError, match="drops nothing"):
+            loader.load_state_dict(plain.state_dict())
+
+
+def test_a_state_is_not_moved_by_arithmetic(state: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="known only by reading"):
+        skip_in_state(LoaderState.from_dict(state), samples=5)
+
+
+def test_frameworks_that_count_batches_are_refused(tars: str) -> None:
+    with make(tars) as loader, pytest.raises(ConfigError, match="counts batches"):
+        TorchLoader(loader)
+
+
+def test_a_change_of_the_batch_size_goes_on_with_the_next_survivor(tars: str, tmp_path: Path) -> None:
+    with make(tars, audit_dir=tmp_path) as loader:
+        batches = iter(loader)
+        first = [next(batches), next(batches)]
+        loader.set_batch_size(5)
+        rest = list(batches)
+    assert [len(batch["__id__"]) for batch in rest[:-1]] == [5] * (len(rest) - 1)
+    assert sorted(ids_of(first + rest)) == EVEN
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert (report.epochs[0].delivered, report.epochs[0].dropped) == (len(EVEN), TOTAL - len(EVEN))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"offsets": [0]},
+        {"offsets": "no numbers"},
+        {"outputs": None},
+        {"taken": [1] * 16},
+        {"in_tail": 1},
+        {"kind": "packing"},
+        {"offsets": [-5] * 16},
+        {"outputs": [10**9] * 16, "offsets": [10**9] * 16, "taken": [10**9] * 16},
+    ],
+)
+def test_damaged_cursors_are_refused(tars: str, state: dict[str, Any], damage: dict[str, Any]) -> None:
+    with make(tars) as loader, pytest.raises(StateMismatchError, match="damaged"):
+        loader.load_state_dict({**state, "stream": {**state["stream"], **damage}})
+
+
+def test_cursors_of_many_lanes_take_a_few_bytes_each() -> None:
+    rng = np.random.default_rng(0)
+    values = (rng.normal(50_000, 200, 4096)).astype(np.int64)
+    packed = pack_integers(values)
+    assert len(packed) < 3 * 4096
+    assert unpack_integers(packed, 4096).tolist() == values.tolist()

@@ -1,0 +1,47 @@
+"""ThreadRanks as threads of one process, which tell each other what they find through memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from penstock import DistributedDataLoader
+from penstock.loader import assembly
+from penstock.loader.streams.channel import Channel, MemoryChannel
+
+
+class ThreadRanks:
+    """``world_size`` loaders of one data set, made and used by one thread each."""
+
+    def __init__(self, world_size: int, source: Any, **options: Any) -> None:
+        self.world_size = world_size
+        self._make = lambda rank: DistributedDataLoader(source, rank=rank, world_size=world_size, **options)
+
+    def run(self, work: Callable[[DistributedDataLoader[Any]], Any]) -> list[Any]:
+        """What ``work`` returns for each rank's loader, or what it raises."""
+        results: list[Any] = [None] * self.world_size
+        channel = MemoryChannel()
+        opened = assembly.open_channel
+
+        def shared(identity: str, world_size: int) -> Channel:
+            return channel
+
+        def run_rank(rank: int) -> None:
+            try:
+                with self._make(rank) as loader:
+                    results[rank] = work(loader)
+            except Exception as exc:  # noqa: BLE001 - judged by the test
+                results[rank] = exc
+
+        assembly.open_channel = shared
+        try:
+            threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.world_size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        finally:
+            assembly.open_channel = opened
+        return results
