@@ -12,7 +12,9 @@ from .loader import JsonlFormat as JsonlFormat
 from .loader import LoaderMetrics as LoaderMetrics
 from .loader import Manifest as Manifest
 from .loader import MdsFormat as MdsFormat
+from .loader import Mixture as Mixture
 from .loader import ParquetFormat as ParquetFormat
+from .loader import Source as Source
 from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat
 from .loader import TokenBudget as TokenBudget

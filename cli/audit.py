@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 from ..loader.tools.audit import AuditReport, audit
+from ..loader.tools.mixed_audit import MixtureAccount
 from .common import Flag, parse, print_json
 from .screen import console, print_grid
 
@@ -23,7 +25,8 @@ class AuditArguments:
     run skipped on purpose are counted as skipped, samples that keep= or transform= dropped as dropped, and what then
     fills no batch as left. Exits with 0 if every other sample was delivered exactly once, and with 1 if any is missing
     or duplicated. Of a run on a subset, "outside" are the samples that it leaves out, and
-    "stray" the rows of these that were delivered all the same.
+    "stray" the rows of these that were delivered all the same. A mixture is accounted for by its sources: each sample
+    must come once in each epoch of its source.
 
     example:  penstock audit runs/digits/audit
     """
@@ -58,6 +61,9 @@ def show_report(report: AuditReport) -> None:
         changes = [[f"{epoch:,}", f"{position:,}", f"{size:,}"] for epoch, position, size in report.batch_sizes]
         print_grid(screen, ("from epoch", "from position", "global batch"), changes)
         screen.print()
+    if report.mixture is not None:
+        _show_mixture(screen, report.mixture)
+        return
     skipped = sum(account.skipped for account in report.epochs)
     dropped, left = (sum(numbers) for numbers in zip(*((a.dropped, a.left) for a in report.epochs), strict=True))
     is_part = any(account.outside for account in report.epochs)
@@ -84,3 +90,21 @@ def show_report(report: AuditReport) -> None:
         screen.print("every sample reached was delivered exactly once", style="green")
     else:
         screen.print("samples are missing or were delivered more than once", style="red")
+
+
+def _show_mixture(screen: Console, account: MixtureAccount) -> None:
+    rows, styles = [], []
+    for source in account.sources:
+        numbers = [source.samples, source.epochs, source.delivered, source.missing, source.duplicated, source.replayed]
+        rows.append([source.name, *(f"{number:,}" for number in numbers)])
+        styles.append("red" if source.duplicated or source.missing > account.skipped else "")
+    header = ["source", "samples", "epochs", "delivered", "missing", "duplicated", "replayed"]
+    print_grid(screen, header, rows, styles=styles)
+    screen.print()
+    if account.lost:
+        screen.print(f"{account.lost:,} rows of global batches are in no rank's log", style="red")
+    if not account.is_exact:
+        screen.print("samples are missing or were delivered more than once in an epoch of their source", style="red")
+    else:
+        but = f", but for {account.skipped:,} skipped" if account.skipped else ""
+        screen.print(f"every sample was delivered exactly once in each epoch of its source{but}", style="green")

@@ -33,6 +33,11 @@ from .formats.shard import ShardFormat as ShardFormat
 from .formats.tar.format import TarFormat as TarFormat
 from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
+from .metrics import MixtureMetrics as MixtureMetrics
+from .metrics import SourceProgress as SourceProgress
+from .mixtures.mixture import Mixture as Mixture
+from .mixtures.mixture import Source as Source
+from .mixtures.position import MixtureChangedWarning as MixtureChangedWarning
 from .order.buckets import Bucket as Bucket
 from .order.costs import Cost as Cost
 from .order.forecast import Forecast as Forecast
@@ -57,6 +62,7 @@ from .tools.inspect import FieldView as FieldView
 from .tools.inspect import Inspection as Inspection
 from .tools.inspect import Spread as Spread
 from .tools.inspect import inspect_dataset as inspect_dataset
+from .tools.mixed_audit import SourceAccount as SourceAccount
 from .tools.pack import PackSummary as PackSummary
 from .tools.pack import pack as pack
 from .tools.pack import pack_once as pack_once

@@ -9,16 +9,18 @@ from typing import Any
 from .arguments import check_at_least
 from .errors import ConfigError
 from .order.plan import Share
+from .parts import Parts
 from .passes import Passes
-from .position import Position
+from .position import RunPosition
 from .resources import Resources
 
 
 class Control:
     """The methods of a loader that set its position and its batches. Used by the training loop's thread only."""
 
+    _parts: Parts
     _passes: Passes
-    _position: Position
+    _position: RunPosition
     _resources: Resources
 
     def set_epoch(self, epoch: int) -> None:
@@ -103,8 +105,24 @@ class Control:
         if self._resources.log is not None:
             self._resources.log.record_batch_size(*self._position.upcoming, share.global_batch_size)
 
+    def set_weights(self, weights: Mapping[str, float], *, at: int | None = None) -> None:
+        """Change the weights of a mixture's sources, by name, from the next batch on; each goes on where it was.
+
+        Sources that are not named keep theirs; what its schedule said of later positions is dropped. With ``at``, the
+        weights change at the first batch from that position on, counted in samples of all ranks since the run began
+        (``metrics().run_samples``). Every rank must call this with the same weights after the same batch; states hold
+        the change.
+
+        Raises:
+            ConfigError: this is no mixture, a name or a weight is not possible, or the position has passed.
+        """
+        if self._parts.mixture is None:
+            raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
+        self._resources.check_open()
+        self._parts.mixture.position.set_weights(weights, at)
+        self._resources.stop_pipeline()
+
     def _change_share(self, share: Share) -> None:
         self._resources.stop_pipeline()
-        self._position.skip_end()  # of what had no batch left before
-        self._passes.share = self._position.share = share
-        self._position.skip_end()
+        self._position.change_share(share)
+        self._passes.share = share

@@ -9,53 +9,44 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 import torch
 
-from ..storage import EncryptedStore, LocalStore, open_store
 from .arguments import (
     LastBatch,
     SampleWeights,
     check_at_least,
     check_last_batch,
-    check_names,
     check_selection,
     check_shuffle,
     count_threads,
-    make_selection,
     make_share,
     parse_cache_limit,
 )
-from .assembly import Dropping, make_assembler, make_position, peek_alone
+from .assembly import Dropping
 from .control import Control
 from .cost_arguments import CostArguments
-from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
-from .decoding.first_values import ImageFields
 from .decoding.row_work import Sample
-from .decoding.worker_pool import WorkerPool
 from .foreign_arguments import refuse_foreign
-from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .limits import parse_bytes
 from .metrics import Counters, LoaderMetrics
+from .mixtures.mixture import Mixture
+from .mixtures.parts import refuse_whole
 from .order.auto import Choice
 from .order.buckets import Bucket
 from .order.costs import Cost
 from .order.steps import TokenBudget
 from .order.subset import Subset
-from .passes import Passes
+from .parts import Common, open_one, open_several
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
-from .pipeline.pipeline import Pipeline
-from .pipeline.tuning import tune
 from .ranks import check_rank
-from .reading.chunk_source import ChunkSource
-from .reading.quarantine import BadChunk, Quarantine
+from .reading.quarantine import BadChunk
 from .resources import Owner
 from .standing import Standing
 from .streams.keep import KeepChoice
-from .views.peek import Look
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:
@@ -73,7 +64,8 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
 
     Args:
         source: URL or path of a prefix, of one shard, a pattern (``s3://b/x-{000..099}.tar``, ``s3://b/x-*.tar``), a
-            list of these, or a ``Manifest``. A data set without an index is indexed on first use.
+            list of these, a ``Manifest``, or a ``Mixture`` of several data sets. What has no index is indexed on first
+            use.
         split: "train", a list of splits, or "all", told by names of folders and shards; a folder of several needs it.
         batch_size: samples per rank and batch. Or:
         global_batch_size: samples of all ranks together per batch; must be a multiple of the world size.
@@ -130,7 +122,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
     @refuse_foreign
     def __init__(
         self,
-        source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest,
+        source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest | Mixture,
         *,
         split: Split | None = None,
         batch_size: int | None = None,
@@ -170,6 +162,17 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         max_bad_chunks: int = 0,
     ) -> None:
         super().__init__()
+        if isinstance(source, Mixture):
+            refuse_whole(
+                split=split,
+                subset=subset,
+                weights=weights,
+                keep=keep,
+                may_drop=may_drop or None,
+                cost=cost,
+                bucket=bucket,
+                batch_tokens=batch_tokens,
+            )
         check_shuffle(shuffle)
         check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
         check_last_batch(last_batch)
@@ -186,92 +189,46 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             may_drop=may_drop,
         )
         dropping = Dropping.of(keep, may_drop, transform, told)
-        decoders = FieldDecoders(decode, raw, processes)
-        cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
-        decode_threads = count_threads(threads)
+        FieldDecoders(decode, raw, processes)
         check_at_least("processes", processes, 0)
-        if processes:
-            self._resources.workers = WorkerPool(batch_options.work, decode, processes)
         check_at_least("max_bad_chunks", max_bad_chunks, 0)
-        memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
-        cache_bytes = parse_cache_limit(cache_dir, cache_limit)
-
-        self._manifest = open_manifest(
-            source, split=split, storage_options=storage_options, format=format, cache_dir=cache_dir
-        )
-        selection = make_selection(self._manifest, subset, weights)
-        share, bucket_costs = told.open(self._manifest, share, storage_options=storage_options, cache_dir=cache_dir)
-        self._position = make_position(
-            dropping,
-            self._manifest,
-            seed=seed,
-            shuffle=shuffle,
-            lanes=lanes,
-            window=window,
-            piece=piece,
-            share=share,
-            last_batch=last_batch,
-            selection=selection,
-            bucket=told.bucket,
-            bucket_costs=bucket_costs,
-        )
-        names = check_names(self._manifest, columns, decode)
-        read = names if dropping is None else dropping.columns_to_read(self._manifest, names)
         self._counters = Counters()
-        store = self._resources.store = open_store(
-            self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
-        )
-        fit_options = partial(
-            tune,
-            self._manifest,
-            world_size=share.world_size,
-            memory_limit=memory_bytes,
-            threads=decode_threads,
-            is_local=isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore),
-            device=cuda,
-        )
-        shard_format = make_format(self._manifest.format, self._manifest.config)
-        chunks = ChunkSource(self._manifest, shard_format, store, read, self._counters, memory_bytes)
-        decoders.are_images = ImageFields(chunks)
-        self._quarantine = Quarantine(chunks, max_bad_chunks, selection)
-        self._look = Look(
-            chunks.apart(names),
-            batch_options,
-            decoders,
-            max_bad_chunks,
-            decode_threads,
-            cuda,
-            self._resources,
-            selection,
-            bucket_costs,
-        )
-        make_pipeline = partial(
-            Pipeline,
-            source=chunks,
-            batch_options=batch_options,
-            decoders=decoders,
-            counters=self._counters,
-            workers=self._resources.workers,
-            make_assembler=make_assembler(
-                dropping,
-                self._position,
-                last_batch=last_batch,
-                quarantine=self._quarantine,
-                selection=selection,
-                bucket_costs=bucket_costs,
-                columns=names,
-                is_logged=audit_dir is not None,
-            ),
-        )
-        self._peek = self._look.peek if dropping is None else partial(peek_alone, make_pipeline, decoders)
-        self._passes = Passes(
-            position=self._position,
+        common = Common(
             share=share,
             resources=self._resources,
             counters=self._counters,
-            tune=fit_options,
-            make_pipeline=make_pipeline,
-            check_rank=partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
+            batch_options=batch_options,
+            last_batch=last_batch,
+            decode=decode,
+            raw=raw,
+            processes=processes,
+            max_bad_chunks=max_bad_chunks,
+            threads=count_threads(threads),
+            device=None if device is None or str(device) == "cpu" else resolve_cuda(device),
+            memory_bytes=None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit"),
+            columns=columns,
+            format=format,
+            storage_options=storage_options,
+            cache_dir=cache_dir,
+            cache_bytes=parse_cache_limit(cache_dir, cache_limit),
+            ordering={
+                "seed": seed,
+                "shuffle": shuffle,
+                "lanes": lanes,
+                "window": window,
+                "piece": piece,
+            },
+            is_logged=audit_dir is not None,
+        )
+        if isinstance(source, Mixture):
+            self._parts = open_several(source, common)
+        else:
+            self._parts = open_one(source, common, told, dropping, split=split, subset=subset, weights=weights)
+        self._manifest = self._parts.manifest
+        self._position = self._parts.position
+        self._passes = self._parts.passes(
+            common,
+            partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
@@ -281,6 +238,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
                 world_size=share.world_size,
                 subset=subset,
                 may_drop=dropping is not None,
+                sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
 
     # -- iteration ------------------------------------------------------------------------------------------------
@@ -292,7 +250,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
     @property
     def bad_chunks(self) -> list[BadChunk]:
         """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
-        return self._quarantine.records
+        return self._parts.quarantine.records
 
     @property
     def dataset(self) -> DatasetView:
@@ -300,19 +258,24 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
 
         Of a loader with a ``subset``, the samples of that; their sample ids are ``dataset.ids``.
         """
-        return DatasetView(self._look.samples, self._look.ids, owner=self)
+        look = self._parts.look
+        return DatasetView(look.samples, look.ids, owner=self)
 
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
-        return cast(BatchT, self._peek(self._passes))
+        return cast(BatchT, self._parts.peek(self._passes))
 
     # -- running --------------------------------------------------------------------------------------------------
 
     def metrics(self) -> LoaderMetrics:
-        """What was done so far, where the time went, and which stage limits the throughput."""
+        """What was done so far, where the time went, and which stage limits the throughput.
+
+        Of a mixture, ``MixtureMetrics``: also how far the run is in each source.
+        """
         pipeline = self._resources.running()
         resident, peak = (pipeline.resident_bytes, pipeline.peak_bytes) if pipeline else (0, 0)
-        return self._counters.metrics(resident_bytes=resident, peak_bytes=peak)
+        metrics = self._counters.metrics(resident_bytes=resident, peak_bytes=peak)
+        return metrics if self._parts.mixture is None else self._parts.mixture.add_progress(metrics)
 
     def activity(self) -> dict[str, Any]:
         """What the next batch is waiting for, for people to read; empty if a batch is ready or none was asked for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,6 +65,34 @@ class LoaderMetrics(Totals):
     resident_bytes: int
     peak_bytes: int
     bottleneck: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceProgress:
+    """How far a run is in one source of a mixture, all ranks together, since the run began.
+
+    Attributes:
+        samples: samples handed out, each as often as it came.
+        epochs: how often the whole source has come, such as 2.25.
+        tokens: tokens of these samples, where all samples have as many; None elsewhere.
+    """
+
+    samples: int
+    epochs: float
+    tokens: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureMetrics(LoaderMetrics):
+    """What a loader of a mixture has done: ``LoaderMetrics``, and where its run is.
+
+    Attributes:
+        run_samples: samples handed out on all ranks together since the run began.
+        sources: how far the run is in each source, by name.
+    """
+
+    run_samples: int
+    sources: Mapping[str, SourceProgress]
 
 
 class Counters:

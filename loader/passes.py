@@ -14,7 +14,7 @@ from .pipeline.assembler import Start
 from .pipeline.delivery_queue import Delivery
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import PipelineOptions
-from .position import Position
+from .position import RunPosition
 from .resources import Resources
 
 
@@ -27,7 +27,7 @@ class Passes:
     def __init__(
         self,
         *,
-        position: Position,
+        position: RunPosition,
         share: Share,
         resources: Resources,
         counters: Counters,
@@ -112,7 +112,8 @@ class Pass(Iterator[BatchT]):
             if item is None:
                 self._end()
             if passes.resources.log is not None:
-                passes.resources.log.record(item.epoch, item.start, item.stop, item.ids, item.dropped, item.left)
+                ids = item.ids if item.logged is None else item.logged
+                passes.resources.log.record(item.epoch, item.start, item.stop, ids, item.dropped, item.left)
             position.take(item)
             self._at = (position.epoch, position.times_set)
             self._left_s = time.perf_counter()

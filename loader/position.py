@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from .dataset.manifest import Manifest
 from .errors import PartitionError, StateMismatchError
@@ -18,102 +19,77 @@ from .order.steps import BudgetSteps, EvenSteps, Steps, skip_steps
 from .pipeline.delivery_queue import Delivery
 
 
-class Position:
-    """The order of a loader, and the first sample of it that has not been handed out.
+class State(Protocol):
+    """What a position is saved as."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class RunPosition(ABC):
+    """The first sample of a run that has not been handed out.
 
     The first ``consumed`` positions of ``epoch`` have been handed out. Where no batch is left of an epoch, ``epoch``
     stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` tells where that
-    next batch is. ``is_loaded`` says that no batch was handed out since a state was loaded, ``times_set`` how often an
-    epoch was set. Used by the training loop's thread only.
-
-    Raises:
-        ConfigError: no order has such a seed, number of lanes, window or piece.
-        PartitionError: an epoch has no batch.
+    next batch is. ``share`` is what is cut out of global batches, ``is_loaded`` says that no batch was handed out since
+    a state was loaded, ``times_set`` how often an epoch was set. Used by the training loop's thread only.
     """
 
     drops_samples = False
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        *,
-        seed: int,
-        shuffle: bool,
-        lanes: Choice,
-        window: Choice,
-        piece: Choice,
-        share: Share,
-        last_batch: str,
-        selection: Selection | None = None,
-        bucket: Bucket | None = None,
-        bucket_costs: SampleCosts | None = None,
-    ) -> None:
-        self._manifest = manifest
-        self._of = selection
-        self._bucket = bucket
-        self._bucket_costs = bucket_costs
-        self._selection = {} if selection is None else selection.to_dict()
-        self._num_samples = manifest.num_samples if selection is None else selection.num_samples
-        counts = manifest.samples if selection is None else selection.counts
-        self._last_batch = last_batch
-        self._cut: tuple[object, BudgetSteps] | None = None
-        # What "auto" chose is no condition on a state that is loaded later: its own are taken over.
-        self._fixed_lanes = None if lanes == "auto" else lanes
-        self._fixed_window = None if window == "auto" else window
-        self._fixed_piece = None if piece == "auto" else piece
-        order = choose_order(
-            seed=seed,
-            shuffle=shuffle,
-            lanes=lanes,
-            window=window,
-            piece=piece,
-            world_size=share.world_size,
-            chunk_samples=counts[counts > 0],
-            chunk_memory=manifest.memory[counts > 0],
-        )
-        self.order = order if bucket is None else self._with_buckets(order, bucket, share)
+    def __init__(self, share: Share) -> None:
         self.epoch, self.consumed = 0, 0
         self.is_loaded = False
         self.times_set = 0
         self.check_share(share)
         self.share = share
 
-    def _with_buckets(self, order: Order, bucket: Bucket, share: Share) -> BucketedOrder:
-        assert self._bucket_costs is not None
-        window = order.window * (order.piece or self._num_samples / self._manifest.num_chunks)
-        return add_buckets(
-            order, bucket, self._bucket_costs, global_batch_size=share.global_batch_size, window_samples=window
-        )
+    @property
+    @abstractmethod
+    def order(self) -> Order:
+        """What decides the order of samples, beside the data."""
 
+    @abstractmethod
     def check_share(self, share: Share) -> None:
         """Raise PartitionError if an epoch has no batch with this share."""
-        if share.budget is None:
-            require_steps(self._num_samples, share.global_batch_size, self._last_batch, world_size=share.world_size)
-        elif not self._steps(0, share).ahead(0, 1):
-            raise PartitionError(
-                f"batch_tokens: all {self._num_samples:,} samples are less than a batch of {share.budget.tokens:,} "
-                "tokens, and last_batch='drop' leaves nothing; give fewer tokens, or last_batch='partial'"
-            )
 
-    def _steps(self, epoch: int, share: Share | None = None) -> Steps:
+    @abstractmethod
+    def _steps(self, epoch: int) -> Steps:
         """The batches of an epoch."""
-        share = share or self.share
-        if share.budget is None:
-            return EvenSteps(self._num_samples, share.global_batch_size, self._last_batch)
-        key = (epoch, self.order, share.budget)
-        if self._cut is None or self._cut[0] != key:
-            plan = plan_epoch(self._manifest.samples, self.order, epoch, self._of, self._bucket_costs)
-            self._cut = key, BudgetSteps(plan, share.budget, self._last_batch)
-        return self._cut[1]
+
+    @abstractmethod
+    def to_state(self) -> State:
+        """The upcoming position with what makes it good for another loader."""
+
+    @abstractmethod
+    def check_state(self, state: Mapping[str, Any]) -> Any:
+        """Read a state that is to be continued here.
+
+        Raises:
+            StateMismatchError: the state is of another data set, seed or order, or damaged; names what differs.
+        """
+
+    @abstractmethod
+    def load(self, state: Any) -> None:
+        """Take over the order and position of a state that ``check_state`` returned."""
+
+    def change_share(self, share: Share) -> None:
+        """From the upcoming batch on, cut global batches as ``share`` says, which ``check_share`` has seen."""
+        self.skip_end()  # of what had no batch left before
+        self.share = share
+        self.skip_end()
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of the whole epoch; of ``batch_tokens`` each epoch has a number of its own, which takes a scan."""
+        """Batches of a whole epoch; of ``batch_tokens`` each epoch has a number of its own, which takes a scan.
+
+        Raises:
+            TypeError: only reading tells, or the epoch never ends.
+        """
         return self._steps(self.epoch).count(0)
 
     @property
     def steps_left(self) -> int:
-        """Batches from here to the epoch's end."""
+        """Batches from here to the epoch's end. Raises TypeError where ``steps_per_epoch`` does."""
         return self._steps(self.epoch).count(self.consumed)
 
     @property
@@ -125,8 +101,7 @@ class Position:
     @property
     def tail(self) -> int:
         """Samples of the epoch that are left here and dropped, because they fill no batch of ``batch_tokens``."""
-        is_end = self.share.budget is not None and not self._steps(self.epoch).ahead(self.consumed, 1)
-        return self._num_samples - self.consumed if is_end else 0
+        return 0
 
     def follows(self, item: Delivery) -> bool:
         """Whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
@@ -187,6 +162,91 @@ class Position:
         """
         self.epoch, self.consumed = skip_steps(*self.upcoming, steps, self._steps, tell)
         self.is_loaded = True
+
+
+class Position(RunPosition):
+    """The position of a loader of one data set, and its order.
+
+    Raises:
+        ConfigError: no order has such a seed, number of lanes, window or piece.
+        PartitionError: an epoch has no batch.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        seed: int,
+        shuffle: bool,
+        lanes: Choice,
+        window: Choice,
+        piece: Choice,
+        share: Share,
+        last_batch: str,
+        selection: Selection | None = None,
+        bucket: Bucket | None = None,
+        bucket_costs: SampleCosts | None = None,
+    ) -> None:
+        self._manifest = manifest
+        self._of = selection
+        self._bucket = bucket
+        self._bucket_costs = bucket_costs
+        self._selection = {} if selection is None else selection.to_dict()
+        self._num_samples = manifest.num_samples if selection is None else selection.num_samples
+        counts = manifest.samples if selection is None else selection.counts
+        self._last_batch = last_batch
+        self._cut: tuple[object, BudgetSteps] | None = None
+        # What "auto" chose is no condition on a state that is loaded later: its own are taken over.
+        self._fixed_lanes = None if lanes == "auto" else lanes
+        self._fixed_window = None if window == "auto" else window
+        self._fixed_piece = None if piece == "auto" else piece
+        order = choose_order(
+            seed=seed,
+            shuffle=shuffle,
+            lanes=lanes,
+            window=window,
+            piece=piece,
+            world_size=share.world_size,
+            chunk_samples=counts[counts > 0],
+            chunk_memory=manifest.memory[counts > 0],
+        )
+        self._order: Order = order if bucket is None else self._with_buckets(order, bucket, share)
+        super().__init__(share)
+
+    @property
+    def order(self) -> Order:
+        return self._order
+
+    def _with_buckets(self, order: Order, bucket: Bucket, share: Share) -> BucketedOrder:
+        assert self._bucket_costs is not None
+        window = order.window * (order.piece or self._num_samples / self._manifest.num_chunks)
+        return add_buckets(
+            order, bucket, self._bucket_costs, global_batch_size=share.global_batch_size, window_samples=window
+        )
+
+    def check_share(self, share: Share) -> None:
+        if share.budget is None:
+            require_steps(self._num_samples, share.global_batch_size, self._last_batch, world_size=share.world_size)
+        elif not self._steps(0, share).ahead(0, 1):
+            raise PartitionError(
+                f"batch_tokens: all {self._num_samples:,} samples are less than a batch of {share.budget.tokens:,} "
+                "tokens, and last_batch='drop' leaves nothing; give fewer tokens, or last_batch='partial'"
+            )
+
+    def _steps(self, epoch: int, share: Share | None = None) -> Steps:
+        share = share or self.share
+        if share.budget is None:
+            return EvenSteps(self._num_samples, share.global_batch_size, self._last_batch)
+        key = (epoch, self.order, share.budget)
+        if self._cut is None or self._cut[0] != key:
+            plan = plan_epoch(self._manifest.samples, self.order, epoch, self._of, self._bucket_costs)
+            self._cut = key, BudgetSteps(plan, share.budget, self._last_batch)
+        return self._cut[1]
+
+    @property
+    def tail(self) -> int:
+        is_end = self.share.budget is not None and not self._steps(self.epoch).ahead(self.consumed, 1)
+        return self._num_samples - self.consumed if is_end else 0
 
     def to_state(self) -> LoaderState:
         """The upcoming position with what makes it good for another loader: the data set's identity and the order."""
@@ -261,6 +321,6 @@ class Position:
 
     def load(self, state: LoaderState) -> None:
         """Take over the order and position of a state that ``check_state`` returned."""
-        self.order = state.order
+        self._order = state.order
         self.epoch, self.consumed, self.is_loaded = state.epoch, state.consumed, True
         self.skip_end()

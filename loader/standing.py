@@ -17,7 +17,8 @@ class Standing:
         """Batches of a whole epoch, the same on every rank; with ``batch_tokens``, of the epoch of ``epoch``.
 
         Raises:
-            TypeError: samples may be dropped, so that only reading tells; as of torch's iterable data sets.
+            TypeError: samples may be dropped, so that only reading tells; or the epoch never ends, as that of a mixture
+                with stop="never". As of torch's iterable data sets.
         """
         return self._passes.position.steps_per_epoch
 

@@ -84,6 +84,8 @@ def _make_data() -> None:
     pack(photos, "mem://docs-s3-bucket/imagenet/train/")
     pack(clicks, "mem://docs-s3-bucket/clicks/", format="parquet", shard_bytes=60_000)
     pack(tokens, "mem://docs-s3-bucket/tokens/", format="tokens", seq_len=100)
+    for name, count in (("web", 300), ("code", 90)):
+        pack(({"text": f"{name} {i}"} for i in range(count)), f"mem://docs-s3-bucket/{name}/", format="parquet")
 
 
 @pytest.mark.slow

@@ -95,6 +95,10 @@ class Manifest:
         shard = int(self.shard_index[chunk])
         return self.shards[shard].key, int(sample_id - self._shard_first_ids[shard])
 
+    def name_sample(self, sample_id: int) -> str:
+        """How messages call a sample."""
+        return f"sample {sample_id}"
+
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits over what determines the sample ids: format, shard keys and sizes, chunks.

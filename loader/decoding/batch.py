@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..columns import IntArray
+from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
@@ -52,6 +53,8 @@ class BatchOptions:
     ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
 
     ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch.
+
+    ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
     """
 
     transform: Callable[..., Sample | None] | None = None
@@ -60,6 +63,7 @@ class BatchOptions:
     pad: bool = False
     seed: int = 0
     may_drop: bool = False
+    identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
 
     @property
     def work(self) -> RowWork:
@@ -89,16 +93,19 @@ class BatchMaker:
     counters: Counters
     stopping: threading.Event
 
-    def start(self, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> PendingBatch:
+    def start(
+        self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None
+    ) -> PendingBatch:
         """Start a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
 
-        A batch without rows is made from one row, for its fields, types and shapes, and handed out empty.
+        A batch without rows is made from one row, for its fields, types and shapes, and handed out empty. ``keys`` are
+        those of a ``RowTask``.
         """
-        return PendingBatch(self, rows, epoch, num_rows, num_valid)
+        return PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
 
-    def work(self, rows: Rows, epoch: int) -> RowJob:
+    def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
-        return RowJob(self, rows, epoch)
+        return RowJob(self, rows, epoch, keys)
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
         """A batch of samples that are decoded and transformed; the numbers are as in ``start``."""
@@ -108,10 +115,16 @@ class BatchMaker:
         """The fields that the loader adds to those of samples with these ids, (n,), of which the first count."""
         extras = {}
         if self.options.with_ids:
-            extras[IDS] = torch.from_numpy(ids.copy())
+            columns = {IDS: ids} if self.options.identify is None else self.options.identify(ids)
+            extras.update({name: torch.from_numpy(column.copy()) for name, column in columns.items()})
         if self.options.pad:
             extras[VALID] = torch.arange(len(ids)) < num_valid
         return extras
+
+    def complete(self, batch: dict[str, Any], ids: IntArray, num_rows: int, num_valid: int) -> dict[str, Any]:
+        """A batch of fields with those that the loader adds, cut to the rows that it has."""
+        batch = {**batch, **self.extras(ids, num_valid)}
+        return batch if num_rows == len(ids) else {name: values[:num_rows] for name, values in batch.items()}
 
     def is_stopped(self) -> bool:
         """Whether batches are no longer wanted."""
@@ -121,7 +134,7 @@ class BatchMaker:
 class RowJob:
     """Rows that are being decoded and transformed, by the threads of the pool or by worker processes."""
 
-    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int) -> None:
+    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, keys: AnyArray | None = None) -> None:
         self._maker = maker
         self.rows = rows
         settled = maker.decoders.settled
@@ -130,7 +143,7 @@ class RowJob:
             for name, values in rows.fields.items()
             if isinstance(values, list) and (decoder := settled.get(name)) is not None
         }
-        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
         self._work = maker.options.work
         self.results = self._work.allocate(self.task)
         self._futures: list[Future[None]] = []
@@ -188,6 +201,22 @@ class RowJob:
             return self.results.samples, None
         return self.results.samples[: failed.row], self.explain(failed)
 
+    def finish(self) -> None:
+        """Wait until all rows are done. Raises what decoding or transform raised of the first that failed."""
+        failed = self.wait()
+        if failed is not None:
+            raise self.explain(failed)
+
+    def fields(self) -> dict[str, Any]:
+        """The values of each field, one a row, as batches have them; after ``finish``."""
+        images = {name for name, decoder in self.task.encoded.items() if is_channels_first(decoder)}
+        return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
+
+    def all_samples(self) -> list[Any]:
+        """All rows as samples, transformed or not; after ``finish``."""
+        rows = range(len(self.rows.ids))
+        return self.results.samples or [self.task.sample(self.results.values, row) for row in rows]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and of what they are decoded into, about."""
@@ -198,36 +227,47 @@ class RowJob:
             future.cancel()
 
 
-class UnfinishedBatch(Protocol):
-    """A batch in the making. ``result`` waits for it; called once, by one thread."""
+class UnfinishedBatch(ABC):
+    """A batch in the making."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def result(self) -> Batch:
-        """The batch. Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled."""
+        """The batch, waited for; called once, by one thread.
 
+        Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled.
+        """
+
+    @abstractmethod
     def cancel(self) -> None:
         """It is no longer wanted."""
 
 
-class PendingBatch:
+class PendingBatch(UnfinishedBatch):
     """A batch whose rows are being decoded and transformed."""
 
-    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, num_rows: int, num_valid: int) -> None:
+    def __init__(
+        self,
+        maker: BatchMaker,
+        rows: Rows,
+        epoch: int,
+        num_rows: int,
+        num_valid: int,
+        keys: AnyArray | None = None,
+    ) -> None:
         self._maker = maker
         self._rows = rows
         self._num_rows = num_rows
         self._num_valid = num_valid
-        self._job = RowJob(maker, rows, epoch)
+        self._job = RowJob(maker, rows, epoch, keys)
 
     def result(self) -> Batch:
-        failed = self._job.wait()
-        if failed is not None:
-            raise self._job.explain(failed)
-        options, task, results = self._maker.options, self._job.task, self._job.results
+        self._job.finish()
+        options = self._maker.options
         if options.transform is None and options.collate is None:
-            images = {name for name, decoder in task.encoded.items() if is_channels_first(decoder)}
-            batch = {n: _collate(of_field, is_image=n in images) for n, of_field in results.values.items()}
-            return _cut({**batch, **self._maker.extras(self._rows.ids, self._num_valid)}, self._num_rows)
-        samples: Any = results.samples or [task.sample(results.values, row) for row in range(len(self._rows.ids))]
+            return self._maker.complete(self._job.fields(), self._rows.ids, self._num_rows, self._num_valid)
+        samples = self._job.all_samples()
         return self._maker.join(samples, self._rows.ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
@@ -235,7 +275,7 @@ class PendingBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedBatch:
+class JoinedBatch(UnfinishedBatch):
     """A batch of samples that only need to be collated: the first ``num_rows``, of which ``num_valid`` count."""
 
     maker: BatchMaker
@@ -246,23 +286,18 @@ class JoinedBatch:
 
     def result(self) -> Batch:
         maker = self.maker
-        extras = maker.extras(self.ids, self.num_valid)
         if maker.options.collate is None:
             batch = collate_samples(self.samples)
             if maker.decoders.raw == "view":
                 batch = {name: _gather_views(of_field) for name, of_field in batch.items()}
-            return _cut({**batch, **extras}, self.num_rows)
-        for name, extra in extras.items():
+            return maker.complete(batch, self.ids, self.num_rows, self.num_valid)
+        for name, extra in maker.extras(self.ids, self.num_valid).items():
             for sample, value in zip(self.samples, extra.tolist(), strict=True):
                 sample[name] = value
         return maker.options.collate(self.samples[: self.num_rows])
 
     def cancel(self) -> None:
         pass
-
-
-def _cut(batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    return {name: values[:num_rows] for name, values in batch.items()}
 
 
 def _gather_views(values: Any) -> Any:

@@ -27,4 +27,4 @@ def describe_row(row: int, rows: Rows, manifest: Manifest) -> str:
     shard, number = manifest.shard_of(sample_id)
     key = rows.fields.get(KEY_COLUMN)
     named = f", key {key[row]!r}" if key is not None else ""
-    return f"sample {sample_id} (number {number} of {shard}{named})"
+    return f"{manifest.name_sample(sample_id)} (number {number} of {shard}{named})"

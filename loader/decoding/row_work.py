@@ -38,7 +38,8 @@ class RowError(Exception):
 class RowTask:
     """Rows of one batch: (n,) int64 sample ids, and n values of each field; the ``encoded`` ones are to be decoded.
 
-    ``first_row`` is the number of the first row within the batch.
+    ``first_row`` is the number of the first row within the batch. ``keys`` (n, 3) uint64 are the seed, epoch and sample
+    id of each row's random numbers, where rows are of several data sets.
     """
 
     epoch: int
@@ -46,6 +47,7 @@ class RowTask:
     ids: IntArray
     fields: Mapping[str, Values]
     encoded: Mapping[str, FieldDecoder]
+    keys: AnyArray | None = None
 
     def sample(self, values: Mapping[str, Values], row: int) -> Sample:
         """One row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
@@ -60,7 +62,8 @@ class RowTask:
         fields = {
             name: values[start:stop] for name, values in self.fields.items() if with_plain or name in self.encoded
         }
-        return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded)
+        keys = None if self.keys is None else self.keys[start:stop]
+        return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,9 @@ class RowWork:
             out[row] = decoder(data, rng)
 
     def _rng(self, task: RowTask, row: int, purpose: int) -> np.random.Generator:
+        if task.keys is not None:
+            seed, epoch, sample_id = task.keys[row].tolist()
+            return sample_rng(seed, epoch, sample_id, purpose)
         return sample_rng(self.seed, task.epoch, int(task.ids[row]), purpose)
 
     def _check_sample(self, changed: Any) -> Sample | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
 
-from ..columns import IntArray
+from ..columns import AnyArray, IntArray
 from .decode import FieldDecoder
 from .row_work import RowError, RowResults, RowTask, RowWork, Step, Values
 from .worker_channel import Channel, pack
@@ -46,6 +46,7 @@ class Job:
     fields: Mapping[str, Values]
     encoded: tuple[str, ...]
     new_decoders: Mapping[str, bytes]
+    keys: AnyArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ def _serve(channel: Channel, work: RowWork) -> None:
 
 def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tuple[bytes, list[memoryview]]:
     started = time.perf_counter()
-    task = RowTask(job.epoch, job.first_row, job.ids, job.fields, {name: decoders[name] for name in job.encoded})
+    encoded = {name: decoders[name] for name in job.encoded}
+    task = RowTask(job.epoch, job.first_row, job.ids, job.fields, encoded, job.keys)
     out = work.allocate(task)
     try:
         work.run(task, out, 0, len(task.ids), lambda: False)

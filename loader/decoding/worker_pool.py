@@ -188,6 +188,7 @@ class WorkerPool:
             fields={name: _sendable(values, is_encoded=name in task.encoded) for name, values in task.fields.items()},
             encoded=tuple(task.encoded),
             new_decoders={name: self._pickled_decoder(name, decoder) for name, decoder in new.items()},
+            keys=task.keys,
         )
         worker.decoders.update(new)
         try:

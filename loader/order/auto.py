@@ -26,8 +26,11 @@ def choose_order(
     world_size: int,
     chunk_samples: IntArray,
     chunk_memory: IntArray,
+    held_bytes: int = 0,
 ) -> Order:
     """The order with all that is "auto" chosen, for chunks of these samples and bytes once opened: (chunks,) each.
+
+    ``held_bytes``: what other data sets take that are read beside this one, and would be held whole if this were.
 
     Raises:
         ConfigError: no order has such a seed, number of lanes, window or piece.
@@ -41,7 +44,7 @@ def choose_order(
             lanes=order.lanes,
             num_chunks=len(chunk_samples),
             num_samples=int(chunk_samples.sum()),
-            memory_bytes=int(chunk_memory.sum()),
+            memory_bytes=int(chunk_memory.sum()) + held_bytes,
         )
     order = replace(order, piece=piece)
     if window == "auto":

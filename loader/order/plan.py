@@ -295,20 +295,36 @@ def rank_segments(
 
     ``cuts`` are those of ``share_bounds`` if not given.
     """
-    offsets = lane_offsets(bounds, turns)  # (steps + 1, lanes)
-    counts = np.diff(offsets, axis=0)  # (steps, lanes): samples that each lane contributes to each step
-    before = np.cumsum(counts, axis=1) - counts  # ... and those of the lanes before it
+    return column_segments(lane_offsets(bounds, turns), rank, world_size, weights, cuts)
+
+
+def column_segments(
+    offsets: IntArray,
+    rank: int,
+    world_size: int,
+    weights: Sequence[float] | None = None,
+    cuts: IntArray | None = None,
+) -> Segments:
+    """One rank's share of global batches that take from each column its next samples, cut in the order of the columns.
+
+    ``offsets``: (steps + 1, columns) int64, how many samples each column has given before each step. Where one data set
+    is read, columns are its lanes. The segments' ``lane`` is the column. ``cuts`` are those of ``share_bounds`` if not
+    given.
+    """
+    counts = np.diff(offsets, axis=0)  # (steps, columns): samples that each column contributes to each step
+    ends = np.cumsum(counts, axis=1)
+    before = ends - counts  # ... and those of the columns before it
     if cuts is None:
-        cuts = share_bounds(np.diff(bounds), world_size, weights)
+        cuts = share_bounds(ends[:, -1], world_size, weights)
     low, high = cuts[:, rank, None], cuts[:, rank + 1, None]
     first = np.clip(low - before, 0, counts)
     last = np.clip(high - before, 0, counts)
-    step, lane = np.nonzero(last > first)
-    start = offsets[step, lane]
+    step, column = np.nonzero(last > first)
+    start = offsets[step, column]
     return Segments(
         step=step,
-        lane=lane,
-        start=start + first[step, lane],
-        stop=start + last[step, lane],
-        slot=(before + first - low)[step, lane],
+        lane=column,
+        start=start + first[step, column],
+        stop=start + last[step, column],
+        slot=(before + first - low)[step, column],
     )

@@ -101,13 +101,18 @@ class EpochSpans:
             num_rows = np.append(num_valid[:-1], 1)
         row_starts = np.zeros(steps + 1, np.int64)
         np.cumsum(num_rows, out=row_starts[1:])
+        return Span(self.plan.epoch, bounds, segments, row_starts, num_valid), self.open_windows(segments)
+
+    def open_windows(self, segments: Segments) -> list[EnteredWindow]:
+        """Open the windows that segments are the first to need."""
         entered: list[EnteredWindow] = []
         ahead = segments.stop > self._opened_until[segments.lane]
         for lane, start, stop in zip(
             segments.lane[ahead].tolist(), segments.start[ahead].tolist(), segments.stop[ahead].tolist(), strict=True
         ):
-            self._open_until(lane, start, stop, entered)
-        return Span(self.plan.epoch, bounds, segments, row_starts, num_valid), entered
+            if stop > self._opened_until[lane]:
+                self._open_until(lane, start, stop, entered)
+        return entered
 
     def enter(self, lane: int, start: int, stop: int) -> list[EnteredWindow]:
         """Open the windows of a lane's offsets ``start`` to ``stop`` that are not open yet, and return those."""

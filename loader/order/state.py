@@ -82,9 +82,10 @@ class LoaderState:
         version = state.get("version", _VERSION)
         if version not in _VERSIONS:
             *some, last = _VERSIONS
+            mixed = "; version 5 is of a mixture, and only loads into a mixture" if version == 5 else ""
             raise StateMismatchError(
-                f"a loader state of version {version!r}, this penstock reads versions {', '.join(map(str, some))} and "
-                f"{last}; {_PASS}"
+                f"a loader state of version {version!r}, this loader reads versions {', '.join(map(str, some))} and "
+                f"{last}{mixed}; {_PASS}"
             )
         kinds = {
             "fingerprint": str,

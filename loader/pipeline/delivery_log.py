@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,14 @@ SIZE_MAGIC = 0x70656E7362736978
 FILTER_MAGIC = 0x70656E73746B6472
 END_MAGIC = 0x70656E73746B656E
 SUFFIX = ".deliveries"
+KEY_BITS = 40  # of a mixture's sample ids, in front of which logs have the epochs of their sources
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+
+
+def to_keys(ids: IntArray, epochs: IntArray) -> IntArray:
+    """What logs have of a mixture's samples: the sample id, joint of all sources, and the epoch of its source."""
+    keys: IntArray = ids | epochs << KEY_BITS
+    return keys
 
 
 class DeliveryLog:
@@ -32,6 +40,9 @@ class DeliveryLog:
     samples at an epoch's end that fill no batch of a budget. A change of the batch size has a record with that number.
     After a batch may follow, with numbers of their own, the samples that were filtered out on the way to it, and after
     the last one of an epoch whose samples are filtered, those that fill no batch.
+
+    Of a mixture, the header has the name, fingerprint, number of samples and of samples an epoch of each of its
+    ``sources``, and records have ``to_keys`` in the place of sample ids.
 
     Every record is one unbuffered write, so a SIGKILL loses none; at most it truncates the last one. Used by the
     training loop's thread.
@@ -45,8 +56,13 @@ class DeliveryLog:
         rank: int,
         world_size: int,
         subset: Subset | None = None,
+        sources: Sequence[tuple[str, str, int, int]] = (),
         may_drop: bool = False,
     ) -> None:
+        if manifest.num_samples >= 1 << KEY_BITS and sources:
+            raise ConfigError(
+                f"audit_dir= with a mixture of {manifest.num_samples:,} samples: at most {1 << KEY_BITS:,}"
+            )
         started_ns = time.time_ns()
         header = {
             "fingerprint": manifest.fingerprint,
@@ -57,6 +73,7 @@ class DeliveryLog:
             "started_ns": started_ns,
             "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
             **({"subset": subset.to_dict()} if subset is not None else {}),
+            **({"sources": [list(source) for source in sources]} if sources else {}),
             **({"may_drop": True} if may_drop else {}),
         }
         try:

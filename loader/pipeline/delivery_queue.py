@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..columns import IntArray
-from ..decoding.batch import JoinedBatch, PendingBatch
+from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
 
 
@@ -17,8 +17,9 @@ class Delivery:
     """A batch, and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
 
     ``ids`` are the sample ids of the rows that count; ``start`` to ``stop`` are the positions of the global batch.
-    Where samples are dropped: ``dropped`` are the ids of those that this rank passed over to get to its own, ``left``
-    of those that fill no batch; ``is_last`` that no batch follows in the epoch.
+    ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
+    ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
+    ``is_last`` that no batch follows in the epoch.
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class Delivery:
     ids: IntArray
     nbytes: int
     batch: Any
+    logged: IntArray | None = None
     dropped: IntArray | None = None
     left: IntArray | None = None
     is_last: bool = False
@@ -100,7 +102,7 @@ class DeliveryQueue:
         with self._changed:
             self._closed = True
             for item in self._items:
-                if isinstance(item.batch, PendingBatch | JoinedBatch):
+                if isinstance(item.batch, UnfinishedBatch):
                     item.batch.cancel()
             self._items.clear()
             self._changed.notify_all()

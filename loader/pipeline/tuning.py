@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ...storage import EncryptedStore, LocalStore, Store
 from ..dataset.manifest import Manifest
 from ..errors import MemoryLimitError
 from ..limits import usable_memory
@@ -42,6 +44,11 @@ class PipelineOptions:
     device: torch.device | None = None
 
 
+def reads_locally(store: Store) -> bool:
+    """Whether a store reads from this machine's disks, where few threads at once read as fast as many."""
+    return isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore)
+
+
 def tune(
     manifest: Manifest,
     order: Order,
@@ -51,16 +58,17 @@ def tune(
     threads: int,
     is_local: bool,
     device: torch.device | None,
+    others: Sequence[tuple[Manifest, Order]] = (),
 ) -> PipelineOptions:
     """The options of one rank's pipeline. ``memory_limit`` is in bytes; None derives it from machine and cgroup.
+
+    ``others`` are the data sets, each in an order of its own, of which ``manifest`` holds the chunks; () where it is
+    one data set.
 
     Warns if the limit does not hold the windows that the rank keeps open at once.
     """
     own_lanes = -(-order.lanes // world_size) + 1
-    open_bytes = int(manifest.memory.sum())
-    if not order.piece:
-        open_chunks = count_open_chunks(order, manifest.num_samples / manifest.num_chunks)
-        open_bytes = min(open_bytes, int(own_lanes * open_chunks * manifest.memory.mean()))
+    open_bytes = sum(_open_bytes(own_lanes, *each) for each in others or [(manifest, order)])
     if memory_limit is None:
         share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
         memory_limit = min(share, 2 * open_bytes + _AHEAD_BYTES)
@@ -87,6 +95,15 @@ def tune(
         span_bytes=span_bytes,
         device=device,
     )
+
+
+def _open_bytes(own_lanes: int, manifest: Manifest, order: Order) -> int:
+    """About how many bytes the chunks of a data set take that so many lanes keep open at once."""
+    whole = int(manifest.memory.sum())
+    if order.piece:
+        return whole
+    open_chunks = count_open_chunks(order, manifest.num_samples / manifest.num_chunks)
+    return min(whole, int(own_lanes * open_chunks * manifest.memory.mean()))
 
 
 def _refuse_endless(manifest: Manifest, most: int) -> None:

@@ -21,7 +21,9 @@ from ..columns import IntArray
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset, blocks
 from ..pipeline.delivery_log import SUFFIX
+from .attempts import settle, sort_attempts, split_passes
 from .delivery_records import Delivered, Log, read_log
+from .mixed_audit import MixtureAccount, account_mixture, read_sources, to_common
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -61,15 +63,22 @@ class EpochAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """``attempts``: the world size, start epoch and start position of each; ``batch_sizes``: epoch, position, size."""
+    """The account of a run. ``attempts``: the world size, start epoch and start position of each; ``batch_sizes``: the
+    changes of the batch size, as epoch, position and size.
+
+    A mixture is accounted for by the epochs of its sources, in ``mixture``, and has no ``epochs`` here.
+    """
 
     attempts: Sequence[tuple[int, int, int]]
     epochs: Sequence[EpochAccount] = field(default_factory=tuple)
     batch_sizes: Sequence[tuple[int, int, int]] = ()
+    mixture: MixtureAccount | None = None
 
     @property
     def is_exact(self) -> bool:
         """Whether every sample reached was delivered once, dropped or skipped on purpose, and none is from outside."""
+        if self.mixture is not None:
+            return self.mixture.is_exact
         return all(not (account.missing or account.duplicated or account.stray) for account in self.epochs)
 
 
@@ -83,16 +92,18 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     started = [log for log in map(read_log, paths) if log is not None]
     if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: no delivery logs; train with audit_dir= first")
+    if any("sources" in log.header for log in started):
+        return _audit_mixture(folder, started)
     fingerprints = {log.header["fingerprint"] for log in started}
     if len(fingerprints) > 1:
         raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; use one audit_dir= for each")
     if any(log.header.get("subset") != started[0].header.get("subset") for log in started):
         raise DatasetError(f"{os.fspath(folder)}: logs of several subsets; use one audit_dir= for each")
     members = _members(int(started[0].header["num_samples"]), started[0].header.get("subset"))
-    groups = _attempts(started)
-    attempts = [attempt for group in groups for attempt in _passes(group)]
+    groups = sort_attempts(started)
+    attempts = [attempt for group in groups for attempt in split_passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
-    counted, replayed = _settle(groups)
+    counted, replayed = settle(groups)
     by_epoch, again = _by_epoch(counted), _by_epoch(replayed)
     epochs = range(min(by_epoch), max(by_epoch) + 1)
     absent = len(epochs) - len(by_epoch)
@@ -118,6 +129,39 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
             for epoch in epochs
         ],
         batch_sizes=sizes,
+    )
+
+
+def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> AuditReport:
+    if not all("sources" in log.header for log in logs):
+        raise DatasetError(f"{os.fspath(folder)}: logs of a mixture and of one data set; use one audit_dir= for each")
+    lists = [read_sources(log.header) for log in logs]
+    sources = list(dict.fromkeys(source for of_log in lists for source in of_log))
+    for log, of_log in zip(logs, lists, strict=True):
+        log.records[:] = [replace(record, ids=to_common(record.ids, of_log, sources)) for record in log.records]
+    groups = sort_attempts(logs)
+    attempts = [attempt for group in groups for attempt in split_passes(group)]
+    starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
+    counted, replayed = settle(groups)
+    batches: dict[tuple[int, int, int], int] = {}
+    for record in counted:
+        if not record.is_skip:
+            at = (record.epoch, record.start, record.stop)
+            batches[at] = batches.get(at, 0) + len(record.ids)
+    skips: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for record in counted:
+        if record.is_skip:
+            skips[record.epoch].append((record.start, record.stop))
+    return AuditReport(
+        attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
+        batch_sizes=sorted({size for log in logs for size in log.sizes}),
+        mixture=account_mixture(
+            sources,
+            np.concatenate([np.empty(0, np.int64), *(record.ids for record in counted)]),
+            np.concatenate([np.empty(0, np.int64), *(record.ids for record in replayed)]),
+            lost=sum(max(0, stop - start - rows) for (_, start, stop), rows in batches.items()),
+            skipped=sum(_length_of_union(ranges) for ranges in skips.values()),
+        ),
     )
 
 
@@ -233,89 +277,3 @@ def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
         length += max(0, stop - max(start, end))
         end = max(end, stop)
     return length
-
-
-def _attempts(logs: Sequence[Log]) -> list[list[Log]]:
-    """The logs grouped by launch, in order of start; one a rank.
-
-    Raises:
-        DatasetError: processes of one rank, which hold parts of one model, got different samples.
-    """
-    groups: list[list[Log]] = []
-    for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
-        fits = (
-            groups
-            and all(groups[-1][0].header[name] == log.header[name] for name in ("launch", "world_size"))
-            and all(_place(other) != _place(log) for other in groups[-1])
-        )
-        if fits:
-            groups[-1].append(log)
-        else:
-            groups.append([log])
-    return [_without_peers(group) for group in groups]
-
-
-def _place(log: Log) -> tuple[int, int | None]:
-    """The rank, and the process: several hold parts of one model where it is cut by tensor or pipeline."""
-    return int(log.header["rank"]), log.header.get("process")
-
-
-def _without_peers(group: Sequence[Log]) -> list[Log]:
-    """One log of each rank, the longest of its processes; the others must have got the beginning of the same."""
-    kept: dict[int, Log] = {}
-    for log in group:
-        rank = int(log.header["rank"])
-        other = kept.get(rank, log)
-        for one, two in zip(log.records, other.records, strict=False):
-            if (one.epoch, one.start, one.stop) != (
-                two.epoch,
-                two.start,
-                two.stop,
-            ) or one.ids.tolist() != two.ids.tolist():
-                raise DatasetError(
-                    f"processes {log.header.get('process')} and {other.header.get('process')} are both rank {rank} of "
-                    f"{log.header['world_size']}, and got different samples at position {one.start:,} of epoch "
-                    f"{one.epoch:,} ({two.start:,} of {two.epoch:,}): processes that hold parts of one model must take "
-                    "the same batches"
-                )
-        kept[rank] = max(other, log, key=lambda each: len(each.records))
-    return list(kept.values())
-
-
-def _settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Delivered], list[Delivered]]:
-    """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
-
-    A rank may go back alone, as one that looks at a batch before it trains.
-    """
-    counted: list[Delivered] = []
-    replayed: list[Delivered] = []
-    later: list[tuple[int, int]] = []  # where the later attempts began
-    for group in reversed(groups):
-        began = []
-        for log in group:
-            until = min(later, default=None)
-            for record in reversed(log.records):
-                here = (record.epoch, record.start)
-                stands = until is None or here < until
-                if stands and record.is_skip and until is not None and until[0] == record.epoch:
-                    record = replace(record, stop=min(record.stop, until[1]))
-                (counted if stands else replayed).append(record)
-                until = here if stands else until
-            began += [min((record.epoch, record.start) for record in log.records)] if log.records else []
-        later += began
-    return counted, replayed
-
-
-def _passes(group: Sequence[Log]) -> list[tuple[int, list[Delivered]]]:
-    """World size and records of each stretch of an attempt in which positions only increase."""
-    stretches: list[list[Delivered]] = []
-    for log in group:
-        index, last = 0, (-1, -1)
-        for record in log.records:
-            here = (record.epoch, record.start)
-            index += here <= last
-            last = here
-            while len(stretches) <= index:
-                stretches.append([])
-            stretches[index].append(record)
-    return [(int(group[0].header["world_size"]), stretch) for stretch in stretches]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..errors import DatasetError
-from ..pipeline.delivery_log import DROP_MAGIC, END_MAGIC, FILTER_MAGIC, MAGIC, SIZE_MAGIC, SKIP_MAGIC
+from ..pipeline.delivery_log import DROP_MAGIC, END_MAGIC, FILTER_MAGIC, KEY_BITS, MAGIC, SIZE_MAGIC, SKIP_MAGIC
 
 _MOST_SAMPLES = 1 << 60  # as in a manifest
 # Of the words that follow; None: any number.
@@ -70,9 +70,12 @@ def read_log(path: Path) -> Log | None:
         if at + 5 + count > len(words):
             break  # a record that a kill truncated was not handed out
         ids = words[at + 5 : at + 5 + count]
+        is_mixed = "sources" in header
+        most = _MOST_SAMPLES if is_mixed else header["num_samples"]  # a mixture's positions count epochs of sources
+        own = ids & ((1 << KEY_BITS) - 1) if is_mixed else ids
         is_size = magic == SIZE_MAGIC
-        is_possible = ids[0] > 0 if is_size else not _any_outside(ids, header["num_samples"])
-        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or not is_possible:
+        is_possible = ids[0] > 0 if is_size else not _any_outside(own, header["num_samples"])
+        if epoch < 0 or not 0 <= start <= stop <= most or not is_possible:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         if is_size:
             sizes.append((epoch, start, int(ids[0])))

@@ -117,10 +117,10 @@ def first_batch(
         batch = maker.start(rows, epoch, num_rows, num_valid).result()
     finally:
         pool.close()
-    return batch if device is None else _copy_to(device, batch)
+    return batch if device is None else copy_to(device, batch)
 
 
-def _copy_to(device: torch.device, batch: Any) -> Any:
+def copy_to(device: torch.device, batch: Any) -> Any:
     feeder = DeviceFeeder(device, slots=1)
     try:
         return feeder.stage(batch).take()

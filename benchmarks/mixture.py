@@ -1,0 +1,144 @@
+"""A mixture of 8 data sets against one data set of the same samples: ``python -m penstock.benchmarks.mixture --help``.
+
+Each pass runs in a process of its own, so that nothing is warm but the file system's cache, and the two take turns,
+each first in every other round, so that what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+
+from ..loader import DistributedDataLoader, Mixture, Source, TokensFormat, pack
+from .machine import describe_machine
+
+_SOURCES, _SEQ_LEN = 8, 2048
+_BATCH = {"tokens": 64, "raw": 64, "rows": 1024}
+_CASES = tuple(_BATCH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Passes over one data set and over a mixture of its eighths: tokens, raw bytes in tar, and rows of 20 numbers."""
+
+    rounds: int = 5
+    """Passes of each in turn."""
+
+    sequences: int = 65_536
+    """Sequences of 2,048 tokens."""
+
+    blobs: int = 8_000
+    """Samples of 38 kB in tar."""
+
+    rows: int = 4_000_000
+    """Rows of 20 float32 in parquet."""
+
+    out: Path | None = None
+    """Write the results here as JSON, too."""
+
+
+def write_data(folder: Path, config: Config) -> None:
+    """Eight folders a case; the whole data set is the folder above them."""
+    rng = np.random.default_rng(0)
+    for number in range(_SOURCES):
+        tokens = rng.integers(0, 50_000, config.sequences // _SOURCES * _SEQ_LEN, dtype=np.uint16)
+        (folder / f"tokens/{number}").mkdir(parents=True)
+        (folder / f"tokens/{number}/tokens.bin").write_bytes(tokens.tobytes())
+        blobs = ({"__key__": f"{number}{i:06d}", "jpg": rng.bytes(38_000)} for i in range(config.blobs // _SOURCES))
+        pack(blobs, folder / f"raw/{number}", format="tar", shard_bytes=20 << 20, progress=False)
+        (folder / f"rows/{number}").mkdir(parents=True)
+        values = rng.standard_normal((20, config.rows // _SOURCES), dtype=np.float32)
+        table = pa.table({f"c{column}": values[column] for column in range(20)})
+        pq.write_table(table, folder / f"rows/{number}/rows.parquet", row_group_size=50_000, compression="zstd")
+
+
+def read_once(case: str, folder: str, contender: str) -> dict[str, float]:
+    """One pass in this process, timed from its beginning with the data sets opened.
+
+    The consumer touches every sample, so that no laziness counts as speed.
+    """
+    options: dict[str, Any] = {"format": TokensFormat(seq_len=_SEQ_LEN)} if case == "tokens" else {"decode": None}
+    parts = {str(number): Source(f"{folder}/{number}") for number in range(_SOURCES)}
+    source: Any = Mixture(parts, stop="all_exhausted") if contender == "mixture" else f"{folder}/**"
+    touched = samples = 0
+    with DistributedDataLoader(source, batch_size=_BATCH[case], seed=3, **options) as loader:
+        started, cpu = time.perf_counter(), time.process_time()
+        for batch in loader:
+            first = next(iter(batch.values())) if case == "rows" else batch["tokens" if case == "tokens" else "jpg"]
+            touched += sum(map(len, first)) if case == "raw" else int(first[:, 0].sum()) if case == "tokens" else 1
+            samples += len(first)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    assert touched
+    return {"samples_per_s": samples / seconds, "cpu_us_per_sample": cpu / samples * 1e6}
+
+
+def measure_state() -> dict[str, float]:
+    """The JSON of a state of 8 sources on 4,096 lanes, and how long it takes to read and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(_SOURCES):
+            path = Path(folder, str(number))
+            path.mkdir()
+            pq.write_table(pa.table({"n": np.arange(100_000)}), path / "rows.parquet", row_group_size=1000)
+        mixture = Mixture({str(number): Source(Path(folder, str(number))) for number in range(_SOURCES)})
+        with DistributedDataLoader(mixture, batch_size=64, lanes=4096) as loader:
+            next(iter(loader))
+            text = json.dumps(loader.state_dict())
+        with DistributedDataLoader(mixture, batch_size=64, lanes=4096) as loader:
+            started = time.perf_counter()
+            loader.load_state_dict(json.loads(text))
+            return {"bytes": len(text), "load_s": time.perf_counter() - started}
+
+
+def measure(config: Config, folder: Path) -> dict[str, Any]:
+    """The medians of each case and contender, and the ratio of the medians."""
+    found: dict[str, Any] = {}
+    for case in _CASES:
+        runs: dict[str, list[dict[str, float]]] = {"one": [], "mixture": []}
+        for round_ in range(config.rounds):
+            for contender in ("one", "mixture") if round_ % 2 else ("mixture", "one"):
+                command = [sys.executable, "-m", "penstock.benchmarks.mixture", "--pass", case, str(folder / case)]
+                done = subprocess.run([*command, contender], check=True, capture_output=True, text=True)
+                runs[contender].append(json.loads(done.stdout))
+        found[case] = {}
+        for unit, digits in (("samples_per_s", 0), ("cpu_us_per_sample", 2)):
+            one, mixed = ([run[unit] for run in runs[contender]] for contender in ("one", "mixture"))
+            ratios = [with_ / without for with_, without in zip(mixed, one, strict=True)]
+            found[case][unit] = {
+                "one": round(statistics.median(one), digits),
+                "mixture": round(statistics.median(mixed), digits),
+                "ratio": round(statistics.median(mixed) / statistics.median(one), 3),
+                "ratio_by_round": [round(min(ratios), 3), round(max(ratios), 3)],
+            }
+        print(case, found[case], flush=True)
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--pass"]:
+        print(json.dumps(read_once(*sys.argv[2:5])))
+        return
+    config = tyro.cli(Config, description=__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder), config)
+        given = {name: value for name, value in asdict(config).items() if name != "out"}
+        results = {"machine": describe_machine(), "config": given, "cases": measure(config, Path(folder))}
+    results["state"] = measure_state()
+    print("state", results["state"])
+    if config.out is not None:
+        config.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

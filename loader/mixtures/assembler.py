@@ -1,0 +1,213 @@
+"""The assembler of a mixture: spans of all sources together, gathered by whole columns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..columns import Block, IntArray
+from ..decoding.gather import Rows, gather
+from ..order.mixed_spans import MixedSpan, MixedSpans, SourceOrder
+from ..order.spans import ChunkRows
+from ..pipeline.assembler import Equipment, Start
+from ..pipeline.delivery_log import to_keys
+from ..pipeline.delivery_queue import Delivery
+from .batch import Kind, KindRows, start_batch
+from .fields import check_fields
+from .position import Place
+from .quarantine import MixedQuarantine
+from .sources import OpenSources
+
+_NO_IDS: IntArray = np.empty(0, np.int64)
+_PLANNED_FOR_ONE, _MOST_PLANNED = 2, 256  # spans: planning one of many sources takes longer than of one
+
+
+class MixtureAssembler:
+    """Plans ahead, requests chunks ahead, and hands each gathered step to the pool. Used by the pipeline's thread."""
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        start: Start,
+        *,
+        sources: OpenSources,
+        kinds: Sequence[Kind],
+        quarantine: MixedQuarantine,
+        place: Callable[[], Place],
+    ) -> None:
+        self._equipment = equipment
+        self._reader = equipment.reader
+        self._counters = equipment.counters
+        self._sources = sources
+        self._kinds = kinds
+        self._quarantine = quarantine
+        self._place = place()
+        self._spans = MixedSpans(self._place.plan, self._place.orders, start.share)
+        self._rows = RowGatherer(sources, kinds, self._place.orders, quarantine)
+        self._share = start.share
+        self._gathering: MixedSpan | None = None
+        self._next_uses: dict[int, int] | None = None
+
+    def run(self) -> None:
+        check_fields(self._sources, self._kinds, self._equipment.maker)
+        for epoch, span in self._look_ahead():
+            if self._equipment.stopping.is_set():
+                return
+            if span is None:
+                end = Delivery(epoch, 0, 0, _NO_IDS, 0, None)
+                if not self._equipment.deliver(end):
+                    return
+            elif not self._assemble(span):
+                return
+
+    def fail(self, error: Exception) -> None:
+        pass
+
+    def waiting_for(self) -> dict[str, Any] | None:
+        return None
+
+    def _look_ahead(self) -> Iterator[tuple[int, MixedSpan | None]]:
+        planned: deque[tuple[int, MixedSpan | None]] = deque()
+        source = self._plan()
+        while True:
+            for _ in range(_PLANNED_FOR_ONE):
+                if planned and (len(planned) >= _MOST_PLANNED or not self._reader.has_room):
+                    break
+                epoch, span, chunks = next(source)
+                self._reader.request(chunks)
+                planned.append((epoch, span))
+            yield planned.popleft()
+
+    def _plan(self) -> Iterator[tuple[int, MixedSpan | None, list[int]]]:
+        """Every span from here on, with the chunks that it is the first to need; None marks an epoch's end."""
+        plan, place, size = self._place.plan, self._place, self._share.global_batch_size
+        manifest = self._sources.manifest
+        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
+        step_bytes = max(1, size // self._share.world_size) * row_bytes
+        most = int(min(64, max(1, self._equipment.options.span_bytes // step_bytes)))
+        epoch, start, consumed, here, at_once = place.epoch, place.start, place.consumed, place.here, 1
+        while True:
+            left = plan.steps_left(start, here)
+            while left is None or left:
+                steps = at_once if left is None else min(at_once, left)
+                span, chunks = self._spans.plan_span(epoch, consumed, here, steps)
+                yield epoch, span, chunks
+                here = plan.advance(here, span.steps)
+                consumed = int(span.bounds[-1])
+                left = None if left is None else left - span.steps
+                at_once = min(most, 2 * at_once)  # so that the first batch does not wait for others
+            yield epoch, None, []
+            epoch, start, consumed = epoch + 1, here, 0
+
+    def _assemble(self, span: MixedSpan) -> bool:
+        waited = self._counters.totals().chunk_wait_s
+        started = time.perf_counter()
+        rows: KindRows | None = None
+        try:
+            rows = self._gather(span)
+        except Exception:
+            if span.steps == 1 or self._equipment.stopping.is_set():
+                raise
+        if rows is None:  # the batches before the one that needs what failed are delivered
+            return all(self._assemble(span.cut(step)) for step in range(span.steps))
+        self._counters.add(assemble_s=time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited))
+        done = self._spans.release(span)
+        if done:
+            self._reader.release(done)
+        return all(self._emit(span, step, rows) for step in range(span.steps))
+
+    def _gather(self, span: MixedSpan) -> KindRows:
+        groups = self._spans.expand(span)
+        self._gathering, self._next_uses = span, None
+        leases = self._equipment.leases
+        blocks = self._reader.take([group.chunk for group in groups])
+        return self._rows.gather(span, groups, blocks, None if leases is None else leases.lend)
+
+    def _emit(self, span: MixedSpan, step: int, rows: KindRows) -> bool:
+        started = time.perf_counter()
+        cut = rows.cut(int(span.row_starts[step]), int(span.row_starts[step + 1]))
+        num_valid = int(span.num_valid[step])
+        pending = start_batch(self._equipment.maker, self._kinds, cut, num_valid, num_valid)
+        item = Delivery(
+            epoch=span.epoch,
+            start=int(span.bounds[step]),
+            stop=int(span.bounds[step + 1]),
+            ids=cut.ids[:num_valid],
+            nbytes=sum(
+                rows.count_bytes(kind.decoders.settled) for kind, rows in zip(self._kinds, cut.rows, strict=True)
+            ),
+            batch=pending,
+            logged=to_keys(cut.ids[:num_valid], cut.epochs[:num_valid]),
+        )
+        delivered = self._equipment.deliver(item)
+        if not delivered:
+            pending.cancel()
+        self._counters.add(backpressure_s=time.perf_counter() - started)
+        return delivered
+
+    def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
+        """About when resident chunks are next used, after the current span."""
+        if self._next_uses is None:
+            assert self._gathering is not None
+            self._next_uses = self._spans.next_uses(self._gathering)
+        never = 1 << 62
+        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
+
+
+class RowGatherer:
+    """Gathers the rows of a span, apart by kind."""
+
+    def __init__(
+        self,
+        sources: OpenSources,
+        kinds: Sequence[Kind],
+        orders: Sequence[SourceOrder],
+        quarantine: MixedQuarantine,
+    ) -> None:
+        self._sources = sources
+        self._kinds = kinds
+        self._quarantine = quarantine
+        self._seeds = np.array([source.order.seed for source in orders], np.uint64)
+        self._kind_of = np.empty(len(sources), np.int64)
+        for number, kind in enumerate(kinds):
+            self._kind_of[list(kind.sources)] = number
+        self._first_ids = sources.manifest.first_ids
+
+    def gather(
+        self,
+        span: MixedSpan,
+        groups: Sequence[ChunkRows],
+        blocks: Iterator[tuple[int, Block | BaseException]],
+        lend: Any = None,
+    ) -> KindRows:
+        """The rows of a span, whose chunks come from ``blocks`` in any order."""
+        by_chunk = {group.chunk: group for group in groups}
+        part_epochs = np.array([part.epoch for part in span.parts], np.int64)
+        epochs = part_epochs[span.row_parts]
+        loaded = (
+            (by_chunk[chunk], block) if isinstance(block, Block) else self._quarantine.replace(by_chunk[chunk], block)
+            for chunk, block in blocks
+        )
+        if len(self._kinds) == 1:
+            rows = gather(loaded, span.num_rows, self._first_ids, self._kinds[0].decoders, lend)
+            return KindRows((np.arange(span.num_rows),), (rows,), epochs, self._seeds, self._sources)
+        part_kinds = self._kind_of[[part.source for part in span.parts]]
+        row_kinds = part_kinds[span.row_parts]
+        where = tuple(np.flatnonzero(row_kinds == kind) for kind in range(len(self._kinds)))
+        return KindRows(where, tuple(self._gather_kinds(loaded, where, lend)), epochs, self._seeds, self._sources)
+
+    def _gather_kinds(
+        self, loaded: Iterator[tuple[ChunkRows, Block]], where: Sequence[IntArray], lend: Any
+    ) -> Iterator[Rows]:
+        """Each kind's rows. Blocks are held until their kind's turn: those of a span, which the reader holds too."""
+        apart: list[list[tuple[ChunkRows, Block]]] = [[] for _ in self._kinds]
+        for group, block in loaded:
+            kind = int(self._kind_of[self._sources.of_chunk(group.chunk)[0]])
+            targets = np.searchsorted(where[kind], group.targets)
+            apart[kind].append((ChunkRows(group.chunk, group.rows, targets), block))
+        for kind, of_kind in enumerate(apart):
+            yield gather(of_kind, len(where[kind]), self._first_ids, self._kinds[kind].decoders, lend)

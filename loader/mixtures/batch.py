@@ -1,0 +1,169 @@
+"""Batches of samples from sources that are decoded and transformed differently, put together row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..columns import AnyArray, IntArray
+from ..decoding.batch import Batch, BatchMaker, RowJob, UnfinishedBatch
+from ..decoding.byte_views import ByteViews
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import Rows
+from ..decoding.row_work import Sample
+from ..errors import ConfigError
+from .sources import OpenSource, OpenSources
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is decoded and transformed alike: the numbers of its sources, their decoders and their transform."""
+
+    sources: tuple[int, ...]
+    decoders: FieldDecoders
+    transform: Any
+
+    def maker(self, maker: BatchMaker) -> BatchMaker:
+        """The same maker for rows of this kind."""
+        return replace(maker, decoders=self.decoders, options=replace(maker.options, transform=self.transform))
+
+
+def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
+    """The numbers of the sources with the same ``decode`` and ``transform``."""
+    groups: list[list[int]] = []
+    for number, source in enumerate(sources):
+        for group in groups:
+            other = sources[group[0]].options
+            if other.transform is source.options.transform and _same(other.decode, source.options.decode):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return [tuple(group) for group in groups]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+    return bool(one is other or one == other)
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """Rows of a span or a batch, apart by kind: ``where`` says in which places the ``rows`` of each kind belong.
+
+    ``epochs`` (rows,) int64: the epoch of each row's source; ``seeds`` (sources,) uint64: those of the sources' orders.
+    """
+
+    where: tuple[IntArray, ...]
+    rows: tuple[Rows, ...]
+    epochs: IntArray
+    seeds: AnyArray
+    sources: OpenSources
+
+    @property
+    def ids(self) -> IntArray:
+        """(rows,) int64: the joint sample ids of all rows."""
+        if len(self.rows) == 1:
+            return self.rows[0].ids
+        ids = np.empty(len(self.epochs), np.int64)
+        for where, rows in zip(self.where, self.rows, strict=True):
+            ids[where] = rows.ids
+        return ids
+
+    def cut(self, start: int, stop: int) -> KindRows:
+        edges = [np.searchsorted(where, (start, stop)).tolist() for where in self.where]
+        return KindRows(
+            tuple(where[low:high] - start for where, (low, high) in zip(self.where, edges, strict=True)),
+            tuple(rows.cut(low, high) for rows, (low, high) in zip(self.rows, edges, strict=True)),
+            self.epochs[start:stop],
+            self.seeds,
+            self.sources,
+        )
+
+    def keys_of(self, kind: int) -> AnyArray:
+        """The (rows, 3) uint64 seed, source's epoch and sample id of a kind's rows, for their random numbers."""
+        source, own = self.sources.of_ids(self.rows[kind].ids)
+        epochs = self.epochs[self.where[kind]]
+        return np.stack([self.seeds[source], epochs.view(np.uint64), own.view(np.uint64)], axis=1)
+
+
+def start_batch(
+    maker: BatchMaker, kinds: Sequence[Kind], rows: KindRows, num_rows: int, num_valid: int
+) -> UnfinishedBatch:
+    """Start a batch of ``num_rows`` of some rows (0: of none, made like one row)."""
+    makers = [kind.maker(maker) for kind in kinds]
+    if len(kinds) == 1:
+        keys = rows.keys_of(0) if _draws(makers[0]) else None
+        return makers[0].start(rows.rows[0], 0, num_rows, num_valid, keys)
+    return MixedBatch(maker, makers, rows, num_rows, num_valid)
+
+
+def _draws(maker: BatchMaker) -> bool:
+    """Whether rows may need random numbers."""
+    return maker.options.transform is not None or any(maker.decoders.settled.values())
+
+
+class MixedBatch(UnfinishedBatch):
+    """A batch of several kinds of rows."""
+
+    def __init__(
+        self, maker: BatchMaker, makers: Sequence[BatchMaker], rows: KindRows, num_rows: int, num_valid: int
+    ) -> None:
+        self._maker = maker
+        self._rows = rows
+        self._num_rows = num_rows
+        self._num_valid = num_valid
+        self._by_samples = maker.options.collate is not None or any(m.options.transform is not None for m in makers)
+        self._parts: list[tuple[IntArray, RowJob]] = []
+        for kind, own in enumerate(makers):
+            where = rows.where[kind]
+            if len(where):
+                keys = rows.keys_of(kind) if _draws(own) else None
+                self._parts.append((where, own.work(rows.rows[kind], 0, keys)))
+
+    def result(self) -> Batch:
+        for _, part in self._parts:
+            part.finish()
+        count, ids = len(self._rows.epochs), self._rows.ids
+        if self._by_samples:
+            samples: list[Sample] = [{}] * count
+            for where, part in self._parts:
+                for row, sample in zip(where.tolist(), part.all_samples(), strict=True):
+                    samples[row] = sample
+            return self._maker.join(samples, ids, self._num_rows, self._num_valid).result()
+        fields: dict[str, list[tuple[IntArray, Any]]] = {}
+        for where, part in self._parts:
+            for name, values in part.fields().items():
+                fields.setdefault(name, []).append((where, values))
+        batch = {name: _merge(name, parts, count) for name, parts in fields.items()}
+        return self._maker.complete(batch, ids, self._num_rows, self._num_valid)
+
+    def cancel(self) -> None:
+        for _, part in self._parts:
+            part.cancel()
+
+
+def _merge(name: str, parts: Sequence[tuple[IntArray, Any]], count: int) -> Any:
+    """The values of a field, of all rows in order: a tensor where all are of one dtype and shape, else a list."""
+    tensors = [values for _, values in parts if isinstance(values, torch.Tensor)]
+    if len(tensors) == len(parts) and sum(len(where) for where, _ in parts) == count:
+        if len({values.dtype for values in tensors}) > 1:
+            raise ConfigError(f"field {name!r} has several dtypes: {sorted({str(v.dtype) for v in tensors})}")
+        if len({values.shape[1:] for values in tensors}) == 1:
+            if len(tensors) == 1:
+                return tensors[0]
+            joined = torch.cat(tensors)
+            order = torch.from_numpy(np.argsort(np.concatenate([where for where, _ in parts]), kind="stable"))
+            picked = joined[order]
+            is_last = tensors[0].dim() == 4 and tensors[0].is_contiguous(memory_format=torch.channels_last)
+            return picked.contiguous(memory_format=torch.channels_last) if is_last else picked
+    merged: list[Any] = [None] * count
+    for where, values in parts:
+        for row, value in zip(where.tolist(), values, strict=True):
+            merged[row] = value
+    return ByteViews(merged) if all(isinstance(values, ByteViews) for _, values in parts) else merged

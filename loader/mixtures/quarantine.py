@@ -1,0 +1,54 @@
+"""Unreadable chunks of a mixture: replaced by chunks of the same source, up to one limit for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..columns import Block
+from ..errors import DatasetError
+from ..order.spans import ChunkRows
+from ..reading.chunk_source import ChunkSource
+from ..reading.quarantine import BadChunk, Quarantine
+from .sources import OpenSources
+
+
+class MixedQuarantine:
+    """Used by the assembler thread; ``records``, whose chunks are joint numbers, by any."""
+
+    def __init__(self, sources: OpenSources, chunks: list[ChunkSource], limit: int) -> None:
+        self._sources = sources
+        self._limit = limit
+        self._own = [
+            Quarantine(of_source, limit, source.selection) for of_source, source in zip(chunks, sources, strict=True)
+        ]
+
+    @property
+    def records(self) -> list[BadChunk]:
+        manifest = self._sources.manifest
+        return [
+            replace(
+                record,
+                chunk=record.chunk + first,
+                replaced_by=record.replaced_by + first,
+                shard=manifest.chunk(record.chunk + first).shard.key,
+            )
+            for own, first in zip(self._own, self._sources.first_chunks, strict=True)
+            for record in own.records
+        ]
+
+    def replace(self, group: ChunkRows, error: BaseException) -> tuple[ChunkRows, Block]:
+        """As ``Quarantine.replace``, of joint chunks.
+
+        Raises:
+            DatasetError: more chunks of all sources together are bad than the limit allows.
+        """
+        source, chunk = self._sources.of_chunk(group.chunk)
+        first = self._sources.first_chunks[source]
+        is_known = any(record.chunk == chunk for record in self._own[source].records)
+        if self._limit and not is_known and len(self.records) >= self._limit:
+            raise DatasetError(
+                f"more than max_bad_chunks={self._limit} chunks cannot be read; the last one, of source "
+                f"{self._sources.names[source]!r}: {error}. `penstock verify` lists all that are bad"
+            ) from error
+        own, block = self._own[source].replace(ChunkRows(chunk, group.rows, group.targets), error)
+        return ChunkRows(own.chunk + first, own.rows, own.targets), block

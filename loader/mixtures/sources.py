@@ -1,0 +1,253 @@
+"""The data sets of a mixture, opened: each with its manifest, store and chunks, and all of them as one joint space.
+
+Source k's chunk c has the joint number first_chunks[k] + c, and its sample i the joint id first_ids[k] + i, so that one
+reader, one budget and one gathering serve all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ...storage import Store, open_store
+from ..arguments import check_names, make_selection
+from ..columns import Block, IntArray
+from ..dataset.index import open_manifest
+from ..dataset.manifest import Manifest
+from ..decoding.batch import IDS
+from ..formats.detect import make_format
+from ..metrics import Counters
+from ..order.selection import Selection
+from ..pipeline.tuning import reads_locally
+from ..reading.chunk_source import ChunkSource
+from .mixture import Mixture, Source
+
+SOURCE = "__source__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSource:
+    """One data set of a mixture, under its name there. ``columns`` are those that are read, None for all."""
+
+    name: str
+    options: Source
+    manifest: Manifest
+    selection: Selection | None
+    columns: Sequence[str] | None
+    store: Store
+    chunks: ChunkSource
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one of its epochs."""
+        return self.manifest.num_samples if self.selection is None else self.selection.num_samples
+
+    @property
+    def chunk_samples(self) -> IntArray:
+        """(chunks,) int64: how many samples of each chunk an epoch has."""
+        return self.manifest.samples if self.selection is None else self.selection.counts
+
+
+class OpenSources(Sequence[OpenSource]):
+    """All sources of a mixture, in its order. Owns their stores.
+
+    Mutable state: ``are_alike``, whether their samples were found to have the same fields.
+    """
+
+    def __init__(self, sources: Sequence[OpenSource]) -> None:
+        self._sources = sources
+        self.are_alike = False
+        self.names = [source.name for source in sources]
+        self.manifest = join_manifests(sources)
+        self.first_chunks = _starts([source.manifest.num_chunks for source in sources])
+        self.first_ids = _starts([source.manifest.num_samples for source in sources])
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._sources[index]
+
+    def of_chunk(self, chunk: int) -> tuple[int, int]:
+        """The source of a joint chunk, and the chunk's number in it."""
+        source = bisect_right(self.first_chunks, chunk) - 1
+        return source, chunk - self.first_chunks[source]
+
+    @cached_property
+    def _id_edges(self) -> IntArray:
+        return np.array(self.first_ids[1:], np.int64)
+
+    def of_ids(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """The source of each joint sample id, and the id in it: (n,) int64 each."""
+        source = np.searchsorted(self._id_edges, ids, side="right")
+        return source, ids - np.array(self.first_ids, np.int64)[source]
+
+    def identify(self, ids: IntArray) -> Mapping[str, IntArray]:
+        """What ``with_ids`` adds to batches: the number of each row's source, and the row's sample id in that."""
+        source, own = self.of_ids(ids)
+        return {SOURCE: source, IDS: own}
+
+    def describe(self) -> list[tuple[str, str, int, int]]:
+        """The name, fingerprint and number of samples of each source's data set, and those of one of its epochs."""
+        return [(s.name, s.manifest.fingerprint, s.manifest.num_samples, s.num_samples) for s in self._sources]
+
+    @property
+    def are_local(self) -> bool:
+        return all(reads_locally(source.store) for source in self._sources)
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.store.close()
+
+
+def open_sources(
+    mixture: Mixture,
+    *,
+    counters: Counters,
+    memory_limit: int | None,
+    cache_dir: str | PathLike[str] | None,
+    cache_limit: int | None,
+    **defaults: Any,
+) -> OpenSources:
+    """Open every source of a mixture; ``defaults`` are the loader's arguments that a ``Source`` may have of its own.
+
+    Raises what opening a data set raises, with a note of the source's name.
+    """
+    opened: list[OpenSource] = []
+    try:
+        for name, given in mixture.leaves():
+            try:
+                opened.append(_open(name, given.fill(**defaults), counters, memory_limit, cache_dir, cache_limit))
+            except Exception as exc:
+                exc.add_note(f"in the source {name!r} of the mixture")
+                raise
+        return OpenSources(opened)
+    except BaseException:
+        for source in opened:
+            source.store.close()
+        raise
+
+
+def _open(
+    name: str,
+    options: Source,
+    counters: Counters,
+    memory_limit: int | None,
+    cache_dir: str | PathLike[str] | None,
+    cache_limit: int | None,
+) -> OpenSource:
+    manifest = open_manifest(
+        options.url,
+        split=options.split,
+        storage_options=options.storage_options,
+        format=options.format,
+        cache_dir=cache_dir,
+    )
+    columns = check_names(manifest, options.columns, options.decode)
+    selection = make_selection(manifest, options.subset, None)
+    store = open_store(
+        manifest.url, storage_options=options.storage_options, cache_dir=cache_dir, cache_limit=cache_limit
+    )
+    shard_format = make_format(manifest.format, manifest.config)
+    return OpenSource(
+        name=name,
+        options=options,
+        manifest=manifest,
+        selection=selection,
+        columns=columns,
+        store=store,
+        chunks=ChunkSource(manifest, shard_format, store, columns, counters, memory_limit),
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class JointManifest(Manifest):
+    """The chunks of all sources laid end to end. Shards are named by their whole URLs."""
+
+    names: Sequence[str]
+    first_sample_ids: Sequence[int]
+    fingerprints: Sequence[str]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits over the sources' names and fingerprints."""
+        return xxhash.xxh3_128_hexdigest("\n".join(map("{}\t{}".format, self.names, self.fingerprints)).encode())
+
+    def name_sample(self, sample_id: int) -> str:
+        source = bisect_right(self.first_sample_ids, sample_id) - 1
+        return f"sample {sample_id - self.first_sample_ids[source]} of source {self.names[source]!r}"
+
+
+def join_manifests(sources: Sequence[OpenSource]) -> JointManifest:
+    """One manifest of all sources' chunks, for reading; none that could be saved."""
+    manifests = [source.manifest for source in sources]
+    first_shards = _starts([len(manifest.shards) for manifest in manifests])
+    fields = dict.fromkeys(name for manifest in manifests for name in manifest.fields)
+    return JointManifest(
+        url=f"mixture of {', '.join(source.name for source in sources)}",
+        format=" and ".join(sorted({manifest.format for manifest in manifests})),
+        config={},
+        schema={"fields": list(fields)},
+        shards=[
+            replace(shard, key=f"{manifest.url.rstrip('/')}/{shard.key}")
+            for manifest in manifests
+            for shard in manifest.shards
+        ],
+        shard_index=np.concatenate([m.shard_index + s for m, s in zip(manifests, first_shards, strict=True)]),
+        offsets=np.concatenate([manifest.offsets for manifest in manifests]),
+        lengths=np.concatenate([manifest.lengths for manifest in manifests]),
+        samples=np.concatenate([manifest.samples for manifest in manifests]),
+        memory=np.concatenate([manifest.memory for manifest in manifests]),
+        names=[source.name for source in sources],
+        first_sample_ids=_starts([manifest.num_samples for manifest in manifests]),
+        fingerprints=[manifest.fingerprint for manifest in manifests],
+    )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:k]) for k in range(len(sizes))]
+
+
+class JointChunks(ChunkSource):
+    """Reads and opens the chunks of all sources, by joint numbers. Called by the fetch threads."""
+
+    def __init__(self, sources: OpenSources, chunks: Sequence[ChunkSource]) -> None:
+        self.manifest = sources.manifest
+        self.columns = None
+        self._sources = sources
+        self.of_sources = list(chunks)
+
+    def apart(self, columns: Sequence[str] | None = None) -> JointChunks:
+        """One that reads the same with headers and counters of its own; each source keeps its columns."""
+        return JointChunks(self._sources, [chunks.apart(chunks.columns) for chunks in self.of_sources])
+
+    def load(self, index: int) -> Block:
+        source, chunk = self._sources.of_chunk(index)
+        try:
+            return self.of_sources[source].load(chunk)
+        except Exception as exc:
+            exc.add_note(f"in the source {self._sources.names[source]!r} of the mixture")
+            raise
+
+    @property
+    def header_bytes(self) -> int:
+        return sum(chunks.header_bytes for chunks in self.of_sources)
+
+    def limit_headers(self, budget_bytes: int) -> None:
+        for chunks in self.of_sources:
+            chunks.limit_headers(budget_bytes // len(self.of_sources))
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        for chunks in self.of_sources:
+            chunks.limit_memory(limit_bytes)
+
+    def reserve(self, index: int) -> int:
+        source, chunk = self._sources.of_chunk(index)
+        return self.of_sources[source].reserve(chunk)

@@ -1,0 +1,250 @@
+"""What a loader is made of that depends on what it reads: one data set, or a mixture of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+
+from ..storage import open_store
+from .arguments import LastBatch, SampleWeights, check_names, make_selection
+from .assembly import Dropping, make_assembler, make_position, peek_alone
+from .cost_arguments import CostArguments
+from .dataset.index import open_manifest
+from .dataset.manifest import Manifest
+from .decoding.batch import BatchOptions
+from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
+from .decoding.first_values import ImageFields
+from .decoding.row_work import RowWork
+from .decoding.worker_pool import WorkerPool
+from .formats.detect import make_format
+from .formats.shard import ShardFormat
+from .metrics import Counters
+from .mixtures.mixture import Mixture
+from .mixtures.parts import MixtureParts, open_mixture
+from .order.plan import Order, Share
+from .order.subset import Subset
+from .passes import Passes
+from .pipeline.pipeline import Pipeline
+from .pipeline.tuning import PipelineOptions, reads_locally, tune
+from .position import RunPosition
+from .reading.chunk_source import ChunkSource
+from .reading.quarantine import BadChunk, Quarantine
+from .resources import Resources
+from .views.mixed_peek import MixedLook
+from .views.peek import Look
+
+
+class HoldsRecords(Protocol):
+    """A quarantine."""
+
+    @property
+    def records(self) -> list[BadChunk]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """The arguments of a loader, checked, that mean the same for whatever it reads. ``ordering`` makes its order."""
+
+    share: Share
+    resources: Resources
+    counters: Counters
+    batch_options: BatchOptions
+    last_batch: LastBatch
+    decode: DecodeChoice
+    raw: RawValues
+    processes: int
+    max_bad_chunks: int
+    threads: int
+    device: torch.device | None
+    memory_bytes: int | None
+    columns: Sequence[str] | None
+    format: ShardFormat | str | None
+    storage_options: Mapping[str, Any] | None
+    cache_dir: str | PathLike[str] | None
+    cache_bytes: int | None
+    ordering: Mapping[str, Any]
+    is_logged: bool
+
+    @property
+    def tuning(self) -> dict[str, Any]:
+        return {
+            "world_size": self.share.world_size,
+            "memory_limit": self.memory_bytes,
+            "threads": self.threads,
+            "device": self.device,
+        }
+
+    def start_workers(self, work: RowWork, decode: DecodeChoice) -> None:
+        if self.processes:
+            self.resources.workers = WorkerPool(work, decode, self.processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the loader's face hands on to: its manifest, share, position, bad chunks, views, tuning and pipelines.
+
+    ``mixture`` is None where it reads one data set.
+    """
+
+    manifest: Manifest
+    share: Share
+    position: RunPosition
+    quarantine: HoldsRecords
+    look: Look | MixedLook
+    peek: Callable[[Passes], Any]
+    tune: Callable[[Order], PipelineOptions]
+    make_pipeline: Callable[..., Pipeline]
+    mixture: MixtureParts | None = None
+
+    def passes(self, common: Common, check_rank: Callable[[], None]) -> Passes:
+        return Passes(
+            position=self.position,
+            share=self.share,
+            resources=common.resources,
+            counters=common.counters,
+            tune=self.tune,
+            make_pipeline=self.make_pipeline,
+            check_rank=check_rank,
+        )
+
+
+def open_one(
+    source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest,
+    common: Common,
+    told: CostArguments,
+    dropping: Dropping | None,
+    *,
+    split: Any,
+    subset: Subset | None,
+    weights: SampleWeights | None,
+) -> Parts:
+    """The parts of a loader of one data set."""
+    decoders = FieldDecoders(common.decode, common.raw, common.processes)
+    common.start_workers(common.batch_options.work, common.decode)
+    manifest = open_manifest(
+        source,
+        split=split,
+        storage_options=common.storage_options,
+        format=common.format,
+        cache_dir=common.cache_dir,
+    )
+    selection = make_selection(manifest, subset, weights)
+    share, bucket_costs = told.open(
+        manifest, common.share, storage_options=common.storage_options, cache_dir=common.cache_dir
+    )
+    position = make_position(
+        dropping,
+        manifest,
+        share=share,
+        last_batch=common.last_batch,
+        selection=selection,
+        bucket=told.bucket,
+        bucket_costs=bucket_costs,
+        **common.ordering,
+    )
+    names = check_names(manifest, common.columns, common.decode)
+    read = names if dropping is None else dropping.columns_to_read(manifest, names)
+    store = common.resources.store = open_store(
+        manifest.url,
+        storage_options=common.storage_options,
+        cache_dir=common.cache_dir,
+        cache_limit=common.cache_bytes,
+    )
+    shard_format = make_format(manifest.format, manifest.config)
+    chunks = ChunkSource(manifest, shard_format, store, read, common.counters, common.memory_bytes)
+    decoders.are_images = ImageFields(chunks)
+    quarantine = Quarantine(chunks, common.max_bad_chunks, selection)
+    look = Look(
+        chunks.apart(names),
+        common.batch_options,
+        decoders,
+        common.max_bad_chunks,
+        common.threads,
+        common.device,
+        common.resources,
+        selection,
+        bucket_costs,
+    )
+    make_pipeline = partial(
+        Pipeline,
+        source=chunks,
+        batch_options=common.batch_options,
+        decoders=decoders,
+        counters=common.counters,
+        workers=common.resources.workers,
+        make_assembler=make_assembler(
+            dropping,
+            position,
+            last_batch=common.last_batch,
+            quarantine=quarantine,
+            selection=selection,
+            bucket_costs=bucket_costs,
+            columns=names,
+            is_logged=common.is_logged,
+        ),
+    )
+    return Parts(
+        manifest=manifest,
+        share=share,
+        position=position,
+        quarantine=quarantine,
+        look=look,
+        peek=look.peek if dropping is None else partial(peek_alone, make_pipeline, decoders),
+        tune=partial(tune, manifest, is_local=reads_locally(store), **common.tuning),
+        make_pipeline=make_pipeline,
+    )
+
+
+def open_several(mixture: Mixture, common: Common) -> Parts:
+    """The parts of a loader of a mixture."""
+    parts = open_mixture(
+        mixture,
+        opening={
+            "columns": common.columns,
+            "decode": common.decode,
+            "transform": common.batch_options.transform,
+            "format": common.format,
+            "storage_options": common.storage_options,
+            "counters": common.counters,
+            "memory_limit": common.memory_bytes,
+            "cache_dir": common.cache_dir,
+            "cache_limit": common.cache_bytes,
+        },
+        ordering={**common.ordering, "share": common.share},
+        raw=common.raw,
+        processes=common.processes,
+        max_bad_chunks=common.max_bad_chunks,
+    )
+    common.resources.store = parts.sources
+    options = parts.batch_options(common.batch_options)
+    common.start_workers(options.work, parts.sources[0].options.decode)
+
+    def fit_options(order: Order) -> PipelineOptions:
+        others = [(one.manifest, own.order) for one, own in zip(parts.sources, parts.orders, strict=True)]
+        return tune(parts.sources.manifest, order, is_local=parts.sources.are_local, others=others, **common.tuning)
+
+    look = MixedLook(parts, options, common.max_bad_chunks, common.threads, common.device)
+    return Parts(
+        manifest=parts.sources.manifest,
+        share=common.share,
+        position=parts.position,
+        quarantine=parts.quarantine,
+        look=look,
+        peek=look.peek,
+        tune=fit_options,
+        make_pipeline=partial(
+            Pipeline,
+            source=parts.chunks,
+            batch_options=options,
+            decoders=parts.kinds[0].decoders,
+            counters=common.counters,
+            workers=common.resources.workers,
+            make_assembler=parts.make_assembler,
+        ),
+        mixture=parts,
+    )

@@ -1,0 +1,95 @@
+"""Which delivery logs belong to one attempt, what of an attempt is one pass, and which of their records count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import DatasetError
+from .delivery_records import Delivered, Log
+
+
+def sort_attempts(logs: Sequence[Log]) -> list[list[Log]]:
+    """The logs grouped by launch, in order of start; one a rank.
+
+    Raises:
+        DatasetError: processes of one rank, which hold parts of one model, got different samples.
+    """
+    groups: list[list[Log]] = []
+    for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
+        fits = (
+            groups
+            and all(groups[-1][0].header[name] == log.header[name] for name in ("launch", "world_size"))
+            and all(_place(other) != _place(log) for other in groups[-1])
+        )
+        if fits:
+            groups[-1].append(log)
+        else:
+            groups.append([log])
+    return [_without_peers(group) for group in groups]
+
+
+def _place(log: Log) -> tuple[int, int | None]:
+    """The rank, and the process: several hold parts of one model where it is cut by tensor or pipeline."""
+    return int(log.header["rank"]), log.header.get("process")
+
+
+def _without_peers(group: Sequence[Log]) -> list[Log]:
+    """One log of each rank, the longest of its processes; the others must have got the beginning of the same."""
+    kept: dict[int, Log] = {}
+    for log in group:
+        rank = int(log.header["rank"])
+        other = kept.get(rank, log)
+        for one, two in zip(log.records, other.records, strict=False):
+            if (one.epoch, one.start, one.stop) != (
+                two.epoch,
+                two.start,
+                two.stop,
+            ) or one.ids.tolist() != two.ids.tolist():
+                raise DatasetError(
+                    f"processes {log.header.get('process')} and {other.header.get('process')} are both rank {rank} of "
+                    f"{log.header['world_size']}, and got different samples at position {one.start:,} of epoch "
+                    f"{one.epoch:,} ({two.start:,} of {two.epoch:,}): processes that hold parts of one model must take "
+                    "the same batches"
+                )
+        kept[rank] = max(other, log, key=lambda each: len(each.records))
+    return list(kept.values())
+
+
+def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Delivered], list[Delivered]]:
+    """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
+
+    A rank may go back alone, as one that looks at a batch before it trains.
+    """
+    counted: list[Delivered] = []
+    replayed: list[Delivered] = []
+    later: list[tuple[int, int]] = []  # where the later attempts began
+    for group in reversed(groups):
+        began = []
+        for log in group:
+            until = min(later, default=None)
+            for record in reversed(log.records):
+                here = (record.epoch, record.start)
+                stands = until is None or here < until
+                if stands and record.is_skip and until is not None and until[0] == record.epoch:
+                    record = replace(record, stop=min(record.stop, until[1]))
+                (counted if stands else replayed).append(record)
+                until = here if stands else until
+            began += [min((record.epoch, record.start) for record in log.records)] if log.records else []
+        later += began
+    return counted, replayed
+
+
+def split_passes(group: Sequence[Log]) -> list[tuple[int, list[Delivered]]]:
+    """World size and records of each stretch of an attempt in which positions only increase."""
+    stretches: list[list[Delivered]] = []
+    for log in group:
+        index, last = 0, (-1, -1)
+        for record in log.records:
+            here = (record.epoch, record.start)
+            index += here <= last
+            last = here
+            while len(stretches) <= index:
+                stretches.append([])
+            stretches[index].append(record)
+    return [(int(group[0].header["world_size"]), stretch) for stretch in stretches]

@@ -1,0 +1,114 @@
+"""The account of a mixture: whether each sample came exactly once in each epoch of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..columns import IntArray
+from ..errors import DatasetError
+from ..pipeline.delivery_log import KEY_BITS
+
+_ID_MASK = (1 << KEY_BITS) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceAccount:
+    """One source of a mixture, of ``samples`` samples, and what was handed out of it.
+
+    ``delivered``: rows that count; ``epochs``: epochs of the source that these are of, of which the last may have only
+    begun; ``missing``: samples that did not come in an epoch that a later one followed; ``duplicated``: rows beyond the
+    first of a sample in one epoch; ``replayed``: rows that were handed out again after a resume or in a pass begun
+    again.
+    """
+
+    name: str
+    samples: int
+    delivered: int
+    epochs: int
+    missing: int
+    duplicated: int
+    replayed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureAccount:
+    """What was handed out of a mixture. ``lost``: rows of global batches that no rank logged; ``skipped``: positions
+    that were passed over on purpose, whose samples are among the ``missing`` of their sources."""
+
+    sources: Sequence[SourceAccount]
+    lost: int
+    skipped: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each sample came once in each epoch of its source, but for as many as were skipped on purpose."""
+        missing = sum(source.missing for source in self.sources)
+        return not self.lost and missing <= self.skipped and not any(source.duplicated for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSource:
+    """A source as logs' headers name it: its data set's samples, of which one of its epochs has ``per_epoch``."""
+
+    name: str
+    fingerprint: str
+    samples: int
+    per_epoch: int
+
+
+def read_sources(header: Any) -> list[LoggedSource]:
+    """The sources that a log's header lists.
+
+    Raises:
+        DatasetError: it lists none.
+    """
+    try:
+        return [LoggedSource(str(n), str(f), int(samples), int(epoch)) for n, f, samples, epoch in header["sources"]]
+    except (TypeError, ValueError, KeyError) as exc:
+        raise DatasetError(f"a log's header lists no sources ({exc}); it is damaged") from exc
+
+
+def to_common(keys: IntArray, own: Sequence[LoggedSource], sources: Sequence[LoggedSource]) -> IntArray:
+    """Keys of a log whose mixture has the sources ``own``, as those of a mixture of all ``sources``."""
+    firsts, own_firsts = _edges(sources), _edges(own)
+    places = np.array([sources.index(source) for source in own], np.int64)
+    ids = keys & _ID_MASK
+    source = np.searchsorted(own_firsts[1:], ids, side="right")
+    moved: IntArray = ids - own_firsts[source] + firsts[places[source]]
+    return moved | keys & ~np.int64(_ID_MASK)
+
+
+def _edges(sources: Sequence[LoggedSource]) -> IntArray:
+    """(sources + 1,) int64: the joint id of each source's first sample, and their number."""
+    return np.cumsum([0, *(source.samples for source in sources)])
+
+
+def account_mixture(
+    sources: Sequence[LoggedSource], counted: IntArray, replayed: IntArray, *, lost: int, skipped: int
+) -> MixtureAccount:
+    """Count the keys that were handed out, and those that were handed out again."""
+    ends = _edges(sources)[1:]
+    source_of = np.searchsorted(ends, counted & _ID_MASK, side="right")
+    again_of = np.searchsorted(ends, replayed & _ID_MASK, side="right")
+    accounts = []
+    for number, source in enumerate(sources):
+        keys = counted[source_of == number]
+        unique = np.unique(keys)
+        epochs = unique >> KEY_BITS
+        first, last = (int(epochs[0]), int(epochs[-1])) if len(epochs) else (0, 0)
+        accounts.append(
+            SourceAccount(
+                name=source.name,
+                samples=source.per_epoch,
+                delivered=len(keys),
+                epochs=last - first + 1 if len(epochs) else 0,
+                missing=(last - first) * source.per_epoch - int(np.count_nonzero(epochs < last)),
+                duplicated=len(keys) - len(unique),
+                replayed=int(np.count_nonzero(again_of == number)),
+            )
+        )
+    return MixtureAccount(sources=accounts, lost=lost, skipped=skipped)

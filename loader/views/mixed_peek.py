@@ -1,0 +1,84 @@
+"""The first batch of a pass over a mixture, made without a pipeline."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NoReturn
+
+import torch
+
+from ...storage.daemon_pool import DaemonPool
+from ..decoding.batch import BatchMaker, BatchOptions
+from ..errors import ConfigError
+from ..metrics import Counters
+from ..mixtures.assembler import RowGatherer
+from ..mixtures.batch import Kind, start_batch
+from ..mixtures.fields import check_fields
+from ..mixtures.parts import MixtureParts
+from ..mixtures.quarantine import MixedQuarantine
+from ..order.mixed_spans import MixedSpans
+from ..passes import Passes
+from .ahead import load_ahead
+from .peek import copy_to
+
+
+class MixedLook:
+    """What a loader of a mixture lets its users look at beside its passes. Used by the training loop's thread."""
+
+    def __init__(
+        self,
+        parts: MixtureParts,
+        batch_options: BatchOptions,
+        max_bad_chunks: int,
+        threads: int,
+        device: torch.device | None,
+    ) -> None:
+        self._parts = parts
+        self._options = batch_options
+        self._max_bad_chunks = max_bad_chunks
+        self._threads = threads
+        self._device = device
+
+    def peek(self, passes: Passes) -> Any:
+        """The first batch of a pass that would begin now. Shares nothing that changes with a running pipeline."""
+        passes.resources.check_open()
+        passes.check_rank()
+        parts, position = self._parts, self._parts.position
+        epoch, consumed = position.pass_start
+        _, here = position.cursor_at(epoch, consumed)
+        spans = MixedSpans(position.plan, position.orders, passes.share)
+        span, _ = spans.plan_span(epoch, consumed, here, 1)
+        groups = {group.chunk: group for group in spans.expand(span)}
+        chunks = parts.chunks.apart()
+        quarantine = MixedQuarantine(parts.sources, chunks.of_sources, self._max_bad_chunks)
+        kinds = [Kind(kind.sources, kind.decoders.copy(), kind.transform) for kind in parts.kinds]
+        gatherer = RowGatherer(parts.sources, kinds, position.orders, quarantine)
+        pool = DaemonPool("penstock-look", self._threads)
+        try:
+            maker = BatchMaker(
+                options=self._options,
+                decoders=kinds[0].decoders,
+                manifest=parts.sources.manifest,
+                pool=pool,
+                workers=None,
+                parts=self._threads,
+                counters=Counters(),
+                stopping=threading.Event(),
+            )
+            check_fields(parts.sources, kinds, maker)
+            rows = gatherer.gather(span, list(groups.values()), load_ahead(chunks.load, chunks.reserve, groups))
+            num_valid = int(span.num_valid[0])
+            batch = start_batch(maker, kinds, rows, num_valid, num_valid).result()
+        finally:
+            pool.close()
+        return batch if self._device is None else copy_to(self._device, batch)
+
+    @property
+    def samples(self) -> NoReturn:
+        names = self._parts.sources.names
+        raise ConfigError(
+            f"dataset of a mixture of {len(names)} sources: samples by id are those of one data set; open one, such as "
+            f"DistributedDataLoader({names[0]!r}, batch_size=1).dataset"
+        )
+
+    ids = samples

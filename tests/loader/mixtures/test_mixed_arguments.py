@@ -1,0 +1,307 @@
+"""Mixtures through the public face: fields, transforms, what the loader's arguments mean, and bad input."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from mixed_rows import deliver, write_rows
+from tar_dataset import write_tars
+
+from penstock import DistributedDataLoader, Manifest, Mixture, Source, Subset, TokensFormat, audit
+from penstock.cli.audit import run
+from penstock.loader import BadChunkWarning, ConfigError, DatasetError, PartitionError, StateMismatchError
+from penstock.storage import PenstockError, StorageError
+
+
+@pytest.fixture(scope="module")
+def a(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_rows(tmp_path_factory.mktemp("rows") / "a", [30, 31])
+
+
+@pytest.fixture(scope="module")
+def b(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return write_rows(tmp_path_factory.mktemp("rows") / "b", [50], 1000)
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tars")
+    write_tars(folder, [20, 20])
+    return str(folder)
+
+
+def two(a: Any, b: Any, **options: Any) -> Mixture:
+    return Mixture({"a": Source(a), "b": Source(b)}, **{"stop": "all_exhausted", **options})
+
+
+def first_batch(mixture: Mixture, **options: Any) -> dict[str, Any]:
+    with DistributedDataLoader(mixture, **{"batch_size": 10, "with_ids": True, **options}) as loader:
+        batch: dict[str, Any] = next(iter(loader))
+        return batch
+
+
+def add_noise(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"n": int(sample["n"]), "noise": rng.random()}
+
+
+def read_text(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"n": int(sample["txt"]), "noise": -1.0}
+
+
+def test_formats_decoders_and_transforms_of_their_own_meet_in_one_batch(a, tars):
+    mixed = Mixture(
+        {"rows": Source(a, transform=add_noise), "tars": Source(tars, columns=["txt"], transform=read_text)},
+        stop="all_exhausted",
+    )
+    seen: dict[int, float] = {}
+    with DistributedDataLoader(mixed, batch_size=10, with_ids=True) as loader:
+        first = loader.peek()
+        for step, batch in enumerate(loader):
+            assert batch["n"].tolist() == batch["__id__"].tolist()
+            assert ((batch["noise"] < 0) == (batch["__source__"] == 1)).all()
+            assert step or batch["noise"].tolist() == first["noise"].tolist()
+            seen.update(zip(batch["n"].tolist(), batch["noise"].tolist(), strict=True))
+    plain = Mixture({"rows": Source(a), "tars": Source(tars)})
+    with pytest.raises(ConfigError, match="'rows' has the field 'n', and 'tars' does not"):
+        DistributedDataLoader(plain, batch_size=10)
+
+
+def test_random_numbers_are_those_of_the_sample_on_any_rank_in_threads_and_processes(a, b):
+    def noise(rank: int, world_size: int, **options: Any) -> dict[tuple[int, int], list[float]]:
+        found: dict[tuple[int, int], list[float]] = {}
+        with DistributedDataLoader(
+            two(a, b),
+            batch_size=12 // world_size,
+            with_ids=True,
+            transform=add_noise,
+            rank=rank,
+            world_size=world_size,
+            **options,
+        ) as loader:
+            for batch in loader:
+                for s, i, x in zip(*(batch[k].tolist() for k in ("__source__", "__id__", "noise")), strict=True):
+                    found.setdefault((s, i), []).append(x)
+        return found
+
+    alone = noise(0, 1)
+    halves = [noise(rank, 2) for rank in range(2)]
+    assert {key: sorted(x for half in halves for x in half.get(key, [])) for key in alone} == {
+        key: sorted(values) for key, values in alone.items()
+    }
+    repeated = [values for values in alone.values() if len(values) > 1]
+    assert repeated
+    assert all(len(set(values)) == len(values) for values in repeated)
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_same_batches(a, b):
+    threads, processes = (first_batch(two(a, b), transform=add_noise, processes=count) for count in (0, 2))
+    assert threads["noise"].tolist() == processes["noise"].tolist()
+    own = Mixture({"a": Source(a, transform=add_noise), "b": Source(b)})
+    with pytest.raises(ConfigError, match="processes=2 with sources that have transform= or decode= of their own"):
+        DistributedDataLoader(own, batch_size=4, processes=2)
+
+
+def test_sources_of_other_fields_types_or_shapes_are_refused_by_name(tmp_path, a):
+    other = write_rows(tmp_path / "f", [20], n=lambda size: np.arange(size, dtype=np.float32))
+    with pytest.raises(ConfigError, match=r"'n' is torch.int64 of shape \(\) in 'a' and torch.float32 .* in 'b'; give"):
+        first_batch(two(a, other))
+    more = write_rows(tmp_path / "m", [20], extra=np.arange)
+    with pytest.raises(ConfigError, match=r"'b' has the field 'extra', and 'a' does not .*Source\(columns="):
+        DistributedDataLoader(two(a, more), batch_size=4)
+    assert set(first_batch(two(a, more), columns=["n"])) == {"n", "__source__", "__id__"}
+    tokens = []
+    for name in "xy":
+        (tmp_path / name).mkdir()
+        np.arange(400, dtype=np.uint16).tofile(tmp_path / name / "t.bin")
+        tokens.append(Source(tmp_path / name, format=TokensFormat(seq_len=8 if name == "x" else 16)))
+    with pytest.raises(ConfigError, match=r"'tokens' is torch.int64 of shape \(8,\) in 'x' and .*\(16,\) in 'y'"):
+        first_batch(Mixture({"x": tokens[0], "y": tokens[1]}))
+
+
+def test_metrics_tell_the_progress_of_each_source(tmp_path):
+    sources = {}
+    for name, count in (("x", 800), ("y", 160)):
+        (tmp_path / name).mkdir()
+        np.arange(count, dtype=np.uint16).tofile(tmp_path / name / "t.bin")
+        sources[name] = Source(tmp_path / name, weight=3 if name == "x" else 1)
+    mixed = Mixture(sources, stop="never")
+    with DistributedDataLoader(mixed, batch_size=8, format=TokensFormat(seq_len=8)) as loader:
+        for _ in zip(range(5), loader, strict=False):
+            pass
+        metrics = loader.metrics()
+    assert metrics.run_samples == metrics.samples == 40
+    assert {n: (p.samples, p.epochs, p.tokens) for n, p in metrics.sources.items()} == {
+        "x": (30, 0.3, 240),
+        "y": (10, 0.5, 80),
+    }
+    assert json.loads(json.dumps(metrics.to_dict()))["sources"]["x"]["tokens"] == 240
+
+
+def test_an_audit_proves_each_sources_epochs_over_resumes_and_finds_what_is_wrong(a, b, tmp_path, capsys):
+    logs = tmp_path / "audit"
+    _, state = deliver(two(a, b), 2, global_batch_size=12, steps=9, audit_dir=logs)
+    deliver(two(a, b), 1, global_batch_size=12, steps=3, audit_dir=logs, state=state)  # replayed by the next
+    deliver(two(a, b), 3, global_batch_size=12, steps=12, audit_dir=logs, state=state)
+    report = audit(logs)
+    assert report.is_exact
+    assert report.mixture is not None
+    assert [(s.name, s.samples, s.delivered, s.replayed, s.epochs) for s in report.mixture.sources] == [
+        ("a", 61, 126, 18, 3),
+        ("b", 50, 126, 18, 3),
+    ]
+    assert run([str(logs)]) == 0
+    assert "exactly once in each epoch of its source" in capsys.readouterr().out
+    with DistributedDataLoader(two(a, b), batch_size=12, audit_dir=tmp_path / "skips") as loader:
+        loader.skip_batches(2)
+        for _ in zip(range(15), loader, strict=False):
+            pass
+    skips = audit(tmp_path / "skips")
+    assert skips.is_exact
+    assert skips.mixture is not None
+    assert skips.mixture.skipped == 24 == sum(source.missing for source in skips.mixture.sources)
+    with DistributedDataLoader(two(a, b), batch_size=12, audit_dir=tmp_path / "sizes") as loader:
+        for step, _ in zip(range(9), loader, strict=False):
+            if step == 1:
+                loader.set_batch_size(6)
+    sizes = audit(tmp_path / "sizes")
+    assert sizes.is_exact
+    assert list(sizes.batch_sizes) == [(0, 24, 6)]
+    assert run([str(tmp_path / "sizes")]) == 0
+    assert "global batch" in capsys.readouterr().out
+    lost = sorted(logs.iterdir())[-1]
+    lost.unlink()
+    assert not audit(logs).is_exact
+    assert run([str(logs)]) == 1
+
+
+def test_unreadable_chunks_are_replaced_by_others_of_their_source_up_to_one_limit(tmp_path, a, b):
+    folder = tmp_path / "bad"
+    bad = write_rows(folder, [20, 20])
+    shard = folder / "001.parquet"
+    data = bytearray(shard.read_bytes())
+    data[:200] = bytes(200)
+    shard.write_bytes(data)
+    mixed = two(a, bad)
+    options: dict[str, Any] = {"batch_size": 10, "with_ids": True, "threads": 1}
+    with DistributedDataLoader(mixed, **options, max_bad_chunks=3) as loader:
+        with pytest.warns(BadChunkWarning):
+            batches = list(loader)
+        assert all(str(folder / "001.parquet") in chunk.shard for chunk in loader.bad_chunks)
+        assert loader.bad_chunks
+    assert all((batch["n"] == batch["__id__"]).all() for batch in batches)
+    with (
+        DistributedDataLoader(mixed, **options) as loader,
+        pytest.raises(PenstockError, match=r"001\.parquet") as raised,
+    ):
+        list(loader)
+    assert "in the source 'b' of the mixture" in str(getattr(raised.value, "__notes__", ""))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda a, b: Mixture({}), "at least one name"),
+        (lambda a, b: Mixture({"a": Source(a, weight=0), "b": Source(b, weight=0)}), "all weights are 0"),
+        (lambda a, b: Mixture({"a": Source(a, weight=-1)}), "the weight of 'a' is -1; weights are finite numbers"),
+        (lambda a, b: Mixture({"a": float("nan")}), "the weight of 'a' is nan"),
+        (lambda a, b: Mixture({"a": "0.5"}), "the weight of 'a' is '0.5'"),
+        (lambda a, b: two(a, b, stop="first"), "stop='first': must be 'first_exhausted'"),
+        (lambda a, b: two(a, b, schedule={10: {"c": 1}}), r"schedule\[10\] names \['c'\], and the sources are"),
+        (lambda a, b: two(a, b, schedule={10: {"a": 0, "b": 0}}), "all weights are 0"),
+        (lambda a, b: two(a, b, schedule={-1: {"a": 1}}), "-1 is no position"),
+        (lambda a, b: Mixture({"m": two(a, b)}), "'m' is a mixture inside another and has stop="),
+        (lambda a, b: Mixture({"a": Source(a, weight=1.5)}, stratified=True), "stratified: 'a' has 1.5"),
+        (lambda a, b: Mixture({"a": Source(a, subset=0.5)}), "give a Subset"),
+    ],
+)
+def test_bad_mixtures_are_refused_where_they_are_made(a, b, make, message):
+    with pytest.raises(ConfigError, match=message):
+        make(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"subset": Subset.share(0, 0.5)}, ConfigError, r"subset= with a Mixture: .* Source\(url, subset="),
+        ({"split": "train"}, ConfigError, r"split= with a Mixture: .* Source\(url, split="),
+        ({"weights": [1.0]}, ConfigError, "weights= with a Mixture: the weights of sources are in the Mixture"),
+        ({"keep": bool}, ConfigError, "keep= with a Mixture: sources are not filtered yet"),
+        ({"transform": dict, "may_drop": True}, ConfigError, "may_drop= with a Mixture"),
+        ({"cost": "tokens"}, ConfigError, "cost= with a Mixture: costs are indexed for one data set"),
+        ({"bucket": "tokens"}, ConfigError, "bucket= with a Mixture: costs are indexed for one data set"),
+        ({"batch_tokens": 100}, ConfigError, "batch_tokens= with a Mixture: .* give batch_size="),
+        ({"columns": ["x"]}, ConfigError, "'x'"),
+        ({"lanes": 3}, ConfigError, "lanes=3 is not a power of two"),
+    ],
+)
+def test_arguments_that_a_mixture_cannot_have_are_refused_by_name(a, b, options, error, message):
+    with pytest.raises(error, match=message):
+        DistributedDataLoader(two(a, b), batch_size=4, **options)
+
+
+def test_bad_sources_are_named(tmp_path, a, b):
+    (tmp_path / "none").mkdir()
+    for url, error in ((tmp_path / "none", DatasetError), (tmp_path / "missing", (DatasetError, StorageError))):
+        with pytest.raises(error) as raised:
+            DistributedDataLoader(Mixture({"a": Source(a), "empty": Source(url)}), batch_size=4)
+        assert "in the source 'empty' of the mixture" in raised.value.__notes__
+    with pytest.raises(PartitionError, match="stratified"):
+        DistributedDataLoader(two(a, b, stratified=True), batch_size=5)
+
+
+def test_an_error_of_a_transform_names_the_sample_its_source_and_its_shard(a, b):
+    def fail(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["n"] == 1007:
+            raise ValueError("seven")
+        return sample
+
+    mixed = Mixture({"a": Source(a), "b": Source(b, transform=fail)}, stop="all_exhausted")
+    with DistributedDataLoader(mixed, batch_size=10) as loader, pytest.raises(ValueError, match="seven") as raised:
+        list(loader)
+    assert "sample 7 of source 'b' (number 7 of" in raised.value.__notes__[-1]
+    assert "/b/000.parquet" in raised.value.__notes__[-1]
+
+
+def test_calls_on_a_running_mixture_that_cannot_work_are_refused(a, b):
+    with DistributedDataLoader(two(a, b), batch_size=4) as loader:
+        next(iter(loader))
+        before = loader.state_dict()
+        for weights, message in (
+            ({"c": 1}, r"set_weights names \['c'\]"),
+            ({"a": -1}, "the weight of 'a' is -1"),
+            ({"a": 0, "b": 0}, "all weights are 0"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                loader.set_weights(weights)
+        with pytest.raises(ConfigError, match="the run is at 4 samples already"):
+            loader.set_weights({"a": 1}, at=3)
+        with pytest.raises(ConfigError, match="dataset of a mixture"):
+            _ = loader.dataset
+        for damage in ({"sources": []}, {"consumed": 5}, {"mixture": {}}, {"lanes": 3}, {"epoch": -1}):
+            with pytest.raises(StateMismatchError, match="damaged"):
+                loader.load_state_dict({**before, **damage})
+        with DistributedDataLoader(a, batch_size=4) as plain:
+            with pytest.raises(StateMismatchError, match="version 5 is of a mixture"):
+                plain.load_state_dict(before)
+            with pytest.raises(StateMismatchError, match="of a loader of another kind"):
+                loader.load_state_dict(plain.state_dict())
+            with pytest.raises(ConfigError, match="set_weights on a loader of one data set"):
+                plain.set_weights({"a": 1})
+        assert loader.state_dict() == before
+
+
+def test_shares_padding_and_collate_work_with_mixtures(a, b):
+    with DistributedDataLoader(two(a, b), batch_size=6, rank=1, world_size=2, last_batch="pad") as loader:
+        batches = iter(loader)
+        assert next(batches)["__valid__"].tolist() == [True] * 6
+        loader.set_shares([3.0, 1.0])
+        assert len(next(batches)["n"]) == 3
+        loader.set_shares([1.0, 0.0001])
+        assert next(batches)["n"].shape == (0,)
+    rows = first_batch(two(a, b), collate=lambda samples: samples)
+    assert {"n", "__source__", "__id__"} == set(rows[0])
+    assert len(rows) == 10
