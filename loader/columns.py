@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "Column",
     "IntArray",
     "ObjectColumn",
+    "Ragged",
     "Records",
 ]
 
@@ -90,6 +91,36 @@ class ObjectColumn:
         """The values of ``rows`` as Python objects; None where null."""
         taken: list[Any] = self.values.take(pa.array(rows)).to_pylist()
         return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """n arrays end to end: array i is ``values[offsets[i]:offsets[i + 1]]``; ``offsets`` (n + 1,) int64 begin at 0."""
+
+    values: AnyArray
+    offsets: IntArray
+
+    @classmethod
+    def join(cls, arrays: Sequence[AnyArray]) -> Ragged:
+        """Of arrays given one by one; their dtype is one that holds all."""
+        offsets = np.zeros(len(arrays) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, arrays), np.int64, len(arrays)), out=offsets[1:])
+        # Empty arrays say nothing about the dtype.
+        filled = [array for array in arrays if len(array)]
+        return cls(np.concatenate(filled) if filled else np.empty(0, np.int64), offsets)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> AnyArray:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[AnyArray]:
+        return map(self.__getitem__, range(len(self)))
 
 
 Column = ArrayColumn | BytesColumn | ObjectColumn

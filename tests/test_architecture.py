@@ -34,6 +34,7 @@ FLOORS = {
         {"dataset"},
         {"reading"},
         {"decoding"},
+        {"packing"},
         {"arguments", "cost_arguments", "foreign_arguments", "pipeline"},
         {"streams"},
         {"position", "resources"},
