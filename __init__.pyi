@@ -16,6 +16,7 @@ from .loader import ParquetFormat as ParquetFormat
 from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat
 from .loader import TokenBudget as TokenBudget
+from .loader import TokenDocumentsFormat as TokenDocumentsFormat
 from .loader import TokensFormat as TokensFormat
 from .loader import audit as audit
 from .loader import open_manifest as open_manifest

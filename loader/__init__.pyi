@@ -30,6 +30,7 @@ from .formats.json.jsonl import JsonlFormat as JsonlFormat
 from .formats.mds import MdsFormat as MdsFormat
 from .formats.shard import ShardFormat as ShardFormat
 from .formats.tar.format import TarFormat as TarFormat
+from .formats.token_documents import TokenDocumentsFormat as TokenDocumentsFormat
 from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
 from .order.buckets import Bucket as Bucket
