@@ -44,12 +44,14 @@ class TextEncoder:
             raise ConfigError(
                 f"tokenizer= returned {got} for {len(texts)} texts; it must return a list of token ids for each text"
             )
-        return Ragged.join([_to_ids(ids, row) for row, ids in enumerate(encoded)])
+        if self.is_function:
+            return Ragged.join([_to_ids(ids, row) for row, ids in enumerate(encoded)])
+        return Ragged.join([np.array(encoding.ids, np.int32) for encoding in encoded])
 
     def _encode(self, texts: list[str]) -> Any:
         if self.is_function:
             return self.tokenizer(texts)
-        return [encoding.ids for encoding in self._encode_batch(texts)]
+        return self._encode_batch(texts)
 
     @cached_property
     def _encode_batch(self) -> Any:

@@ -71,10 +71,10 @@ def test_packing_equals_the_naive_reference(case: tuple[list[list[int]], list[li
     assert len(packed) == len(rows)
     for name, values in packed.fields.items():
         assert values.tolist() == [row[name] for row in expected], name
-    starts = [start for row in rows for _, start, _ in row.pieces]
-    assert packed.rows.tolist() == [document for row in rows for document, _, _ in row.pieces]
-    assert packed.is_first.tolist() == [start == 0 for start in starts]
-    assert np.diff(packed.bounds).tolist() == [len(row.pieces) for row in rows]
+    owners = [document for row in rows for document, _, _ in row.pieces]
+    assert packed.rows.tolist() == owners
+    assert packed.is_first.tolist() == [document not in owners[:i] for i, document in enumerate(owners)]
+    assert np.diff(packed.layout.bounds).tolist() == [len(row.pieces) for row in rows]
 
 
 @given(cases())
@@ -83,7 +83,7 @@ def test_every_token_is_packed_once_or_counted_as_left_out(
 ) -> None:
     documents, masks, packing = case
     packed = pack(documents, masks, packing)
-    counts = packed.counts
+    counts = packed.count()
     ended = with_eos(documents, packing.eos)
     given_tokens = sorted(token for one in ended for token in one)
     is_token = packed.fields["document_ids"] >= 0
@@ -93,12 +93,26 @@ def test_every_token_is_packed_once_or_counted_as_left_out(
     assert counts.documents + counts.dropped_documents == len(documents)
     if packing.long_documents == "split":
         assert got == given_tokens
+    by_sequence = [packed.count(np.array([i])) for i in range(len(packed))]
+    assert sum(one.tokens for one in by_sequence) == counts.tokens
+    assert sum(one.documents for one in by_sequence) == counts.documents
     # Each document is delivered by exactly one first piece, or is left out.
     delivered = packed.rows[packed.is_first].tolist() + packed.left_out.tolist()
     assert sorted(delivered) == list(range(len(documents)))
     if packing.method == "best_fit":
         fitting = [i for i, one in enumerate(ended) if 0 < len(one) <= packing.seq_len]
         assert all(packed.rows.tolist().count(i) == 1 for i in fitting)
+
+
+@given(cases(), st.data())
+def test_any_sequences_are_filled_as_all_are(
+    case: tuple[list[list[int]], list[list[bool]] | None, Packing], data: st.DataObject
+) -> None:
+    packed = pack(*case)
+    which = data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=6) if len(packed) else st.just([]))
+    some = packed.fill(np.array(which, np.int64))
+    for name, values in packed.fields.items():
+        assert some[name].tolist() == values[which].tolist() if which else some[name].shape == (0, case[2].seq_len)
 
 
 def log_normal(count: int, seed: int = 0) -> Documents:
@@ -110,13 +124,13 @@ def log_normal(count: int, seed: int = 0) -> Documents:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_best_fit_pads_less_than_a_two_hundredth_of_log_normal_documents(seed: int) -> None:
-    counts = pack_documents(log_normal(4096, seed), Packing(seq_len=2048)).counts
-    assert counts.tokens / counts.sequence_tokens >= 0.995
+    counts = pack_documents(log_normal(4096, seed), Packing(seq_len=2048)).count()
+    assert counts.tokens / (2048 * counts.sequences) >= 0.995
 
 
 def test_sequences_are_not_ordered_by_the_length_of_their_documents() -> None:
     packed = pack_documents(log_normal(4096), Packing(seq_len=2048))
-    pieces = np.diff(packed.bounds)
+    pieces = np.diff(packed.layout.bounds)
     first, second = np.array_split(pieces, 2)
     assert abs(first.mean() - second.mean()) < 0.1 * pieces.mean()
 
@@ -174,4 +188,4 @@ def check_each_alone(values: torch.Tensor, attended: torch.Tensor, packed: Packe
             expected = F.scaled_dot_product_attention(alone, alone, alone, is_causal=True)
             torch.testing.assert_close(attended[row : row + 1, :, where], expected)
             checked += len(where)
-    assert checked == packed.counts.tokens
+    assert checked == packed.count().tokens
