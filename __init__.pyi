@@ -12,6 +12,7 @@ from .loader import JsonlFormat as JsonlFormat
 from .loader import LoaderMetrics as LoaderMetrics
 from .loader import Manifest as Manifest
 from .loader import MdsFormat as MdsFormat
+from .loader import Packing as Packing
 from .loader import ParquetFormat as ParquetFormat
 from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat

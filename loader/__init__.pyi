@@ -40,6 +40,7 @@ from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
 from .order.steps import TokenBudget as TokenBudget
 from .order.subset import Subset as Subset
+from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk

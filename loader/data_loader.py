@@ -23,7 +23,7 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
-from .assembly import Dropping, make_assembler, make_position, peek_alone
+from .assembly import Reshaping, make_assembler, make_position, peek_alone
 from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.index import open_manifest
@@ -44,6 +44,7 @@ from .order.buckets import Bucket
 from .order.costs import Cost
 from .order.steps import TokenBudget
 from .order.subset import Subset
+from .packing.config import Packing
 from .passes import Passes
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
@@ -94,6 +95,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
             a parameter ``rng``, it gets a generator that depends on seed, epoch and sample id alone.
         may_drop: ``transform`` may return None, which drops the sample. Of what is left, batches are as large as ever.
+        packing: a ``Packing``, to make sequences of one length of documents: token ids, or texts that are tokenised.
         collate: a function from a list of samples to a batch.
         cost: cut each global batch so that all ranks' parts cost the same, to within one sample, instead of counting as
             many samples: the name of an index of costs (``penstock index --cost``), or a ``Cost`` of it.
@@ -148,6 +150,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         keep: KeepChoice | None = None,
         transform: Callable[..., Sample | None] | None = None,
         may_drop: bool = False,
+        packing: Packing | None = None,
         collate: Callable[[list[Sample]], BatchT] | None = None,
         cost: str | Cost | None = None,
         bucket: str | Bucket | None = None,
@@ -185,7 +188,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             seed=seed,
             may_drop=may_drop,
         )
-        dropping = Dropping.of(keep, may_drop, transform, told)
+        reshaping = Reshaping.of(keep, may_drop, transform, packing, told)
         decoders = FieldDecoders(decode, raw, processes)
         cuda = None if device is None or str(device) == "cpu" else resolve_cuda(device)
         decode_threads = count_threads(threads)
@@ -202,7 +205,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         selection = make_selection(self._manifest, subset, weights)
         share, bucket_costs = told.open(self._manifest, share, storage_options=storage_options, cache_dir=cache_dir)
         self._position = make_position(
-            dropping,
+            reshaping,
             self._manifest,
             seed=seed,
             shuffle=shuffle,
@@ -216,7 +219,10 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             bucket_costs=bucket_costs,
         )
         names = check_names(self._manifest, columns, decode)
-        read = names if dropping is None else dropping.columns_to_read(self._manifest, names)
+        read = names
+        if reshaping is not None:
+            names = reshaping.columns_of_batches(self._manifest, names)
+            read = reshaping.columns_to_read(self._manifest, names)
         self._counters = Counters()
         store = self._resources.store = open_store(
             self._manifest.url, storage_options=storage_options, cache_dir=cache_dir, cache_limit=cache_bytes
@@ -253,8 +259,9 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             counters=self._counters,
             workers=self._resources.workers,
             make_assembler=make_assembler(
-                dropping,
+                reshaping,
                 self._position,
+                self._manifest,
                 last_batch=last_batch,
                 quarantine=self._quarantine,
                 selection=selection,
@@ -263,7 +270,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
                 is_logged=audit_dir is not None,
             ),
         )
-        self._peek = self._look.peek if dropping is None else partial(peek_alone, make_pipeline, decoders)
+        self._peek = self._look.peek if reshaping is None else partial(peek_alone, make_pipeline, decoders)
         self._passes = Passes(
             position=self._position,
             share=share,
@@ -280,7 +287,8 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
                 rank=share.rank,
                 world_size=share.world_size,
                 subset=subset,
-                may_drop=dropping is not None,
+                may_drop=reshaping is not None,
+                is_packed=packing is not None,
             )
 
     # -- iteration ------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..columns import IntArray
+from ..columns import IntArray, Ragged
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
@@ -198,6 +198,7 @@ class RowJob:
             future.cancel()
 
 
+@runtime_checkable
 class UnfinishedBatch(Protocol):
     """A batch in the making. ``result`` waits for it; called once, by one thread."""
 
@@ -275,6 +276,8 @@ def _gather_views(values: Any) -> Any:
 def _collate(values: Values, *, is_image: bool) -> Any:
     if isinstance(values, ByteViews):
         return values
+    if isinstance(values, Ragged):
+        return list(map(torch.from_numpy, values))
     if isinstance(values, list):
         return collate_values(values, is_image=is_image)
     return images_to_tensor(values) if is_image else torch.from_numpy(values)

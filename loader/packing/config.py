@@ -41,8 +41,8 @@ class Packing:
         split_at: token id that ends a document inside ``field``, for samples that are runs of several, such as the
             sequences of a raw token file; usually the same as ``eos``.
         pad: token of the padding; an id, or with a tokenizer its text.
-        buffer_size: about how many samples are packed together. More waste less padding, and take more memory and time
-            before the first batch.
+        buffer_size: how many samples of a lane are packed together. More waste less padding, and take more memory and
+            time before the first batch; "auto" packs together what makes about 500 sequences.
     """
 
     seq_len: int
@@ -54,11 +54,12 @@ class Packing:
     eos: int | str | None = None
     split_at: int | None = None
     pad: int | str = 0
-    buffer_size: int = 4096
+    buffer_size: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         _check_int("seq_len", self.seq_len, 2, "a sequence has at least two tokens, one of which is predicted")
-        _check_int("buffer_size", self.buffer_size, 1, "at least one sample is packed at a time")
+        if self.buffer_size != "auto":
+            _check_int("buffer_size", self.buffer_size, 1, "at least one sample is packed at a time, or 'auto'")
         for name in ("eos", "split_at", "pad"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "split_at":

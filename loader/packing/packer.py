@@ -16,6 +16,12 @@ from .packed import Packed, pack_documents
 from .tokenizer import TextEncoder, open_tokenizer
 from .values import FieldValues, read_mask, read_texts, read_tokens, refuse_long
 
+# About so many sequences are made of a unit: with more, less is padding, but more is held in memory and worked on
+# before the first batch.
+_UNIT_SEQUENCES, _TOKEN_BYTES = 512, 4
+_MOST_UNIT_BYTES = 64 << 20
+_LEAST_UNIT, _MOST_UNIT = 16, 16384
+
 
 @dataclass(frozen=True, slots=True)
 class Packer:
@@ -43,6 +49,18 @@ class Packer:
         """The fields of a sample that are used."""
         mask = self.packing.mask_field
         return (self.packing.field,) if mask is None else (self.packing.field, mask)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """What a sequence takes in a batch: two int64, an int32 and a bool a token."""
+        return 21 * self.packing.seq_len
+
+    def choose_unit(self, row_bytes: int) -> int:
+        """How many samples of about ``row_bytes`` each are packed together."""
+        if self.packing.buffer_size != "auto":
+            return self.packing.buffer_size
+        wanted = min(_MOST_UNIT_BYTES, _UNIT_SEQUENCES * self.packing.seq_len * _TOKEN_BYTES)
+        return min(_MOST_UNIT, max(_LEAST_UNIT, wanted // row_bytes))
 
     def pack(self, values: Mapping[str, FieldValues]) -> Packed:
         """Pack n samples: ``values`` are n of each field. Fields that are not used are left out.

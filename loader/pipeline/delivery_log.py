@@ -46,6 +46,7 @@ class DeliveryLog:
         world_size: int,
         subset: Subset | None = None,
         may_drop: bool = False,
+        is_packed: bool = False,
     ) -> None:
         started_ns = time.time_ns()
         header = {
@@ -58,6 +59,7 @@ class DeliveryLog:
             "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
             **({"subset": subset.to_dict()} if subset is not None else {}),
             **({"may_drop": True} if may_drop else {}),
+            **({"is_packed": True} if is_packed else {}),
         }
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..columns import IntArray
-from ..decoding.batch import JoinedBatch, PendingBatch
+from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
 
 
@@ -91,7 +91,7 @@ class DeliveryQueue:
         with self._changed:
             self._closed = True
             for item in self._items:
-                if isinstance(item.batch, PendingBatch | JoinedBatch):
+                if isinstance(item.batch, UnfinishedBatch):
                     item.batch.cancel()
             self._items.clear()
             self._changed.notify_all()

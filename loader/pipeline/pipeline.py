@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
-from ..decoding.batch import BatchMaker, BatchOptions, JoinedBatch, PendingBatch, UnfinishedBatch
+from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
 from ..decoding.decode import FieldDecoders
 from ..decoding.worker_pool import WorkerPool
 from ..metrics import Counters
@@ -112,7 +112,7 @@ class Pipeline:
         item = self._out.get()
         if item.batch is None:
             return item
-        if isinstance(item.batch, PendingBatch | JoinedBatch):
+        if isinstance(item.batch, UnfinishedBatch):
             return _with_batch(item, self._finish(item, item.batch))
         return _with_batch(item, item.batch.take())
 

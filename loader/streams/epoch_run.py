@@ -273,11 +273,12 @@ class EpochRun:
         ):
             if lane in self._held:
                 continue
+            if lane not in targets:  # else it is a later part of a lane that is worked on from an earlier one on
+                feed = feeds.feeds.get(lane)
+                offset, outputs = self._ledger.anchor_before(lane, start)
+                if feed is None or feed.asked < offset:
+                    feeds.add(lane, offset, outputs)
             targets[lane] = stop
-            feed = feeds.feeds.get(lane)
-            offset, outputs = self._ledger.anchor_before(lane, start)
-            if feed is None or feed.asked < offset:
-                feeds.add(lane, offset, outputs)
         for lane in [lane for lane in feeds.feeds if lane not in targets]:
             feeds.drop(lane)
         self._timed_reach(feeds, targets, targets)

@@ -28,6 +28,7 @@ class Delivered:
     is_skip: bool = False
     is_drop: bool = False
     may_drop: bool = False
+    is_packed: bool = False  # positions are those of sequences, of which samples make any number
     dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
 
@@ -72,7 +73,8 @@ def read_log(path: Path) -> Log | None:
         ids = words[at + 5 : at + 5 + count]
         is_size = magic == SIZE_MAGIC
         is_possible = ids[0] > 0 if is_size else not _any_outside(ids, header["num_samples"])
-        if epoch < 0 or not 0 <= start <= stop <= header["num_samples"] or not is_possible:
+        most = _MOST_SAMPLES if "is_packed" in header else header["num_samples"]
+        if epoch < 0 or not 0 <= start <= stop <= most or not is_possible:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         if is_size:
             sizes.append((epoch, start, int(ids[0])))
@@ -84,7 +86,7 @@ def read_log(path: Path) -> Log | None:
                 )
             records[-1] = replace(told, dropped=ids) if magic == FILTER_MAGIC else replace(told, left=ids)
         else:
-            kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header
+            kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header, "is_packed" in header
             records.append(Delivered(epoch, start, stop, ids, *kind))
         at += 5 + count
     return Log(header, records, sizes)

@@ -16,6 +16,16 @@ class Row:
         return sum(length for _, _, length in self.pieces)
 
 
+def sequences(
+    documents: list[list[int]], *, seq_len: int, method: str, long_documents: str, eos: int | None
+) -> list[tuple[int, ...]]:
+    """The tokens of each sequence of some documents, without padding."""
+    ended = [[*one, eos] if eos is not None and one and one[-1] != eos else one for one in documents]
+    pieces = cut([len(one) for one in ended], seq_len, long_documents)
+    rows = (best_fit if method == "best_fit" else concat)(pieces, seq_len)
+    return [tuple(t for i, start, length in row.pieces for t in ended[i][start : start + length]) for row in rows]
+
+
 def cut(lengths: list[int], seq_len: int, policy: str) -> list[tuple[int, int, int]]:
     """The pieces of all documents, before any sequence is made."""
     pieces = []
