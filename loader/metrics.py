@@ -50,12 +50,14 @@ class LoaderMetrics(Totals):
         batches: batches handed out.
         samples: samples handed out, without the repeats of ``last_batch="pad"``; of packed sequences, the samples that
             begin in them.
-        packed_documents, packed_tokens: of ``packing=``, the documents and their tokens in the sequences of batches
-            that were made; a document counts in the sequence in which it begins.
+        packed_documents: documents in the packed sequences of batches, each in the sequence in which it begins.
+        packed_tokens: their tokens.
         padding_tokens: the tokens of padding in these sequences.
         cut_documents: documents that were cut because they are longer than a sequence, or by "concat".
-        truncated_documents, truncated_tokens: documents that were shortened, and the tokens that this left out.
-        dropped_documents, dropped_tokens: documents without a token in any sequence, and their tokens.
+        truncated_documents: documents that were shortened.
+        truncated_tokens: the tokens that this left out.
+        dropped_documents: documents without a token in any sequence: too long, or empty.
+        dropped_tokens: their tokens.
         fetched_chunks: chunks read from the store or the cache, each time that they were read.
         fetched_bytes: bytes of these.
         refetched_chunks: chunks read a second time because their bytes were wrong.

@@ -121,7 +121,7 @@ class StreamPosition(Position):
     def _check_stream(self, loaded: LoaderState) -> None:
         if loaded.consumed and not loaded.stream:
             raise StateMismatchError(
-                "the state is inside an epoch of a loader that drops and packs nothing, and this one does; "
+                "the state is inside an epoch of a loader that drops nothing and packs nothing, and this one does; "
                 "load it there, or start from its next epoch with set_epoch"
             )
         kind = loaded.stream.get("kind") if loaded.stream else None

@@ -49,13 +49,14 @@ class Layout:
 
 def lay_out(lengths: IntArray, seq_len: int, method: PackingMethod, long_documents: LongDocuments) -> Layout:
     """Where each document goes, by their lengths (n,) alone; the same on any rank."""
-    pieces = cut_long(lengths, seq_len, long_documents)
     if method == "concat":
-        pieces = cut_run(pieces, seq_len)
+        # A run is cut where sequences end and nowhere else, however long documents are.
+        pieces = cut_run(cut_long(lengths, seq_len, None if long_documents == "split" else long_documents), seq_len)
         ends = np.cumsum(pieces.length)
         sequences = (ends - 1) // seq_len
         count = int(sequences[-1]) + 1 if len(pieces) else 0
     else:
+        pieces = cut_long(lengths, seq_len, long_documents)
         sequences, count = best_fit(pieces.length, seq_len)
         sequences = _in_order_of_openers(sequences, pieces.length, count)
         order = np.argsort(sequences, kind="stable")
@@ -64,8 +65,8 @@ def lay_out(lengths: IntArray, seq_len: int, method: PackingMethod, long_documen
     return Layout(pieces, bounds.astype(np.int64))
 
 
-def cut_long(lengths: IntArray, seq_len: int, policy: LongDocuments) -> Pieces:
-    """One piece for each document that fits; the others as the policy says. Empty documents have none.
+def cut_long(lengths: IntArray, seq_len: int, policy: LongDocuments | None) -> Pieces:
+    """One piece for each document that fits; the others as the policy says, None for one piece. Empty ones have none.
 
     Policy "error" is the caller's, who can name the sample.
     """
@@ -78,21 +79,21 @@ def cut_long(lengths: IntArray, seq_len: int, policy: LongDocuments) -> Pieces:
     document = np.repeat(np.arange(len(lengths), dtype=np.int64), numbers)
     first = np.cumsum(numbers) - numbers
     start = (np.arange(len(document), dtype=np.int64) - np.repeat(first, numbers)) * seq_len
-    return Pieces(document, start, np.minimum(lengths[document] - start, seq_len))
+    length = lengths[document] - start
+    return Pieces(document, start, length if policy is None else np.minimum(length, seq_len))
 
 
 def cut_run(pieces: Pieces, seq_len: int) -> Pieces:
-    """Pieces laid end to end, cut every ``seq_len`` tokens; none is longer than that."""
+    """Pieces laid end to end, cut every ``seq_len`` tokens."""
     ends = np.cumsum(pieces.length)
     begins = ends - pieces.length
-    cut_at = (begins // seq_len + 1) * seq_len
-    is_cut = cut_at < ends
-    numbers = 1 + is_cut
+    first_sequence = begins // seq_len
+    numbers = (ends - 1) // seq_len - first_sequence + 1
     which = np.repeat(np.arange(len(pieces)), numbers)
-    is_rest = np.diff(which, prepend=-1) == 0
-    kept = np.where(is_cut, cut_at - begins, pieces.length)[which]
-    start = pieces.start[which] + np.where(is_rest, kept, 0)
-    return Pieces(pieces.document[which], start, np.where(is_rest, pieces.length[which] - kept, kept))
+    sequence = np.arange(len(which)) + np.repeat(first_sequence - (np.cumsum(numbers) - numbers), numbers)
+    low = np.maximum(begins[which], sequence * seq_len)
+    high = np.minimum(ends[which], (sequence + 1) * seq_len)
+    return Pieces(pieces.document[which], pieces.start[which] + low - begins[which], high - low)
 
 
 def _in_order_of_openers(sequences: IntArray, lengths: IntArray, count: int) -> IntArray:

@@ -21,18 +21,21 @@ def sequences(
 ) -> list[tuple[int, ...]]:
     """The tokens of each sequence of some documents, without padding."""
     ended = [[*one, eos] if eos is not None and one and one[-1] != eos else one for one in documents]
-    pieces = cut([len(one) for one in ended], seq_len, long_documents)
+    pieces = cut([len(one) for one in ended], seq_len, long_documents, method)
     rows = (best_fit if method == "best_fit" else concat)(pieces, seq_len)
     return [tuple(t for i, start, length in row.pieces for t in ended[i][start : start + length]) for row in rows]
 
 
-def cut(lengths: list[int], seq_len: int, policy: str) -> list[tuple[int, int, int]]:
+def cut(lengths: list[int], seq_len: int, policy: str, method: str) -> list[tuple[int, int, int]]:
     """The pieces of all documents, before any sequence is made."""
     pieces = []
     for document, length in enumerate(lengths):
         if policy == "drop" and length > seq_len:
             continue
         stop = min(length, seq_len) if policy == "truncate" else length
+        if method == "concat":
+            pieces += [(document, 0, stop)] if stop else []
+            continue
         pieces += [(document, start, min(seq_len, stop - start)) for start in range(0, stop, seq_len)]
     return pieces
 

@@ -65,7 +65,7 @@ def test_packing_equals_the_naive_reference(case: tuple[list[list[int]], list[li
     ended = with_eos(documents, packing.eos)
     if masks is not None:
         masks = [[*mask, *mask[-1:]][: len(one)] for mask, one in zip(masks, ended, strict=True)]
-    pieces = cut([len(one) for one in ended], packing.seq_len, packing.long_documents)
+    pieces = cut([len(one) for one in ended], packing.seq_len, packing.long_documents, packing.method)
     rows = (best_fit if packing.method == "best_fit" else concat)(pieces, packing.seq_len)
     expected = fill(rows, ended, masks, packing.seq_len, packing.pad)
     assert len(packed) == len(rows)

@@ -354,7 +354,7 @@ def test_a_change_of_the_batch_size_goes_on_with_the_next_survivor(tars: str, tm
         {"outputs": None},
         {"taken": [1] * 16},
         {"in_tail": 1},
-        {"kind": "packing"},
+        {"kind": "nothing"},
         {"offsets": [-5] * 16},
         {"outputs": [10**9] * 16, "offsets": [10**9] * 16, "taken": [10**9] * 16},
     ],
