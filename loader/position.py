@@ -255,8 +255,8 @@ class Position:
         """Raise StateMismatchError where one of the two drops samples, and it matters."""
         if loaded.stream and loaded.consumed:
             raise StateMismatchError(
-                "the state is inside an epoch of a loader with keep=, may_drop= or packing=, and this one drops nothing "
-                "and packs nothing; give it the same, or start from its next epoch with set_epoch"
+                "the state is inside an epoch of a loader with keep=, may_drop= or packing=, and this one drops "
+                "nothing and packs nothing; give it the same, or start from its next epoch with set_epoch"
             )
 
     def load(self, state: LoaderState) -> None:

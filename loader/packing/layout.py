@@ -40,12 +40,6 @@ class Layout:
     def sequences(self) -> int:
         return len(self.bounds) - 1
 
-    def pieces_of(self, sequences: IntArray) -> tuple[IntArray, IntArray]:
-        """The pieces of some sequences, and the place of each in its sequence, (q,) int64 each."""
-        counts = np.diff(self.bounds)[sequences]
-        places = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(self.bounds[sequences], counts) + places, places
-
 
 def lay_out(lengths: IntArray, seq_len: int, method: PackingMethod, long_documents: LongDocuments) -> Layout:
     """Where each document goes, by their lengths (n,) alone; the same on any rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -32,17 +32,25 @@ class PackingCounts:
 
 @dataclass(frozen=True)
 class Packed:
-    """n sequences of documents. Keeps the documents' own tokens; ``fill`` makes the (n, seq_len) arrays.
+    """n sequences of documents, kept small: ``fill`` makes the arrays of a batch.
+
+    ``tokens`` (n, seq_len) in a dtype that is wide enough, padding included; ``loss_mask`` (n, seq_len) bool as samples
+    gave it, or None. ``segments`` (g,) int64 are the lengths of what lies in the sequences, pieces and then padding;
+    those of sequence s from ``segment_bounds[s]`` to ``segment_bounds[s + 1]``; ``is_padded`` (n,) bool.
 
     ``rows`` (p,) int64 are the samples' rows whose pieces lie in the sequences, in that order; sequence s has those
     from ``layout.bounds[s]`` to ``layout.bounds[s + 1]``. ``is_first`` (p,) bool: whether no piece of its sample comes
     before, so that each sample that is packed counts once. Samples without a piece are ``left_out``, (k,) int64 rows:
-    too long, or empty.
+    too long, or empty. ``lengths`` (d,) int64 are those of the documents.
     """
 
-    documents: Documents
+    tokens: AnyArray
+    loss_mask: AnyArray | None
+    segments: IntArray
+    segment_bounds: IntArray
+    is_padded: AnyArray
     layout: Layout
-    packing: Packing
+    lengths: IntArray
     rows: IntArray
     is_first: AnyArray
     left_out: IntArray
@@ -51,49 +59,19 @@ class Packed:
         return self.layout.sequences
 
     @property
+    def seq_len(self) -> int:
+        return int(self.tokens.shape[1])
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that it keeps."""
-        mask = self.documents.loss_mask
-        return int(self.documents.tokens.nbytes + (0 if mask is None else mask.nbytes) + 50 * len(self.rows))
-
-    def fill(self, sequences: IntArray) -> dict[str, AnyArray]:
-        """The arrays of some sequences, (m, seq_len) each; see ``Packing`` for what they hold.
-
-        Padding is laid as one more piece at the end of each sequence that is not full.
-        """
-        documents, layout, seq_len = self.documents, self.layout, self.packing.seq_len
-        which, numbers = layout.pieces_of(sequences)
-        counts = np.diff(layout.bounds)[sequences]
-        length = layout.pieces.length[which]
-        totals = np.zeros(len(which) + 1, np.int64)
-        np.cumsum(length, out=totals[1:])
-        ends = np.cumsum(counts)
-        missing = seq_len - (totals[ends] - totals[ends - counts])
-        partly = np.flatnonzero(missing)
-        at = ends[partly]
-        lengths = np.insert(length, at, missing[partly])
-        sources = np.insert(documents.offsets[layout.pieces.document[which]] + layout.pieces.start[which], at, 0)
-        numbers = np.insert(numbers, at, -1).astype(np.int32)
-        begins = np.cumsum(lengths) - lengths
-
-        shape = (len(sequences), seq_len)
-        positions = np.arange(shape[0] * seq_len) - np.repeat(begins, lengths)
-        document_ids = np.repeat(numbers, lengths)
-        is_padding = document_ids < 0
-        where = positions + np.repeat(sources, lengths)
-        # Padding points at any token that there is, and is overwritten.
-        tokens = documents.tokens.take(where, mode="clip").astype(np.int64, copy=False)
-        tokens[is_padding] = self.packing.pad
-        loss_mask = (positions > 0) & ~is_padding
-        if documents.loss_mask is not None:
-            loss_mask &= documents.loss_mask.take(where, mode="clip")
-        made = (tokens, positions, document_ids, loss_mask)
-        return {name: values.reshape(shape) for name, values in zip(FIELDS, made, strict=True)}
+        """Bytes that it keeps, about."""
+        mask = 0 if self.loss_mask is None else self.loss_mask.nbytes
+        return int(self.tokens.nbytes + mask + 60 * len(self.rows))
 
     @property
     def fields(self) -> Mapping[str, AnyArray]:
         """The arrays of all sequences."""
-        return self.fill(np.arange(len(self)))
+        return fill([(self, row) for row in range(len(self))], self.seq_len)
 
     @cached_property
     def counts_by_sequence(self) -> IntArray:
@@ -102,7 +80,7 @@ class Packed:
         A document counts where its first piece is; those that are left out count with the last sequence, or, where
         there is none, in the one row of (1, 8).
         """
-        layout, lengths, count = self.layout, self.documents.lengths, len(self)
+        layout, lengths, count = self.layout, self.lengths, len(self)
         pieces = layout.pieces
         sequence = np.repeat(np.arange(count), np.diff(layout.bounds))
         numbers = np.bincount(pieces.document, minlength=len(lengths))
@@ -158,7 +136,74 @@ def pack_documents(documents: Documents, packing: Packing) -> Packed:
     is_first[np.unique(row_of, return_index=True)[1]] = True
     is_out = np.ones(samples, np.bool_)
     is_out[row_of] = False
-    return Packed(documents, layout, packing, row_of, is_first, np.flatnonzero(is_out))
+    segments, sources, segment_bounds, is_padded = _lay_segments(documents, layout, packing.seq_len)
+    where = np.arange(layout.sequences * packing.seq_len) + np.repeat(
+        sources - np.cumsum(segments) + segments, segments
+    )
+    shape = (layout.sequences, packing.seq_len)
+    # Padding points at any token that there is, and is overwritten.
+    dtype = np.result_type(_narrow(documents.tokens).dtype, np.min_scalar_type(packing.pad))
+    tokens = documents.tokens.take(where, mode="clip").astype(dtype, copy=False).reshape(shape)
+    mask = None if documents.loss_mask is None else documents.loss_mask.take(where, mode="clip").reshape(shape)
+    for row in np.flatnonzero(is_padded).tolist():
+        tokens[row, packing.seq_len - segments[segment_bounds[row + 1] - 1] :] = packing.pad
+    return Packed(
+        tokens,
+        mask,
+        segments,
+        segment_bounds,
+        is_padded,
+        layout,
+        documents.lengths,
+        row_of,
+        is_first,
+        np.flatnonzero(is_out),
+    )
+
+
+def _narrow(tokens: AnyArray) -> AnyArray:
+    """Token ids in at most four bytes each, where they fit."""
+    if tokens.dtype.itemsize <= 4 or not len(tokens):
+        return tokens
+    return tokens[:0].astype(np.int32) if int(tokens.max()) <= np.iinfo(np.int32).max else tokens
+
+
+def _lay_segments(documents: Documents, layout: Layout, seq_len: int) -> tuple[IntArray, IntArray, IntArray, AnyArray]:
+    """The lengths of pieces and paddings in the order of sequences, where each begins among the documents' tokens,
+    the bounds of sequences among them, and which sequences have padding."""
+    pieces, bounds = layout.pieces, layout.bounds
+    totals = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(pieces.length, out=totals[1:])
+    missing = seq_len - np.diff(totals[bounds])
+    partly = np.flatnonzero(missing)
+    segments = np.insert(pieces.length, bounds[partly + 1], missing[partly])
+    sources = np.insert(documents.offsets[pieces.document] + pieces.start, bounds[partly + 1], 0)
+    is_padded = missing > 0
+    segment_bounds = bounds + np.concatenate([[0], np.cumsum(is_padded)])
+    return segments, sources, segment_bounds, is_padded
+
+
+def fill(rows: Sequence[tuple[Packed, int]], seq_len: int) -> dict[str, AnyArray]:
+    """The arrays of a batch of sequences, (m, seq_len) each; see ``Packing`` for what they hold."""
+    count = len(rows)
+    tokens = np.empty((count, seq_len), np.int64)
+    for place, (packed, row) in enumerate(rows):
+        tokens[place] = packed.tokens[row]
+    lengths = [packed.segments[packed.segment_bounds[row] : packed.segment_bounds[row + 1]] for packed, row in rows]
+    numbers = np.fromiter(map(len, lengths), np.int64, count)
+    segments = np.concatenate([np.empty(0, np.int64), *lengths])
+    documents = np.arange(len(segments)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    is_padded = np.fromiter((packed.is_padded[row] for packed, row in rows), np.bool_, count)
+    documents[(np.cumsum(numbers) - 1)[is_padded]] = -1
+    document_ids = np.repeat(documents.astype(np.int32), segments).reshape(count, seq_len)
+    begins = np.cumsum(segments) - segments
+    positions = (np.arange(count * seq_len) - np.repeat(begins, segments)).reshape(count, seq_len)
+    loss_mask = (positions > 0) & (document_ids >= 0)
+    for place, (packed, row) in enumerate(rows):
+        if packed.loss_mask is not None:
+            loss_mask[place] &= packed.loss_mask[row]
+    made = (tokens, positions, document_ids, loss_mask)
+    return dict(zip(FIELDS, made, strict=True))
 
 
 def cumulative_lengths(position_ids: AnyArray) -> tuple[AnyArray, int]:

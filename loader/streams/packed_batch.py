@@ -14,7 +14,7 @@ from ..columns import AnyArray, IntArray
 from ..decoding.batch import IDS, VALID, BatchMaker
 from ..errors import LoaderClosedError
 from ..metrics import Counters
-from ..packing.packed import FIELDS, Packed, add_counts, cumulative_lengths
+from ..packing.packed import Packed, add_counts, cumulative_lengths, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +68,13 @@ class PackedBatch:
         return {**tensors, "max_seqlen": longest}, counted
 
     def _fill(self) -> tuple[dict[str, AnyArray], dict[str, int]]:
-        """The arrays of all rows, and the counts of those that count: each unit is touched once."""
-        by_unit: dict[int, list[int]] = {}
-        for place, row in enumerate(self._rows):
-            by_unit.setdefault(id(row.packed), []).append(place)
+        """The arrays of all rows, and what those that count add to the metrics."""
+        rows = [(row.packed, row.row) for row in self._rows]
+        seq_len = rows[0][0].seq_len
         amounts = np.zeros(8, np.int64)
-        fields: dict[str, AnyArray] = {}
-        for places in by_unit.values():
-            packed = self._rows[places[0]].packed
-            which = np.array([self._rows[place].row for place in places])
-            for name, values in packed.fill(which).items():
-                if name not in fields:
-                    fields[name] = np.empty((len(self._rows), *values.shape[1:]), values.dtype)
-                fields[name][places] = values
-            valid = which[np.array(places) < self._num_valid]
-            amounts += packed.counts_by_sequence[valid].sum(axis=0)
-        assert set(fields) == set(FIELDS)
-        return fields, _amounts(amounts, self._rows[0].packed.packing.seq_len)
+        for packed, row in rows[: self._num_valid]:
+            amounts += packed.counts_by_sequence[row]
+        return fill(rows, seq_len), _amounts(amounts, seq_len)
 
     def cancel(self) -> None:
         self._future.cancel()
@@ -92,7 +82,7 @@ class PackedBatch:
 
 def count_packed(counters: Counters, packed: Packed, sequences: IntArray) -> None:
     """Add what some rows of ``counts_by_sequence`` hold to the metrics."""
-    counters.add(**_amounts(packed.counts_by_sequence[sequences].sum(axis=0), packed.packing.seq_len))
+    counters.add(**_amounts(packed.counts_by_sequence[sequences].sum(axis=0), packed.seq_len))
 
 
 def _amounts(sums: IntArray, seq_len: int) -> dict[str, int]:

@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive_packing import best_fit, concat, cut, fill
+from naive_packing import best_fit, concat, cut
+from naive_packing import fill as fill_naively
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from penstock.loader.columns import Ragged
 from penstock.loader.packing.config import Packing, PackingMethod
 from penstock.loader.packing.documents import Documents
-from penstock.loader.packing.packed import Packed, cumulative_lengths, pack_documents
+from penstock.loader.packing.packed import Packed, cumulative_lengths, fill, pack_documents
 
 METHODS: tuple[PackingMethod, ...] = ("best_fit", "concat")
 
@@ -67,7 +68,7 @@ def test_packing_equals_the_naive_reference(case: tuple[list[list[int]], list[li
         masks = [[*mask, *mask[-1:]][: len(one)] for mask, one in zip(masks, ended, strict=True)]
     pieces = cut([len(one) for one in ended], packing.seq_len, packing.long_documents, packing.method)
     rows = (best_fit if packing.method == "best_fit" else concat)(pieces, packing.seq_len)
-    expected = fill(rows, ended, masks, packing.seq_len, packing.pad)
+    expected = fill_naively(rows, ended, masks, packing.seq_len, packing.pad)
     assert len(packed) == len(rows)
     for name, values in packed.fields.items():
         assert values.tolist() == [row[name] for row in expected], name
@@ -110,7 +111,7 @@ def test_any_sequences_are_filled_as_all_are(
 ) -> None:
     packed = pack(*case)
     which = data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=6) if len(packed) else st.just([]))
-    some = packed.fill(np.array(which, np.int64))
+    some = fill([(packed, row) for row in which], packed.seq_len)
     for name, values in packed.fields.items():
         assert some[name].tolist() == values[which].tolist() if which else some[name].shape == (0, case[2].seq_len)
 
