@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from naive_packing import sequences
-from streams_ranks import Ranks
+from streams_ranks import ThreadRanks
 from streams_reference import deal, lanes_of_ids
 
 from penstock import Manifest, Packing
@@ -140,7 +140,7 @@ def test_global_batches_are_those_of_the_reference_on_any_ranks_and_across_resum
                 got.append(rows_of(batch))
             return got, loader.state_dict()
 
-        ranks = Ranks(
+        ranks = ThreadRanks(
             world_size,
             documents,
             batch_size=batch_size,
@@ -180,9 +180,9 @@ def test_a_resume_on_other_ranks_gives_the_rest_of_the_same_batches(documents: M
     def join(results: list[Any]) -> list[list[tuple[int, ...]]]:
         return [list(itertools.chain(*step)) for step in zip(*(share for share, _ in results), strict=True)]
 
-    whole = join(Ranks(1, documents, batch_size=6, **options).run(read(None)))
-    first = Ranks(2, documents, batch_size=3, **options).run(read(4))
-    rest = Ranks(3, documents, batch_size=2, **options).run(read(None, first[0][1]))
+    whole = join(ThreadRanks(1, documents, batch_size=6, **options).run(read(None)))
+    first = ThreadRanks(2, documents, batch_size=3, **options).run(read(4))
+    rest = ThreadRanks(3, documents, batch_size=2, **options).run(read(None, first[0][1]))
     assert join(first) + join(rest) == whole
     tokens = sorted(token for batch in whole for row in batch for token in row)
     assert tokens == sorted(token for one in DOCUMENTS for token in one)
