@@ -196,13 +196,13 @@ def fill(rows: Sequence[tuple[Packed, int]], seq_len: int) -> dict[str, AnyArray
     is_padded = np.fromiter((packed.is_padded[row] for packed, row in rows), np.bool_, count)
     documents[(np.cumsum(numbers) - 1)[is_padded]] = -1
     document_ids = np.repeat(documents.astype(np.int32), segments).reshape(count, seq_len)
-    begins = np.cumsum(segments) - segments
-    positions = (np.arange(count * seq_len) - np.repeat(begins, segments)).reshape(count, seq_len)
+    begins = (np.cumsum(segments) - segments).astype(np.int32)  # half the bytes to move, and no batch has 2**31 tokens
+    positions = (np.arange(count * seq_len, dtype=np.int32) - np.repeat(begins, segments)).reshape(count, seq_len)
     loss_mask = (positions > 0) & (document_ids >= 0)
     for place, (packed, row) in enumerate(rows):
         if packed.loss_mask is not None:
             loss_mask[place] &= packed.loss_mask[row]
-    made = (tokens, positions, document_ids, loss_mask)
+    made = (tokens, positions.astype(np.int64), document_ids, loss_mask)
     return dict(zip(FIELDS, made, strict=True))
 
 

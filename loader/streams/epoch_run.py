@@ -224,6 +224,12 @@ class EpochRun:
 
     def _nothing_left(self, outputs: int) -> PartitionError:
         inputs = self._plan.num_samples
+        if not self._work.one_each:
+            return PartitionError(
+                f"packing= made {outputs:,} sequences of the {inputs:,} samples of epoch {self._plan.epoch}, which is "
+                f"below a global batch of {self._size} (world_size={self._share.world_size}); use a smaller batch or a "
+                "shorter seq_len, last_batch='pad' or 'partial', or see what long_documents= and keep= leave out"
+            )
         if not outputs:
             return PartitionError(
                 f"keep= or transform= dropped all {inputs:,} samples of epoch {self._plan.epoch}; check what it "

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from penstock import DistributedDataLoader, Packing, TokenDocumentsFormat, TokensFormat
-from penstock.loader import ConfigError, DecodeError, Keep, StateMismatchError
+from penstock.loader import ConfigError, DecodeError, Keep, PartitionError, StateMismatchError
 from penstock.loader.packing.packed import cumulative_lengths
 
 DOCUMENTS = [[10 * i + j for j in range(1 + i * 7 % 9)] for i in range(1, 60)]
@@ -216,6 +216,18 @@ def test_a_document_that_cannot_be_packed_is_named(tmp_path: Path, case: str) ->
         pytest.raises(DecodeError, match=says),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize(
+    ("packing", "made"), [(Packing(seq_len=512), 1), (Packing(seq_len=2, long_documents="drop"), 6)]
+)
+def test_fewer_sequences_than_a_batch_are_refused(tmp_path: Path, packing: Packing, made: int) -> None:
+    source = write_parquet(tmp_path, {"tokens": DOCUMENTS})
+    with (
+        DistributedDataLoader(source, batch_size=16, packing=packing, lanes=1) as loader,
+        pytest.raises(PartitionError, match=f"packing= made {made} sequences of the 59 samples"),
+    ):
+        next(iter(loader))
 
 
 def test_a_field_that_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
