@@ -219,7 +219,7 @@ def test_a_document_that_cannot_be_packed_is_named(tmp_path: Path, case: str) ->
 
 
 @pytest.mark.parametrize(
-    ("packing", "made"), [(Packing(seq_len=512), 1), (Packing(seq_len=2, long_documents="drop"), 6)]
+    ("packing", "made"), [(Packing(seq_len=512), 1), (Packing(seq_len=2, long_documents="drop"), 10)]
 )
 def test_fewer_sequences_than_a_batch_are_refused(tmp_path: Path, packing: Packing, made: int) -> None:
     source = write_parquet(tmp_path, {"tokens": DOCUMENTS})
