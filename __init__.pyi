@@ -13,11 +13,13 @@ from .loader import LoaderMetrics as LoaderMetrics
 from .loader import Manifest as Manifest
 from .loader import MdsFormat as MdsFormat
 from .loader import Mixture as Mixture
+from .loader import Packing as Packing
 from .loader import ParquetFormat as ParquetFormat
 from .loader import Source as Source
 from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat
 from .loader import TokenBudget as TokenBudget
+from .loader import TokenDocumentsFormat as TokenDocumentsFormat
 from .loader import TokensFormat as TokensFormat
 from .loader import audit as audit
 from .loader import open_manifest as open_manifest

@@ -31,6 +31,7 @@ from .formats.json.jsonl import JsonlFormat as JsonlFormat
 from .formats.mds import MdsFormat as MdsFormat
 from .formats.shard import ShardFormat as ShardFormat
 from .formats.tar.format import TarFormat as TarFormat
+from .formats.token_documents import TokenDocumentsFormat as TokenDocumentsFormat
 from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
 from .metrics import MixtureMetrics as MixtureMetrics
@@ -45,6 +46,7 @@ from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
 from .order.steps import TokenBudget as TokenBudget
 from .order.subset import Subset as Subset
+from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk

@@ -16,6 +16,8 @@ from .metrics import Counters
 from .order.costs import SampleCosts
 from .order.plan import Share
 from .order.selection import Selection
+from .packing.config import Packing
+from .packing.packer import Packer
 from .passes import Passes
 from .pipeline.assembler import Assembler, Equipment, Start
 from .pipeline.pipeline import Pipeline
@@ -27,38 +29,78 @@ from .streams.assembler import StreamAssembler
 from .streams.channel import MemoryChannel, number_loader, open_channel
 from .streams.keep import KeepChoice, Sieve
 from .streams.ledger import Ledgers
-from .streams.work import FilterWork
+from .streams.pack_work import PackWork
+from .streams.work import FilterWork, WindowWork, mean_row_bytes
 
 MakeAssembler = Callable[[Equipment, Start], Assembler]
 
 
 @dataclass(frozen=True, slots=True)
-class Dropping:
-    """What may drop samples: ``sieve`` asks ``keep=``, and with ``may_drop`` the transform may return None."""
+class Reshaping:
+    """What changes the number of samples: ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None,
+    and ``packer`` makes sequences of documents."""
 
     sieve: Sieve | None
     may_drop: bool
+    packer: Packer | None
+    has_transform: bool
 
     @staticmethod
-    def of(keep: KeepChoice | None, may_drop: object, transform: object, costs: CostArguments) -> Dropping | None:
+    def of(
+        keep: KeepChoice | None,
+        may_drop: object,
+        transform: object,
+        packing: Packing | None,
+        costs: CostArguments,
+    ) -> Reshaping | None:
         """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
         if not isinstance(may_drop, bool):
             raise ConfigError(f"may_drop={may_drop!r}: must be True or False")
         if may_drop and transform is None:
             raise ConfigError("may_drop=True without a transform: it says that transform= may return None")
-        if keep is None and not may_drop:
+        if packing is not None and not isinstance(packing, Packing):
+            raise ConfigError(f"packing={packing!r}: give a Packing, such as Packing(seq_len=2048)")
+        if keep is None and not may_drop and packing is None:
             return None
         given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
         told = [f"{name}=" for name, value in given.items() if value is not None]
         if told:
+            streams = {"keep=": keep is not None, "may_drop=True": may_drop, "packing=": packing is not None}
             raise ConfigError(
-                f"{' and '.join(told)} with {'keep=' if keep is not None else 'may_drop=True'}: costs are known of "
-                "samples as they are stored, not of those that are left; leave out one of the two, or select by subset="
+                f"{' and '.join(told)} with {next(name for name, is_given in streams.items() if is_given)}: costs are "
+                "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
+                "two, or select by subset="
             )
-        return Dropping(None if keep is None else Sieve(keep), may_drop)
+        packer = None if packing is None else Packer.open(packing)
+        return Reshaping(None if keep is None else Sieve(keep), may_drop, packer, transform is not None)
+
+    def columns_of_batches(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
+        """The ``columns`` that are decoded: of documents that are packed as they are read, what is packed.
+
+        Raises:
+            ConfigError: there is no such field, or it is not among ``columns``.
+        """
+        if self.packer is None or self.has_transform:
+            return None if columns is None else list(columns)
+        needed = list(self.packer.needed)
+        known = list(manifest.fields if columns is None else columns)
+        missing = [name for name in needed if name not in known]
+        if missing:
+            where = "the data set's fields" if columns is None else "columns="
+            raise ConfigError(
+                f"packing=Packing(field=...): {missing} is not among {where} {sorted(known)}; name the field that "
+                "holds token ids, or text with tokenizer=, or make it in transform="
+            )
+        return needed
+
+    def packing_for(self, manifest: Manifest) -> tuple[Packer, int] | None:
+        """The packer, and how many samples it packs together."""
+        return None if self.packer is None else (self.packer, self.packer.choose_unit(mean_row_bytes(manifest)))
 
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
-        """The delivered ``columns``, and those that ``keep=`` asks about. Raises ConfigError where one is unknown."""
+        """The decoded ``columns``, and those that ``keep=`` asks about. Raises ConfigError where one is unknown."""
+        if self.sieve is not None and self.sieve.columns is None and self.packer is not None:
+            return None  # keep= gets the whole sample
         asked = [] if self.sieve is None or self.sieve.columns is None else list(self.sieve.columns)
         try:
             check_names(manifest, asked or None, None)
@@ -67,19 +109,22 @@ class Dropping:
         return None if columns is None else [*columns, *(name for name in asked if name not in columns)]
 
 
-def make_position(dropping: Dropping | None, manifest: Manifest, *, share: Share, **options: Any) -> Position:
+def make_position(reshaping: Reshaping | None, manifest: Manifest, *, share: Share, **options: Any) -> Position:
     """Where a loader begins; ``options`` are those of ``Position``."""
-    if dropping is None:
+    if reshaping is None:
         return Position(manifest, share=share, **options)
     identity = f"{manifest.fingerprint}/{options['selection'] and options['selection'].to_dict()}"
     channel = partial(open_channel, number_loader(identity, share.world_size), share.world_size)
     ledgers = Ledgers(channel, rank=share.rank, world_size=share.world_size)
-    return StreamPosition(manifest, ledgers=ledgers, share=share, **options)
+    packing = reshaping.packing_for(manifest)
+    packed = None if packing is None else (packing[0].fingerprint, packing[1])
+    return StreamPosition(manifest, ledgers=ledgers, packing=packed, share=share, **options)
 
 
 def make_assembler(
-    dropping: Dropping | None,
+    reshaping: Reshaping | None,
     position: Position,
+    manifest: Manifest,
     *,
     last_batch: str,
     quarantine: Quarantine,
@@ -89,7 +134,7 @@ def make_assembler(
     is_logged: bool,
 ) -> MakeAssembler:
     """How pipelines of this loader get their assembler."""
-    if dropping is None:
+    if reshaping is None:
         return partial(
             PlainAssembler,
             last_batch=last_batch,
@@ -102,12 +147,21 @@ def make_assembler(
         StreamAssembler,
         last_batch=last_batch,
         selection=selection,
-        make_work=partial(
-            FilterWork, quarantine=quarantine, sieve=dropping.sieve, columns=columns, may_drop=dropping.may_drop
-        ),
+        make_work=_make_work(reshaping, manifest, quarantine, columns),
         is_logged=is_logged,
         ledgers=position.ledgers,
     )
+
+
+def _make_work(
+    reshaping: Reshaping, manifest: Manifest, quarantine: Quarantine, columns: Sequence[str] | None
+) -> Callable[[Equipment], WindowWork]:
+    read: dict[str, Any] = {"quarantine": quarantine, "sieve": reshaping.sieve, "columns": columns}
+    packing = reshaping.packing_for(manifest)
+    if packing is None:
+        return partial(FilterWork, may_drop=reshaping.may_drop, **read)
+    packer, unit = packing
+    return partial(PackWork, packer=packer, unit=unit, **read)
 
 
 def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes) -> Any:
@@ -120,8 +174,8 @@ def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes
     passes.check_rank()
     if passes.share.world_size > 1:
         raise ConfigError(
-            f"peek() of a loader that drops samples, with world_size={passes.share.world_size}: what is left is known "
-            "to all ranks together; look with a loader of rank=0, world_size=1"
+            f"peek() of a loader that drops or packs samples, with world_size={passes.share.world_size}: what is "
+            "left is known to all ranks together; look with a loader of rank=0, world_size=1"
         )
     make = make_pipeline.keywords["make_assembler"]
     alone = partial(make, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1), is_logged=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "Column",
     "IntArray",
     "ObjectColumn",
+    "Ragged",
     "Records",
 ]
 
@@ -90,6 +91,72 @@ class ObjectColumn:
         """The values of ``rows`` as Python objects; None where null."""
         taken: list[Any] = self.values.take(pa.array(rows)).to_pylist()
         return taken
+
+    def as_ragged(self) -> Ragged | None:
+        """All values, on the memory that they are in; None where they are not lists of integers, or some are null."""
+        kind = self.values.type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+            return None
+        if self.values.null_count or self.values.values.null_count:
+            return None
+        offsets = np.asarray(self.values.offsets).astype(np.int64)
+        return Ragged(self.values.values.to_numpy()[offsets[0] :], offsets - offsets[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """n arrays end to end: array i is ``values[offsets[i]:offsets[i + 1]]``; ``offsets`` (n + 1,) int64 begin at 0."""
+
+    values: AnyArray
+    offsets: IntArray
+
+    @classmethod
+    def join(cls, arrays: Sequence[AnyArray]) -> Ragged:
+        """Of arrays given one by one; their dtype is one that holds all."""
+        offsets = np.zeros(len(arrays) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, arrays), np.int64, len(arrays)), out=offsets[1:])
+        # Empty arrays say nothing about the dtype.
+        filled = [array for array in arrays if len(array)]
+        return cls(np.concatenate(filled) if filled else np.empty(0, np.int64), offsets)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> AnyArray:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[AnyArray]:
+        return map(self.__getitem__, range(len(self)))
+
+    def take(self, rows: IntArray) -> Ragged:
+        """The arrays of ``rows``, end to end."""
+        lengths = np.diff(self.offsets)[rows]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        where = np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
+        return Ragged(self.values.take(where), offsets)
+
+    @classmethod
+    def merge(cls, count: int, parts: Sequence[tuple[IntArray, Ragged, IntArray]]) -> Ragged:
+        """``count`` arrays, of parts that are (targets, arrays, rows): array ``rows[i]`` becomes number ``targets[i]``.
+
+        Each array is copied once, by itself: for arrays of some hundred numbers that is faster than indexing them.
+        """
+        offsets = np.zeros(count + 1, np.int64)
+        for targets, part, rows in parts:
+            offsets[targets + 1] = np.diff(part.offsets)[rows]
+        np.cumsum(offsets, out=offsets)
+        values = np.empty(int(offsets[-1]), np.result_type(*(part.values.dtype for _, part, _ in parts)))
+        for targets, part, rows in parts:
+            source = part.values
+            ends = (offsets[targets], offsets[targets + 1], part.offsets[rows], part.offsets[rows + 1])
+            for low, high, first, last in zip(*(each.tolist() for each in ends), strict=True):
+                values[low:high] = source[first:last]
+        return cls(values, offsets)
 
 
 Column = ArrayColumn | BytesColumn | ObjectColumn

@@ -20,7 +20,7 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
-from .assembly import Dropping
+from .assembly import Reshaping
 from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.manifest import Manifest
@@ -39,6 +39,7 @@ from .order.buckets import Bucket
 from .order.costs import Cost
 from .order.steps import TokenBudget
 from .order.subset import Subset
+from .packing.config import Packing
 from .parts import Common, open_one, open_several
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
@@ -86,6 +87,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         transform: a function from a sample (dict of field to value; images are (3, h, w) arrays) to a sample. If it has
             a parameter ``rng``, it gets a generator that depends on seed, epoch and sample id alone.
         may_drop: ``transform`` may return None, which drops the sample. Of what is left, batches are as large as ever.
+        packing: a ``Packing``, to make sequences of one length of documents: token ids, or texts that are tokenised.
         collate: a function from a list of samples to a batch.
         cost: cut each global batch so that all ranks' parts cost the same, to within one sample, instead of counting as
             many samples: the name of an index of costs (``penstock index --cost``), or a ``Cost`` of it.
@@ -140,6 +142,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         keep: KeepChoice | None = None,
         transform: Callable[..., Sample | None] | None = None,
         may_drop: bool = False,
+        packing: Packing | None = None,
         collate: Callable[[list[Sample]], BatchT] | None = None,
         cost: str | Cost | None = None,
         bucket: str | Bucket | None = None,
@@ -169,6 +172,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
                 weights=weights,
                 keep=keep,
                 may_drop=may_drop or None,
+                packing=packing,
                 cost=cost,
                 bucket=bucket,
                 batch_tokens=batch_tokens,
@@ -188,7 +192,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             seed=seed,
             may_drop=may_drop,
         )
-        dropping = Dropping.of(keep, may_drop, transform, told)
+        reshaping = Reshaping.of(keep, may_drop, transform, packing, told)
         FieldDecoders(decode, raw, processes)
         check_at_least("processes", processes, 0)
         check_at_least("max_bad_chunks", max_bad_chunks, 0)
@@ -223,7 +227,7 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
         if isinstance(source, Mixture):
             self._parts = open_several(source, common)
         else:
-            self._parts = open_one(source, common, told, dropping, split=split, subset=subset, weights=weights)
+            self._parts = open_one(source, common, told, reshaping, split=split, subset=subset, weights=weights)
         self._manifest = self._parts.manifest
         self._position = self._parts.position
         self._passes = self._parts.passes(
@@ -237,7 +241,8 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
                 rank=share.rank,
                 world_size=share.world_size,
                 subset=subset,
-                may_drop=dropping is not None,
+                may_drop=reshaping is not None,
+                is_packed=packing is not None,
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
 

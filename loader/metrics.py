@@ -14,6 +14,14 @@ class Totals:
 
     batches: int = 0
     samples: int = 0
+    packed_documents: int = 0
+    packed_tokens: int = 0
+    padding_tokens: int = 0
+    cut_documents: int = 0
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
     fetched_chunks: int = 0
     fetched_bytes: int = 0
     refetched_chunks: int = 0
@@ -41,7 +49,16 @@ class LoaderMetrics(Totals):
 
     Attributes:
         batches: batches handed out.
-        samples: samples handed out, without the repeats of ``last_batch="pad"``.
+        samples: samples handed out, without the repeats of ``last_batch="pad"``; of packed sequences, the samples that
+            begin in them.
+        packed_documents: documents in the packed sequences of batches, each in the sequence in which it begins.
+        packed_tokens: their tokens.
+        padding_tokens: the tokens of padding in these sequences.
+        cut_documents: documents that were cut because they are longer than a sequence, or by "concat".
+        truncated_documents: documents that were shortened.
+        truncated_tokens: the tokens that this left out.
+        dropped_documents: documents without a token in any sequence: too long, or empty.
+        dropped_tokens: their tokens.
         fetched_chunks: chunks read from the store or the cache, each time that they were read.
         fetched_bytes: bytes of these.
         refetched_chunks: chunks read a second time because their bytes were wrong.
@@ -65,6 +82,12 @@ class LoaderMetrics(Totals):
     resident_bytes: int
     peak_bytes: int
     bottleneck: str
+
+    @property
+    def packing_efficiency(self) -> float:
+        """The share of packed sequences' tokens that is not padding; NaN before the first."""
+        total = self.packed_tokens + self.padding_tokens
+        return self.packed_tokens / total if total else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)

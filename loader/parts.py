@@ -12,7 +12,7 @@ import torch
 
 from ..storage import open_store
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
-from .assembly import Dropping, make_assembler, make_position, peek_alone
+from .assembly import Reshaping, make_assembler, make_position, peek_alone
 from .cost_arguments import CostArguments
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
@@ -117,7 +117,7 @@ def open_one(
     source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest,
     common: Common,
     told: CostArguments,
-    dropping: Dropping | None,
+    reshaping: Reshaping | None,
     *,
     split: Any,
     subset: Subset | None,
@@ -138,7 +138,7 @@ def open_one(
         manifest, common.share, storage_options=common.storage_options, cache_dir=common.cache_dir
     )
     position = make_position(
-        dropping,
+        reshaping,
         manifest,
         share=share,
         last_batch=common.last_batch,
@@ -148,7 +148,10 @@ def open_one(
         **common.ordering,
     )
     names = check_names(manifest, common.columns, common.decode)
-    read = names if dropping is None else dropping.columns_to_read(manifest, names)
+    read = names
+    if reshaping is not None:
+        names = reshaping.columns_of_batches(manifest, names)
+        read = reshaping.columns_to_read(manifest, names)
     store = common.resources.store = open_store(
         manifest.url,
         storage_options=common.storage_options,
@@ -178,8 +181,9 @@ def open_one(
         counters=common.counters,
         workers=common.resources.workers,
         make_assembler=make_assembler(
-            dropping,
+            reshaping,
             position,
+            manifest,
             last_batch=common.last_batch,
             quarantine=quarantine,
             selection=selection,
@@ -194,7 +198,7 @@ def open_one(
         position=position,
         quarantine=quarantine,
         look=look,
-        peek=look.peek if dropping is None else partial(peek_alone, make_pipeline, decoders),
+        peek=look.peek if reshaping is None else partial(peek_alone, make_pipeline, decoders),
         tune=partial(tune, manifest, is_local=reads_locally(store), **common.tuning),
         make_pipeline=make_pipeline,
     )

@@ -14,7 +14,7 @@ from .order.costs import SampleCosts
 from .order.cursors import Cursors
 from .order.plan import Order, Share, require_steps
 from .order.selection import Selection
-from .order.state import LoaderState
+from .order.state import PACKING, LoaderState
 from .order.steps import BudgetSteps, EvenSteps, Steps, skip_steps
 from .pipeline.delivery_queue import Delivery
 
@@ -288,7 +288,7 @@ class Position(RunPosition):
         )
         self._check_bucket(loaded)
         self._check_stream(loaded)
-        if loaded.consumed > self._num_samples:
+        if loaded.consumed > self._num_samples and loaded.stream.get("kind") != PACKING:
             raise StateMismatchError(
                 f"a damaged loader state: consumed={loaded.consumed} of {self._num_samples} samples of the subset"
             )
@@ -315,8 +315,8 @@ class Position(RunPosition):
         """Raise StateMismatchError where one of the two drops samples, and it matters."""
         if loaded.stream and loaded.consumed:
             raise StateMismatchError(
-                "the state is inside an epoch of a loader with keep= or may_drop=, and this one drops nothing; give it "
-                "the same, or start from its next epoch with set_epoch"
+                "the state is inside an epoch of a loader with keep=, may_drop= or packing=, and this one drops "
+                "nothing and packs nothing; give it the same, or start from its next epoch with set_epoch"
             )
 
     def load(self, state: LoaderState) -> None:

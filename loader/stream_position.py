@@ -10,14 +10,16 @@ import numpy as np
 from .errors import ConfigError, StateMismatchError
 from .order.cursors import Cursors
 from .order.plan import lane_offsets, lane_sizes, lane_turns
-from .order.state import LoaderState
+from .order.state import PACKING, LoaderState
 from .pipeline.delivery_queue import Delivery
 from .position import Position
 from .streams.assembler import order_key
 from .streams.ledger import Ledgers
 
-KIND = "filter"
-_NO_NUMBER = "a loader that drops samples has no number of batches: what is left is known once it has been read"
+FILTER = "filter"
+_NO_NUMBER = (
+    "a loader that drops or packs samples has no number of batches: what is made of them is known once it is read"
+)
 
 
 class StreamPosition(Position):
@@ -28,8 +30,10 @@ class StreamPosition(Position):
 
     drops_samples = True
 
-    def __init__(self, *args: Any, ledgers: Ledgers, **options: Any) -> None:
+    def __init__(self, *args: Any, ledgers: Ledgers, packing: tuple[str, int] | None = None, **options: Any) -> None:
+        """``packing`` is what decides how documents are packed, and how many samples are packed together."""
         super().__init__(*args, **options)
+        self._packing = packing
         self.ledgers = ledgers
         self._has_ended = False
         self._began: tuple[int, int, Cursors] | None = None
@@ -81,8 +85,8 @@ class StreamPosition(Position):
     def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
         if steps:
             raise ConfigError(
-                f"skip_batches({steps}) of a loader that drops samples: which samples these batches have is known only "
-                "by reading them; take them from an iterator instead"
+                f"skip_batches({steps}) of a loader that drops or packs samples: which samples these batches have is "
+                "known only by reading them; take them from an iterator instead"
             )
 
     def cursors(self) -> Cursors:
@@ -96,29 +100,58 @@ class StreamPosition(Position):
         return self._began[2]
 
     def to_state(self) -> LoaderState:
-        return self._state({"kind": KIND, **self.cursors().to_dict()})
+        return self._state({**self._kind, **self.cursors().to_dict()})
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        if self._packing is None:
+            return {"kind": FILTER}
+        return {"kind": PACKING, "packing": self._packing[0], "unit": self._packing[1]}
+
+    def _is_own(self, loaded: LoaderState) -> bool:
+        """Whether the cursors of a state mean the same here."""
+        return bool(loaded.stream) and {name: loaded.stream.get(name) for name in self._kind} == self._kind
 
     def check_state(self, state: Mapping[str, Any]) -> LoaderState:
         loaded = super().check_state(state)
-        if loaded.stream:
+        if self._is_own(loaded):
             self._read(loaded)
         return loaded
 
     def _check_stream(self, loaded: LoaderState) -> None:
         if loaded.consumed and not loaded.stream:
             raise StateMismatchError(
-                "the state is inside an epoch of a loader that drops nothing, and this one has keep= or may_drop=; "
+                "the state is inside an epoch of a loader that drops nothing and packs nothing, and this one does; "
                 "load it there, or start from its next epoch with set_epoch"
             )
-        if loaded.stream and loaded.stream.get("kind") != KIND:
-            raise StateMismatchError(f"a damaged loader state: stream of kind {loaded.stream.get('kind')!r}")
+        kind = loaded.stream.get("kind") if loaded.stream else None
+        if loaded.stream and kind not in (FILTER, PACKING):
+            raise StateMismatchError(f"a damaged loader state: stream of kind {kind!r}")
+        if not loaded.consumed or self._is_own(loaded):
+            return
+        if kind != self._kind["kind"]:
+            has, here = ("packs", "does not") if kind == PACKING else ("does not pack", "does")
+            raise StateMismatchError(
+                f"the state is inside an epoch of a loader that {has} documents, and this one {here}; give it the "
+                "same packing=, or start from its next epoch with set_epoch"
+            )
+        raise StateMismatchError(
+            "the state is inside an epoch of a loader that packs documents otherwise (seq_len, method, tokenizer, eos "
+            "or another setting of Packing, which decides what sequences there are); give it the same packing=, or "
+            "start from its next epoch with set_epoch"
+        )
 
     def _read(self, loaded: LoaderState) -> Cursors:
         lanes = loaded.lanes
-        cursors = Cursors.from_dict(loaded.stream, lanes=lanes, consumed=loaded.consumed)
+        is_packed = self._packing is not None
+        cursors = Cursors.from_dict(loaded.stream, lanes=lanes, consumed=loaded.consumed, one_each=not is_packed)
         due = lane_offsets(np.array(loaded.consumed, np.int64), lane_turns(lanes))
         sizes = lane_sizes(self._num_samples, lanes)
-        left = cursors.taken - cursors.outputs <= sizes - cursors.offsets
+        left = cursors.offsets <= sizes
+        if self._packing is None:
+            left &= cursors.taken - cursors.outputs <= sizes - cursors.offsets
+        else:
+            left &= cursors.offsets % self._packing[1] == 0
         if not left.all() or not (cursors.in_tail or (cursors.taken == due).all()):
             raise StateMismatchError("a damaged loader state: its cursors point past the ends of lanes")
         return cursors
@@ -126,4 +159,4 @@ class StreamPosition(Position):
     def load(self, state: LoaderState) -> None:
         self._has_ended = False
         super().load(state)
-        self._began = (state.epoch, state.consumed, self._read(state)) if state.stream else None
+        self._began = (state.epoch, state.consumed, self._read(state)) if self._is_own(state) else None

@@ -34,6 +34,7 @@ FLOORS = {
         {"dataset"},
         {"reading"},
         {"decoding"},
+        {"packing"},
         {"arguments", "cost_arguments", "foreign_arguments", "peers", "pipeline"},
         {"streams"},
         {"position", "resources"},

@@ -78,7 +78,7 @@ def _make_data() -> None:
         {"user": i % 977, "item": i * 7 % 50021, "price": i % 100 / 4, "clicked": int(i % 9 == 0)}
         for i in range(20_000)
     ]
-    tokens = [rng.integers(0, 50_000, 1000) for _ in range(50)]
+    tokens = [np.append(rng.integers(1, 50_000, 999), 0) for _ in range(50)]
     for root in ("s3-bucket", "s3-public", "gs-bucket", "az-container", "https-example.org"):
         pack(photos, f"mem://docs-{root}/train/", shard_bytes=150_000)
     pack(photos, "mem://docs-s3-bucket/imagenet/train/")

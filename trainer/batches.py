@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 VALID = "__valid__"  # (rows,) bool: False for a row of padding
-IDS = "__id__"  # (rows,) int64: sample ids
+IDS = "__id__"  # (rows,) int64: sample ids; of packed sequences (rows, most), filled up with -1
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
@@ -46,4 +46,5 @@ def sample_ids(batch: Any) -> list[int] | None:
     if not (isinstance(batch, Mapping) and IDS in batch):
         return None
     ids = torch.as_tensor(batch[IDS])
-    return [int(i) for i in (ids[batch[VALID].to(ids.device)] if VALID in batch else ids)]
+    found = (ids[batch[VALID].to(ids.device)] if VALID in batch else ids).flatten().tolist()
+    return [i for i in found if i >= 0]

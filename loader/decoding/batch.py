@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..columns import AnyArray, IntArray
+from ..columns import AnyArray, IntArray, Ragged
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
@@ -310,6 +310,8 @@ def _gather_views(values: Any) -> Any:
 def _collate(values: Values, *, is_image: bool) -> Any:
     if isinstance(values, ByteViews):
         return values
+    if isinstance(values, Ragged):
+        return list(map(torch.from_numpy, values))
     if isinstance(values, list):
         return collate_values(values, is_image=is_image)
     return images_to_tensor(values) if is_image else torch.from_numpy(values)

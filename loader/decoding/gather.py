@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
+from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
 from ..reading.records import unpack_records
@@ -21,7 +21,7 @@ _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded
 _SIZED = {bytes, memoryview, str}
 
 
-Values = AnyArray | ByteViews | list[Any]
+Values = AnyArray | ByteViews | Ragged | list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Rows:
     fields: Mapping[str, Values]
 
     def cut(self, start: int, stop: int) -> Rows:
-        return Rows(self.ids[start:stop], {name: values[start:stop] for name, values in self.fields.items()})
+        return Rows(self.ids[start:stop], {name: _cut(values, start, stop) for name, values in self.fields.items()})
 
     def pick(self, indices: Sequence[int]) -> Rows:
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
@@ -66,10 +66,12 @@ def gather(
     first_ids: IntArray,
     decoders: FieldDecoders,
     lend: Lend | None = None,
+    flat: Collection[str] = (),
 ) -> Rows:
     """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
 
-    Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied.
+    Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied. Lists of
+    integers in fields named ``flat`` come as ``Ragged``, without a Python object a value.
 
     Values are stored in the order in which chunks arrive and reordered at the end, all at once; wide rows are copied
     straight to their place.
@@ -80,6 +82,7 @@ def gather(
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
     views: dict[str, ViewsOfSpan] = {}
+    ragged: dict[str, list[tuple[int, Ragged, ChunkRows]]] = {}  # with the number of rows that arrived before
     records: list[tuple[Records, AnyArray]] = []
     done = 0
     for group, block in groups:
@@ -93,6 +96,11 @@ def gather(
                 of_field.pad(done)
                 of_field.add(column, group.rows, lend)
                 continue
+            if isinstance(column, ObjectColumn) and name in flat:
+                arrays = column.as_ragged()
+                if arrays is not None:
+                    ragged.setdefault(name, []).append((done, arrays, group))
+                    continue
             if not isinstance(column, ArrayColumn):
                 values = lists.setdefault(name, [])
                 values.extend([None] * (done - len(values)))  # earlier chunks had no such field
@@ -125,6 +133,14 @@ def gather(
         for name, scalars in unpack_records(packed, rows.take(order)).items():
             fields[name] = scalars.astype(decoders.dtype_of(scalars), copy=False)
     fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
+    for name, parts in ragged.items():
+        if name not in lists and sum(len(group.rows) for _, _, group in parts) == num_rows:
+            fields[name] = Ragged.merge(num_rows, [(group.targets, part, group.rows) for _, part, group in parts])
+            continue
+        values = lists.setdefault(name, [])  # some chunks have others
+        values.extend([None] * (num_rows - len(values)))
+        for start, part, group in parts:
+            values[start : start + len(group.rows)] = map(part.__getitem__, group.rows.tolist())
     for name, values in lists.items():
         values.extend([None] * (num_rows - len(values)))
         fields[name] = list(map(values.__getitem__, order.tolist()))
@@ -134,9 +150,15 @@ def gather(
     return Rows(ids, fields)
 
 
+def _cut(values: Values, start: int, stop: int) -> Values:
+    return values.take(np.arange(start, stop)) if isinstance(values, Ragged) else values[start:stop]
+
+
 def _pick(values: Values, rows: Sequence[int]) -> Values:
     if isinstance(values, ByteViews):
         return values.pick(rows)
+    if isinstance(values, Ragged):
+        return values.take(np.asarray(rows, np.int64))
     return values[list(rows)] if isinstance(values, np.ndarray) else [values[i] for i in rows]
 
 

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..columns import AnyArray, IntArray
+from ..columns import AnyArray, IntArray, Ragged
 from ..errors import ConfigError, DecodeError
 from ..order.randomness import DECODING, TRANSFORM, sample_rng
 from .byte_views import ByteViews
 from .decode import FieldDecoder, has_rng_parameter, is_channels_first
 
 Sample = dict[str, Any]
-Values = AnyArray | ByteViews | list[Any]
+Values = AnyArray | ByteViews | Ragged | list[Any]
 Step = Literal["decode", "transform", "result"]
 
 
@@ -60,7 +60,9 @@ class RowTask:
     def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
         """A part of the rows; without the fields that are not decoded, unless ``with_plain``."""
         fields = {
-            name: values[start:stop] for name, values in self.fields.items() if with_plain or name in self.encoded
+            name: values.take(np.arange(start, stop)) if isinstance(values, Ragged) else values[start:stop]
+            for name, values in self.fields.items()
+            if with_plain or name in self.encoded
         }
         keys = None if self.keys is None else self.keys[start:stop]
         return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded, keys)
@@ -125,7 +127,7 @@ class RowWork:
                 raise RowError(task.first_row + row, step, exc) from exc
 
     def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any) -> None:
-        data = task.fields[name][row]
+        data: Any = task.fields[name][row]
         if data is None:
             if decoder.slot is not None:
                 raise DecodeError(f"has no field {name!r}, which is decoded into a tensor")

@@ -24,6 +24,7 @@ _CLASSES = {
     "tokens": ("tokens", "TokensFormat"),
     "mds": ("mds", "MdsFormat"),
     "jsonl": ("json.jsonl", "JsonlFormat"),
+    "token_documents": ("token_documents", "TokenDocumentsFormat"),  # behind "tokens", which has the same suffixes
 }
 FORMAT_NAMES = tuple(_CLASSES)
 
@@ -32,7 +33,7 @@ _SNIFFED_FILES = 4
 
 _TOKENS_NEED_LENGTH = (
     "token files do not store a sequence length: give it with format=TokensFormat(seq_len=2048), "
-    "or --seq-len 2048 on the command line"
+    "or --seq-len 2048 on the command line; or read their documents with format=TokenDocumentsFormat()"
 )
 
 
@@ -140,7 +141,6 @@ def _base(key: str) -> str:
 
 def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
     keys = [info.key for info in listing]
-    known = ", ".join(_format_class(name).suffixes[0] for name in FORMAT_NAMES)
     encrypted = [key for key in keys if key.endswith(ENCRYPTED_SUFFIX)]
     if encrypted:
         return (
@@ -148,6 +148,7 @@ def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
             "storage_options={'encryption_key': 'env'} (--storage-option encryption_key=env), with the key in "
             "PENSTOCK_ENCRYPTION_KEY"
         )
+    known = ", ".join(suffixes[0] for name in FORMAT_NAMES if (suffixes := _format_class(name).suffixes))
     if any(_base(key) == "index.json" for key in keys):
         return (
             f"{store.url}: has an index.json but no .mds files, so it is not an MDS data set; "

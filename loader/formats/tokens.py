@@ -10,22 +10,22 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...storage import ByteRange, ObjectInfo, Store
-from ..columns import ArrayColumn, Block
+from ..columns import ArrayColumn, Block, IntArray
 from ..errors import ConfigError, FormatError
 from .base import BaseFormat, refuse_empty, whole_part
 from .names import find_shards, has_suffix
 from .schema import choose_columns
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
-_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_SUFFIX_DTYPES = {".u16": "uint16", ".u32": "uint32"}
+DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+SUFFIX_DTYPES = {".u16": "uint16", ".u32": "uint32"}
 
 # Megatron's .idx: magic, u64 version, u8 dtype code, u64 sequences, u64 documents; then int32 lengths and int64
 # pointers of the sequences, int64 first sequences of the documents, and in multimodal sets an int8 mode a sequence.
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_INDEX_AGAIN = "index the data set again"
+INDEX_AGAIN = "index the data set again"
 _MEGATRON_FLOATS = {6: "float64", 7: "float32"}
 
 
@@ -55,8 +55,8 @@ class TokensFormat(BaseFormat):
             raise ConfigError(f"seq_len={self.seq_len}: a sequence has at least one token")
         if not 0 <= self.overlap < self.seq_len:
             raise ConfigError(f"overlap={self.overlap}: must be at least 0 and less than seq_len={self.seq_len}")
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(_DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """Token files; the hint is the Megatron index beside one, if there is one."""
@@ -96,7 +96,7 @@ class TokensFormat(BaseFormat):
     def _dtype_of(self, store: Store, task: ShardTask) -> str:
         if task.hint is not None:
             return read_megatron_index(store, task.hint, task.info)
-        return _SUFFIX_DTYPES.get(PurePosixPath(task.info.key).suffix.lower(), self.dtype)
+        return SUFFIX_DTYPES.get(PurePosixPath(task.info.key).suffix.lower(), self.dtype)
 
     def open_chunk(
         self,
@@ -108,9 +108,9 @@ class TokensFormat(BaseFormat):
     ) -> Block:
         names = choose_columns(schema["columns"], columns)
         stored = schema["columns"]["tokens"]["type"]
-        if stored not in _DTYPES:
+        if stored not in DTYPES:
             raise FormatError(
-                chunk.shard.key, f"its index says that its tokens are {stored!r}; {_INDEX_AGAIN}", offset=chunk.offset
+                chunk.shard.key, f"its index says that its tokens are {stored!r}; {INDEX_AGAIN}", offset=chunk.offset
             )
         dtype = np.dtype(stored).newbyteorder("<")
         data = whole_part(chunk, parts)
@@ -119,7 +119,7 @@ class TokensFormat(BaseFormat):
         if needed != data.nbytes:
             sequences = f"{chunk.samples} sequences of {self.seq_len} tokens"
             problem = f"{sequences} take {needed} bytes, but its chunk has {data.nbytes}"
-            raise FormatError(chunk.shard.key, f"{problem}; {_INDEX_AGAIN}", offset=chunk.offset)
+            raise FormatError(chunk.shard.key, f"{problem}; {INDEX_AGAIN}", offset=chunk.offset)
         tokens = np.frombuffer(data, dtype)
         # (samples * stride + overlap,) -> (samples, seq_len); rows share their overlap, so the view is read-only.
         rows = np.lib.stride_tricks.as_strided(
@@ -184,3 +184,28 @@ def read_megatron_index(store: Store, index: ObjectInfo, data: ObjectInfo) -> st
             "both again",
         )
     return dtype.name
+
+
+def read_bounds(store: Store, index: ObjectInfo, data: ObjectInfo) -> IntArray:
+    """Where the documents of a token file begin and end, (documents + 1,) int64 in tokens, of its Megatron .idx.
+
+    Raises:
+        FormatError: it is not such an index, or not that of ``data``, or not of documents one behind another.
+    """
+    itemsize = np.dtype(read_megatron_index(store, index, data)).itemsize
+    raw = store.get(index.key, ByteRange(0, index.size), etag=index.etag)
+    sequences, numbers = (int.from_bytes(raw[at : at + 8], "little") for at in (18, 26))
+    lengths = np.frombuffer(raw, "<i4", sequences, _HEADER_BYTES)
+    pointers = np.frombuffer(raw, "<i8", sequences, _HEADER_BYTES + 4 * sequences)
+    firsts = np.frombuffer(raw, "<i8", numbers, _HEADER_BYTES + 12 * sequences)
+    ends = np.zeros(sequences + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    if (lengths < 0).any() or (pointers != ends[:-1] * itemsize).any():
+        raise FormatError(index.key, "its sequences do not lie one behind another; write the data set again")
+    if numbers and (firsts.min() < 0 or firsts.max() > sequences or (np.diff(firsts) < 0).any()):
+        raise FormatError(index.key, "its documents do not lie one behind another; write the data set again")
+    # Megatron writes the 0 of the first document and the end of the last; either may be left out.
+    first = [] if numbers and firsts[0] == 0 else [0]
+    last = [] if len(firsts) > 1 and firsts[-1] == sequences else [sequences]
+    found: IntArray = ends[np.concatenate([first, firsts, last]).astype(np.int64)]
+    return found

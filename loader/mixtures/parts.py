@@ -29,6 +29,7 @@ _OF_SOURCES = {
     "weights": "the weights of sources are in the Mixture; weights of single samples are for a loader of one data set",
     "keep": "sources are not filtered yet; filter each data set by a loader of its own, or write what is kept",
     "may_drop": "a mixture's transforms must keep every sample; filter each data set by a loader of its own",
+    "packing": "documents of a mixture are not packed yet; pack each data set by a loader of its own",
     "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
     "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
     "batch_tokens": "the weights of a mixture count samples; give batch_size= or global_batch_size=",

@@ -51,8 +51,8 @@ class Cursors:
         }
 
     @staticmethod
-    def from_dict(cursors: Mapping[str, Any], *, lanes: int, consumed: int) -> Cursors:
-        """Read what ``to_dict`` returned.
+    def from_dict(cursors: Mapping[str, Any], *, lanes: int, consumed: int, one_each: bool = True) -> Cursors:
+        """Read what ``to_dict`` returned; ``one_each``: an input has one output at most.
 
         Raises:
             StateMismatchError: it is damaged.
@@ -63,7 +63,9 @@ class Cursors:
         except (KeyError, TypeError, ValueError, OverflowError, zlib.error) as exc:
             raise StateMismatchError(f"a damaged loader state: its cursors cannot be read ({exc})") from exc
         offsets, outputs, taken = arrays
-        fits = (outputs >= 0) & (outputs <= offsets) & (outputs <= taken)
+        fits = (outputs >= 0) & (offsets >= 0) & (outputs <= taken)
+        if one_each:
+            fits &= outputs <= offsets
         if type(in_tail) is not bool or not fits.all() or int(taken.sum()) != consumed:
             raise StateMismatchError("a damaged loader state: its cursors contradict each other")
         return Cursors(offsets, outputs, taken, in_tail)

@@ -120,10 +120,6 @@ class EpochSpans:
         self._open_until(lane, start, stop, entered)
         return entered
 
-    def window_stop(self, lane: int, offset: int) -> int:
-        """Where the open window that holds an offset of a lane ends."""
-        return next(opened.window.stop for opened in self._windows[lane] if offset < opened.window.stop)
-
     def _open_until(self, lane: int, start: int, stop: int, entered: list[EnteredWindow]) -> None:
         windows = self._windows.setdefault(lane, deque())
         index = windows[-1].window.index + 1 if windows else self.plan.window_at(lane, start)

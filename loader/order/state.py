@@ -14,6 +14,7 @@ from .plan import Order
 # must not be read by a penstock that does not know these.
 _VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_STREAMS, _VERSION_OF_BUCKETS = 1, 2, 3, 4, 6
 _VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_STREAMS, _VERSION_OF_BUCKETS)
+PACKING = "packing"  # the kind of a stream whose outputs may be more than its samples
 _MOST_EPOCHS = 1 << 62  # logs keep them as int64
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
@@ -115,7 +116,8 @@ class LoaderState:
             _ = loaded.order
         except ConfigError as exc:
             raise StateMismatchError(f"a damaged loader state: {exc}") from exc
-        if not 0 <= loaded.epoch < _MOST_EPOCHS or not 0 <= loaded.consumed <= loaded.num_samples or loaded.piece < 0:
+        most = _MOST_EPOCHS if loaded.stream.get("kind") == PACKING else loaded.num_samples
+        if not 0 <= loaded.epoch < _MOST_EPOCHS or not 0 <= loaded.consumed <= most or loaded.piece < 0:
             raise StateMismatchError(
                 f"a damaged loader state: epoch={loaded.epoch}, consumed={loaded.consumed} "
                 f"of {loaded.num_samples} samples, piece={loaded.piece}"

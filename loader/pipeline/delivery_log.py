@@ -58,6 +58,7 @@ class DeliveryLog:
         subset: Subset | None = None,
         sources: Sequence[tuple[str, str, int, int]] = (),
         may_drop: bool = False,
+        is_packed: bool = False,
     ) -> None:
         if manifest.num_samples >= 1 << KEY_BITS and sources:
             raise ConfigError(
@@ -75,6 +76,7 @@ class DeliveryLog:
             **({"subset": subset.to_dict()} if subset is not None else {}),
             **({"sources": [list(source) for source in sources]} if sources else {}),
             **({"may_drop": True} if may_drop else {}),
+            **({"is_packed": True} if is_packed else {}),
         }
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

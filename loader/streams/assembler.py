@@ -16,7 +16,7 @@ from ..order.selection import Selection
 from ..pipeline.assembler import Equipment, Start
 from .epoch_run import EpochRun, StreamOptions
 from .ledger import Ledgers
-from .work import WindowWork
+from .work import WindowWork, mean_row_bytes
 
 _ANCHOR_BYTES = 1 << 18  # about so much of a lane is worked on again at a resume
 _MOST_AT_ONCE = 64
@@ -42,10 +42,9 @@ class StreamAssembler:
         self._selection = selection
         self._ledgers = ledgers
         self._work = make_work(equipment)
-        manifest = equipment.source.manifest
-        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
-        share_bytes = max(1, start.share.batch_size) * row_bytes
+        share_bytes = max(1, start.share.batch_size) * self._work.output_bytes
         span_bytes = equipment.options.span_bytes
+        row_bytes = mean_row_bytes(equipment.source.manifest)
         world_size = start.share.world_size
         round_rows = max(64, span_bytes // row_bytes)
         if self._work.gives_samples:  # which take memory until they are due: enough at once to keep all threads busy
@@ -53,7 +52,7 @@ class StreamAssembler:
         self._options = StreamOptions(
             last_batch=last_batch,
             steps_at_once=int(min(_MOST_AT_ONCE, max(1, span_bytes // share_bytes))),
-            spacing=anchor_spacing(row_bytes),
+            spacing=anchor_spacing(row_bytes) if self._work.one_each else self._work.unit,
             round_rows=round_rows,
             is_logged=is_logged,
         )

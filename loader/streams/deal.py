@@ -28,12 +28,12 @@ def deal(
     Raises, before the first batch is asked for, what reading the rows raises.
     """
     if work.gives_samples:
-        return _join_samples(span, *_collect(span, at_hand), maker, share)
+        return _join_samples(span, at_hand, _collect(span, at_hand), work, share)
     chunks, rows = np.empty((2, span.num_rows), np.int64)
     for lane, index, targets in _spread(span):
         outputs = at_hand[lane]
         chunks[targets], rows[targets] = outputs.chunks[index - outputs.first], outputs.rows[index - outputs.first]
-    return _start_rows(span, work.gather(pick_rows(chunks, rows), span.num_rows), maker, share)
+    return _start_rows(span, work.reader.gather(pick_rows(chunks, rows), span.num_rows), maker, share)
 
 
 def _start_rows(span: Span, gathered: Rows, maker: BatchMaker, share: Share) -> Iterator[Dealt]:
@@ -59,17 +59,30 @@ def _collect(span: Span, at_hand: Mapping[int, LaneOutputs]) -> tuple[Sequence[A
 
 
 def _join_samples(
-    span: Span, samples: Sequence[Any], ids: IntArray, sample_bytes: int, maker: BatchMaker, share: Share
+    span: Span,
+    at_hand: Mapping[int, LaneOutputs],
+    collected: tuple[Sequence[Any], IntArray, int],
+    work: WindowWork,
+    share: Share,
 ) -> Iterator[Dealt]:
+    samples, ids, sample_bytes = collected
     for step in range(span.steps):
         low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
         num_valid = int(span.num_valid[step])
         num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
         picked = [low + i % (high - low) for i in range(max(num_rows, high - low))]
-        # Repeats are dicts of their own: collate= may change one.
-        of_step = [*samples[low:high], *(dict(samples[i]) for i in picked[high - low :])]
-        batch = maker.join(of_step, ids[picked], num_rows, num_valid)
-        yield batch, ids[low : low + num_valid], sample_bytes * len(picked)
+        batch = work.join([samples[i] for i in picked], ids[picked], high - low, num_rows, num_valid)
+        held = ids[low : low + num_valid] if work.one_each else _ids_in(span, step, at_hand)
+        yield batch, held, sample_bytes * len(picked)
+
+
+def _ids_in(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArray:
+    """The ids of the inputs that a rank's outputs of a step are made of, each with the first output that has it."""
+    if not span.num_valid[step]:
+        return _NO_IDS
+    own = span.segments.of_step(step)
+    parts = zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True)
+    return np.concatenate([at_hand[lane].delivered(start, stop) for lane, start, stop in parts])
 
 
 def find_dropped(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArray:

@@ -224,6 +224,12 @@ class EpochRun:
 
     def _nothing_left(self, outputs: int) -> PartitionError:
         inputs = self._plan.num_samples
+        if not self._work.one_each:
+            return PartitionError(
+                f"packing= made {outputs:,} sequences of the {inputs:,} samples of epoch {self._plan.epoch}, which is "
+                f"below a global batch of {self._size} (world_size={self._share.world_size}); use a smaller batch or a "
+                "shorter seq_len, last_batch='pad' or 'partial', or see what long_documents= and keep= leave out"
+            )
         if not outputs:
             return PartitionError(
                 f"keep= or transform= dropped all {inputs:,} samples of epoch {self._plan.epoch}; check what it "
@@ -273,11 +279,12 @@ class EpochRun:
         ):
             if lane in self._held:
                 continue
+            if lane not in targets:  # else it is a later part of a lane that is worked on from an earlier one on
+                feed = feeds.feeds.get(lane)
+                offset, outputs = self._ledger.anchor_before(lane, start)
+                if feed is None or feed.asked < offset:
+                    feeds.add(lane, offset, outputs)
             targets[lane] = stop
-            feed = feeds.feeds.get(lane)
-            offset, outputs = self._ledger.anchor_before(lane, start)
-            if feed is None or feed.asked < offset:
-                feeds.add(lane, offset, outputs)
         for lane in [lane for lane in feeds.feeds if lane not in targets]:
             feeds.drop(lane)
         self._timed_reach(feeds, targets, targets)

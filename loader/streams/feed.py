@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray
+from .keep import BoolArray
 from .work import Yield
 
 
@@ -31,13 +32,15 @@ class LaneBlock:
 class LaneOutputs:
     """The outputs at hand: those from number ``first`` on, and all inputs that they come from.
 
-    ``ids`` (inputs,) are sample ids; ``places`` (outputs,) where the outputs are among the inputs, of which the first
-    is the lane's input ``start``; ``chunks`` and ``rows`` (outputs,), or ``samples``.
+    ``ids`` (inputs,) are sample ids, and ``stays`` (inputs,) which are in an output; ``places`` (outputs,) where the
+    outputs are among the inputs, of which the first is the lane's input ``start``; ``chunks`` and ``rows`` (outputs,),
+    or ``samples``.
     """
 
     first: int
     start: int
     ids: IntArray
+    stays: BoolArray
     places: IntArray
     chunks: IntArray
     rows: IntArray
@@ -46,10 +49,19 @@ class LaneOutputs:
 
     def dropped(self, start: int, stop: int) -> IntArray:
         """The ids of the inputs dropped before outputs ``start`` to ``stop``, and since the output before them."""
+        inputs = self._inputs(start, stop)
+        dropped: IntArray = self.ids[inputs][~self.stays[inputs]]
+        return dropped
+
+    def delivered(self, start: int, stop: int) -> IntArray:
+        """The ids of the inputs that outputs ``start`` to ``stop`` are the first to hold."""
+        inputs = self._inputs(start, stop)
+        delivered: IntArray = self.ids[inputs][self.stays[inputs]]
+        return delivered
+
+    def _inputs(self, start: int, stop: int) -> slice:
         low = int(self.places[start - self.first - 1]) + 1 if start > self.first else 0
-        high = int(self.places[stop - self.first - 1]) + 1
-        inside = self.places[start - self.first : stop - self.first] - low
-        return np.delete(self.ids[low:high], inside)
+        return slice(low, int(self.places[stop - self.first - 1]) + 1)
 
 
 def join_blocks(blocks: Iterable[LaneBlock]) -> LaneOutputs:
@@ -60,6 +72,7 @@ def join_blocks(blocks: Iterable[LaneBlock]) -> LaneOutputs:
         first=some[0].first,
         start=shift,
         ids=np.concatenate([block.found.ids for block in some]),
+        stays=np.concatenate([block.found.stays for block in some]),
         places=np.concatenate([block.found.places + (block.start - shift) for block in some]),
         chunks=np.concatenate([block.found.chunks for block in some]),
         rows=np.concatenate([block.found.rows for block in some]),
@@ -131,9 +144,8 @@ class LaneFeed:
         counts = self._counted_from is not None and block.first >= self._counted_from
         if counts and (self.ends or not self._room.take(found.nbytes)):
             none = np.empty(0, np.int64)
-            self.ends.append(
-                LaneBlock(block.start, block.stop, block.first, Yield(found.ids, found.places, none, none, ()))
-            )
+            of_inputs = Yield(found.ids, found.places, none, none, (), kept=found.kept)
+            self.ends.append(LaneBlock(block.start, block.stop, block.first, of_inputs))
             kept = sum(each.count for each in self.ends)
             while kept - self.ends[0].count >= self._least_kept and len(self.ends) > 1:
                 kept -= self.ends.popleft().count
@@ -171,5 +183,5 @@ class LaneFeed:
             return none, none
         rest = join_blocks(blocks)
         low = int(rest.places[output - rest.first - 1]) + 1 if output > rest.first else 0
-        places = rest.places[output - rest.first :]
-        return np.delete(rest.ids[low:], places - low), rest.ids[places]
+        ids, stays = rest.ids[low:], rest.stays[low:]
+        return ids[~stays], ids[stays]

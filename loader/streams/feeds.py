@@ -130,18 +130,18 @@ class LaneFeeds:
                 wanted[lane] = min(lacking / rate * _MARGIN + 1, feed.size - feed.asked)
         if not wanted:
             return False
+        unit = self._work.unit
         shrink = min(1.0, self._round_rows / sum(wanted.values()))
-        ranges = []
+        if unit > 1:  # lanes that are behind come first, and wait for no others
+            wanted = dict(sorted(wanted.items(), key=lambda each: self.feeds[each[0]].found))
+        ranges: list[Range] = []
         for lane, count in wanted.items():
+            if unit > 1 and sum(stop - start for _, start, stop in ranges) >= self._round_rows:
+                break
             feed = self.feeds[lane]
-            stop = min(feed.size, feed.asked + max(1, math.ceil(count * shrink)))
+            stop = min(feed.size, feed.asked + self._whole(max(1, math.ceil(count * shrink))))
             ranges.append((lane, feed.asked, stop))
-        if self._work.whole_windows:
-            for lane, start, _ in ranges:
-                self._request(self._open(lane, start, start + 1))
-                self._start([(lane, start, self._spans.window_stop(lane, start))])
-        else:
-            self._start(ranges)
+        self._start(ranges)
         return True
 
     def _start(self, ranges: Sequence[Range]) -> bool:
@@ -157,8 +157,8 @@ class LaneFeeds:
                 started = [self._start([each]) for each in ranges]
                 return all(started)
             lane, start, stop = ranges[0]
-            if stop - start > 1 and not self._work.whole_windows:  # what comes before the input that fails can be used
-                middle = (start + stop) // 2
+            if stop - start > self._work.unit:  # what comes before the input that fails can be used
+                middle = start + self._whole((stop - start) // 2)
                 return self._start([(lane, start, middle)]) and self._start([(lane, middle, stop)])
             self._rounds.append(_Round(ranges, _Failed(exc)))
             self.feeds[lane].asked = stop
@@ -168,7 +168,11 @@ class LaneFeeds:
             self.feeds[lane].asked = stop
         return True
 
-    def _read(self, ranges: Sequence[Range]) -> tuple[list[ChunkRows], int]:
+    def _whole(self, inputs: int) -> int:
+        """So many inputs, or the next number of whole units."""
+        return -(-inputs // self._work.unit) * self._work.unit
+
+    def _read(self, ranges: Sequence[Range]) -> tuple[list[ChunkRows], IntArray]:
         entered: list[EnteredWindow] = []
         for lane, start, stop in ranges:
             entered += self._open(lane, start, stop)
@@ -179,7 +183,7 @@ class LaneFeeds:
         bounds = np.array([0, count])
         segments = Segments(np.zeros(len(lane), np.int64), lane, start, stop, slot)
         span = Span(self._plan.epoch, bounds, segments, bounds, np.array([count]))
-        return self._spans.expand(span), count
+        return self._spans.expand(span), np.append(slot, count)
 
     def _settle(self, done: _Round) -> None:
         """Wait for a round, and give each lane what is its own."""
@@ -217,8 +221,6 @@ class LaneFeeds:
             return
         first = (block.start // self._spacing + 1) * self._spacing
         offsets = np.arange(first, block.stop + 1, self._spacing, dtype=np.int64)
-        if self._work.whole_windows:
-            offsets = np.array([block.stop])
         before = block.first + np.searchsorted(found.places, offsets - block.start)
         anchors = list(zip(offsets.tolist(), before.tolist(), strict=True))
         self._ledger.note(feed.lane, anchors, feed.found, is_end=feed.done == feed.size)
@@ -308,4 +310,5 @@ def cut_yield(found: Yield, start: int, stop: int) -> Yield:
         found.rows[low:high] if has_rows else found.rows,
         None if samples is None else samples[low:high],
         found.nbytes * (stop - start) // max(1, len(found.ids)),
+        kept=None if found.kept is None else found.kept[start:stop],
     )

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..columns import Block, IntArray
-from ..decoding.batch import RowJob
+from ..dataset.manifest import Manifest
+from ..decoding.batch import RowJob, UnfinishedBatch
 from ..decoding.byte_views import Lend
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import Rows, gather
@@ -25,8 +26,12 @@ class Yield:
     """The outputs of some inputs, in order: ``places`` (outputs,) says which input each comes from, from 0.
 
     ``ids`` (inputs,) are all inputs' sample ids. Each output is a row of a chunk, ``chunks`` and ``rows`` (outputs,),
-    that is yet to be gathered; or it is in ``samples``, ready for collation. ``nbytes``: what all this takes, about.
+    that is yet to be gathered; or it is in ``samples``, ready to be joined. ``nbytes``: what all this takes, about.
     ``failed``: what the input after the last one here raised, if work ended there.
+
+    Where outputs are made of several inputs, ``ids`` are in an order in which each output accounts for the inputs since
+    the place of the output before it, up to its own; ``kept`` (inputs,) bool says which of them were not dropped. Else
+    it is None: an output keeps the input at its place.
     """
 
     ids: IntArray
@@ -36,6 +41,16 @@ class Yield:
     samples: Sequence[Any] | None
     nbytes: int = 0
     failed: Exception | None = None
+    kept: BoolArray | None = None
+
+    @property
+    def stays(self) -> BoolArray:
+        """(inputs,): which inputs are in an output."""
+        if self.kept is not None:
+            return self.kept
+        stays = np.zeros(len(self.ids), np.bool_)
+        stays[self.places] = True
+        return stays
 
 
 class PendingYield(Protocol):
@@ -55,75 +70,89 @@ class PendingYield(Protocol):
 class WindowWork(Protocol):
     """One kind of work, and what a new kind of stream brings: all else (lanes, ranks, cursors, batches) is the same.
 
-    It may look at nothing but its inputs, so that every rank and every resume finds the same. Without
-    ``whole_windows`` it gets runs of rows of several lanes at once, and each row yields one output or none. With it, a
-    call gets one whole window of one lane, of which it may make any number of outputs: sequences packed from
-    documents, say. Then ``places`` do not decrease, and several outputs may have the same.
-
-    ``gives_samples``: outputs are samples, ready for collation; else rows of chunks, for ``gather``.
+    It may look at nothing but its inputs, so that every rank and every resume finds the same. It gets runs of whole
+    units: of ``unit`` inputs each, counted from a lane's beginning, of which the last of a lane may be shorter. Of a
+    unit it may make any number of outputs: sequences packed from documents, say.
     """
 
-    whole_windows: bool
-    gives_samples: bool
+    @property
+    def unit(self) -> int:
+        """How many inputs are worked on together."""
 
-    def start(self, groups: Sequence[ChunkRows], count: int, epoch: int) -> PendingYield:
-        """Begin with ``count`` inputs, which ``groups`` are the rows of, targets from 0. Raises where reading fails."""
+    @property
+    def one_each(self) -> bool:
+        """Whether each input yields one output or none; else outputs may be made of several inputs."""
 
-    def gather(self, groups: Sequence[ChunkRows], count: int) -> Rows:
-        """The rows of outputs as batches have them, in the order of their targets. Raises where reading fails."""
+    @property
+    def gives_samples(self) -> bool:
+        """Whether outputs are ready to be joined, else rows of chunks."""
+
+    @property
+    def output_bytes(self) -> int:
+        """What an output takes in a batch, about."""
+
+    @property
+    def reader(self) -> RowReader:
+        """What gathers rows of chunks."""
+
+    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
+        """Begin with inputs that ``groups`` are the rows of, targets from 0. Raises where reading fails.
+
+        ``bounds`` (runs + 1,) are where runs of consecutive inputs of a lane begin; each begins with a unit.
+        """
+
+    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
+        """A batch of ``num_rows`` of the samples, of which ``num_valid`` count; those from ``own`` on are repeats."""
 
 
-class FilterWork:
-    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for."""
-
-    whole_windows = False
+class RowReader:
+    """Gathers rows of chunks, the ``columns`` of batches, as soon as the chunks are there. The assembler thread's."""
 
     def __init__(
         self,
         equipment: Equipment,
-        *,
         quarantine: Quarantine,
         sieve: Sieve | None,
         columns: Sequence[str] | None,
-        may_drop: bool,
+        *,
+        by_units: bool = False,
+        flat: Sequence[str] = (),
     ) -> None:
+        """``by_units``: several rows are always asked for together. ``flat``: see ``gather``."""
         self._equipment = equipment
-        self._columns = columns
         self._quarantine = quarantine
         self._sieve = sieve
-        self._may_drop = self.gives_samples = may_drop
+        self._columns = columns
+        self._by_units = by_units
+        self._flat = flat
 
-    def start(self, groups: Sequence[ChunkRows], count: int, epoch: int) -> PendingYield:
-        ids, chunks, rows = np.empty((3, count), np.int64)
+    def sift(self, groups: Sequence[ChunkRows], count: int) -> Sifted:
+        """Which of ``count`` inputs the sieve keeps."""
+        chunks, rows = np.empty((2, count), np.int64)
         for group in groups:
             chunks[group.targets], rows[group.targets] = group.chunk, group.rows
         if self._sieve is None:
-            kept: IntArray = np.arange(count, dtype=np.int64)
-        else:
-            looked = self._gather(groups, count, self._sieve.decoders, self._sieve.columns, None)
-            ids = looked.ids
-            kept = np.flatnonzero(self._ask(self._sieve, looked))
-        if not self._may_drop:
-            return _Ready(Yield(ids, kept, chunks[kept], rows[kept], None, ids.nbytes + 3 * kept.nbytes))
-        if not len(kept):
-            return _Ready(Yield(ids, kept, chunks[kept], rows[kept], []))
-        gathered = self.gather(pick_rows(chunks[kept], rows[kept]), len(kept))
-        if self._sieve is None:
-            ids = gathered.ids
-        return _Transforming(ids, kept, self._equipment.maker.work(gathered, epoch), gathered)
+            return Sifted(None, np.arange(count, dtype=np.int64), chunks, rows)
+        looked = self._gather(groups, count, self._sieve.decoders, self._sieve.columns, None, ())
+        kept = np.flatnonzero(self._ask(self._sieve, looked))
+        return Sifted(looked.ids, kept, chunks[kept], rows[kept])
 
     def _ask(self, sieve: Sieve, rows: Rows) -> BoolArray:
         try:
             return sieve.holds(rows)
         except Exception as exc:
-            if len(rows.ids) == 1:  # whoever asked about several asks about each
+            if len(rows.ids) == 1:
                 exc.add_note(f"in keep= of {describe_row(0, rows, self._equipment.source.manifest)}")
-            raise
+            elif self._by_units:
+                for row in range(len(rows.ids)):
+                    self._ask(sieve, rows.cut(row, row + 1))
+            raise  # else whoever asked about several asks about each
 
     def gather(self, groups: Sequence[ChunkRows], count: int) -> Rows:
+        """The rows of ``groups`` as batches have them, in the order of their targets. Raises where reading fails."""
         leases = self._equipment.leases
         lend = None if leases is None else leases.lend
-        return self._gather(groups, count, self._equipment.maker.decoders, self._columns, lend)
+        return self._gather(groups, count, self._equipment.maker.decoders, self._columns, lend, self._flat)
 
     def _gather(
         self,
@@ -132,6 +161,7 @@ class FilterWork:
         decoders: FieldDecoders,
         columns: Sequence[str] | None,
         lend: Lend | None,
+        flat: Sequence[str],
     ) -> Rows:
         by_chunk = {group.chunk: group for group in groups}
 
@@ -143,10 +173,61 @@ class FilterWork:
                     group, block = self._quarantine.replace(by_chunk[chunk], loaded)
                 yield group, _narrow(block, columns)
 
-        rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend)
+        rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend, flat)
         if columns is None:
             return rows
         return Rows(rows.ids, {name: values for name, values in rows.fields.items() if name in columns})
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """Inputs that are kept, (kept,) each: their ``places`` among all, ``chunks`` and ``rows``.
+
+    ``ids`` (inputs,) are all inputs' sample ids, None where only gathering tells them.
+    """
+
+    ids: IntArray | None
+    places: IntArray
+    chunks: IntArray
+    rows: IntArray
+
+
+class FilterWork:
+    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for."""
+
+    unit = 1
+    one_each = True
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        *,
+        quarantine: Quarantine,
+        sieve: Sieve | None,
+        columns: Sequence[str] | None,
+        may_drop: bool,
+    ) -> None:
+        self._equipment = equipment
+        self.reader = RowReader(equipment, quarantine, sieve, columns)
+        self.gives_samples = may_drop
+        self.output_bytes = mean_row_bytes(equipment.source.manifest)
+
+    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
+        sifted = self.reader.sift(groups, int(bounds[-1]))
+        ids, kept, chunks, rows = sifted.ids, sifted.places, sifted.chunks, sifted.rows
+        if not self.gives_samples:
+            assert ids is not None  # without a transform that drops, there is a sieve
+            return Ready(Yield(ids, kept, chunks, rows, None, ids.nbytes + 3 * kept.nbytes))
+        if not len(kept):
+            assert ids is not None
+            return Ready(Yield(ids, kept, chunks, rows, []))
+        gathered = self.reader.gather(pick_rows(chunks, rows), len(kept))
+        ids = gathered.ids if ids is None else ids
+        return _Transforming(ids, kept, self._equipment.maker.work(gathered, epoch), gathered)
+
+    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
+        repeats = [dict(sample) for sample in samples[own:]]  # dicts of their own: collate= may change them
+        return self._equipment.maker.join(samples[:own] + repeats, ids, num_rows, num_valid)
 
 
 def _narrow(block: Block, columns: Sequence[str] | None) -> Block:
@@ -156,6 +237,11 @@ def _narrow(block: Block, columns: Sequence[str] | None) -> Block:
     wanted = {name: column for name, column in block.columns.items() if name in columns}
     records = tuple(packed for packed in block.records if any(name in columns for name in packed.names))
     return Block(block.samples, block.nbytes, wanted, records)
+
+
+def mean_row_bytes(manifest: Manifest) -> int:
+    """What a sample takes once opened, at least 1; the same on every rank."""
+    return max(1, int(manifest.memory.sum()) // manifest.num_samples)
 
 
 def pick_rows(chunks: IntArray, rows: IntArray) -> list[ChunkRows]:
@@ -172,7 +258,9 @@ def pick_rows(chunks: IntArray, rows: IntArray) -> list[ChunkRows]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class Ready:
+    """Work that is done."""
+
     done: Yield
 
     @property

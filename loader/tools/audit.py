@@ -253,7 +253,8 @@ def _account_of_dropping(
     reached = max((record.stop for record in records), default=0)
     has_ended = not is_last or any(record.left is not None for record in records)
     # Until an epoch has ended, it is known how many samples have been delivered, and not how many are to be dropped.
-    missing = members.count - unique if has_ended else reached - len(np.unique(delivered))
+    is_packed = any(record.is_packed for record in records)  # then positions are those of sequences
+    missing = members.count - unique if has_ended else 0 if is_packed else reached - len(np.unique(delivered))
     stray = len(ids) - int(np.count_nonzero(here))
     return EpochAccount(
         epoch=epoch,

@@ -28,6 +28,7 @@ class Delivered:
     is_skip: bool = False
     is_drop: bool = False
     may_drop: bool = False
+    is_packed: bool = False  # positions are those of sequences, of which samples make any number
     dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
 
@@ -71,7 +72,8 @@ def read_log(path: Path) -> Log | None:
             break  # a record that a kill truncated was not handed out
         ids = words[at + 5 : at + 5 + count]
         is_mixed = "sources" in header
-        most = _MOST_SAMPLES if is_mixed else header["num_samples"]  # a mixture's positions count epochs of sources
+        # A mixture's positions count epochs of sources, those of packed sequences are no samples.
+        most = _MOST_SAMPLES if is_mixed or "is_packed" in header else header["num_samples"]
         own = ids & ((1 << KEY_BITS) - 1) if is_mixed else ids
         is_size = magic == SIZE_MAGIC
         is_possible = ids[0] > 0 if is_size else not _any_outside(own, header["num_samples"])
@@ -87,7 +89,7 @@ def read_log(path: Path) -> Log | None:
                 )
             records[-1] = replace(told, dropped=ids) if magic == FILTER_MAGIC else replace(told, left=ids)
         else:
-            kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header
+            kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header, "is_packed" in header
             records.append(Delivered(epoch, start, stop, ids, *kind))
         at += 5 + count
     return Log(header, records, sizes)

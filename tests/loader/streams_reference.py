@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from penstock.loader.order.plan import EpochPlan
+
+T = TypeVar("T")
 
 
 def lanes_of_ids(plan: EpochPlan) -> list[list[int]]:
@@ -30,9 +33,14 @@ def global_batches(
     plan: EpochPlan, survives: Callable[[int], bool], sizes: Iterator[int], last_batch: str
 ) -> list[list[int]]:
     """The global batches of an epoch, each sorted by (lane, offset); ``sizes`` are the global batch sizes in turn."""
-    left = [[i for i in lane if survives(i)] for lane in lanes_of_ids(plan)]
-    lanes, turns = len(left), plan.turns.tolist()
-    batches: list[list[int]] = []
+    outputs = [[i for i in lane if survives(i)] for lane in lanes_of_ids(plan)]
+    return deal(outputs, plan.turns.tolist(), sizes, last_batch)
+
+
+def deal(outputs: list[list[T]], turns: list[int], sizes: Iterator[int], last_batch: str) -> list[list[T]]:
+    """Global batches of what each lane has, all different, which is used up."""
+    left, lanes = outputs, len(outputs)
+    batches: list[list[T]] = []
     position, in_tail = 0, False
     for size in sizes:
         # Rule 4: position p is the next output of the lane whose turn is p mod L.

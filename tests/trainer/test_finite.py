@@ -14,6 +14,7 @@ from together_cases import Line, make_trainer, rows, square
 from torch import nn
 
 from penstock.trainer import NonFiniteLossError, TrainerError, World
+from penstock.trainer.batches import sample_ids
 from penstock.trainer.finite import any_not_finite, name_not_finite
 
 CPU = torch.device("cpu")
@@ -133,3 +134,9 @@ def test_sparse_and_whole_tensors_have_flags_too() -> None:
     sparse = torch.sparse_coo_tensor([[1]], [torch.nan], (3,), check_invariants=True)
     assert any_not_finite([torch.tensor([1, 2]), torch.zeros(0), sparse], CPU).tolist() == [1.0]
     assert any_not_finite([torch.tensor([1, 2]), torch.full((9,), 3e38)], CPU).tolist() == [0.0]
+
+
+def test_sample_ids_of_packed_sequences_are_those_of_their_documents() -> None:
+    ids = torch.tensor([[3, 4], [5, -1], [3, 4]])
+    assert sample_ids({"__id__": ids, "__valid__": torch.tensor([True, True, False])}) == [3, 4, 5]
+    assert sample_ids({"__id__": torch.tensor([7, 8])}) == [7, 8]

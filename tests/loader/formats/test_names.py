@@ -56,7 +56,7 @@ def test_names_with_a_leading_dot_or_underscore_are_hidden(key: str) -> None:
     assert not is_hidden(key.replace("/.", "/").replace("/_", "/").lstrip("._"))
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in SUFFIXES))
 def test_hidden_shards_are_read_only_when_they_are_named(memory_store: MemoryStore, name: str) -> None:
     form = make_format(name, {"seq_len": 1} if name == "tokens" else {})
     suffix = form.suffixes[0]

@@ -16,7 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from penstock.loader import ArrowFormat, JsonlFormat, MdsFormat, ParquetFormat, TarFormat, TokensFormat
+from penstock.loader import (
+    ArrowFormat,
+    JsonlFormat,
+    MdsFormat,
+    ParquetFormat,
+    TarFormat,
+    TokenDocumentsFormat,
+    TokensFormat,
+)
 from penstock.loader.formats.shard import ShardFormat
 
 SAMPLES = 40
@@ -104,6 +112,25 @@ def write_megatron(folder: Path, key: str, rows: list[Row]) -> None:
     (folder / key).with_suffix(".idx").write_bytes(index)
 
 
+def write_token_documents(folder: Path, key: str, rows: list[Row]) -> None:
+    np.concatenate([document_of(row) for row in rows]).astype("<u2").tofile(folder / key)
+
+
+def write_megatron_documents(folder: Path, key: str, rows: list[Row]) -> None:
+    documents = [document_of(row) for row in rows]
+    np.concatenate(documents).astype("<i4").tofile(folder / key)
+    lengths = np.array([len(document) for document in documents], "<i4")
+    pointers = 4 * (np.cumsum(lengths, dtype="<i8") - lengths)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(rows), len(rows) + 1) + lengths.tobytes()
+    index += pointers.astype("<i8").tobytes() + np.arange(len(rows) + 1, dtype="<i8").tobytes()
+    (folder / key).with_suffix(".idx").write_bytes(index)
+
+
+def document_of(row: Row) -> list[int]:
+    """Tokens of a length of its own, ended by 0."""
+    return [*tokens_of(row)[: 1 + int(str(row["number"])) % 7], 0] if row["number"] else [5, 0]
+
+
 def write_mds(folder: Path, key: str, rows: list[Row]) -> None:
     """A shard in a folder of its own, whose index names it."""
     samples = []
@@ -146,6 +173,10 @@ def token_row(row: Row) -> Row:
     return {"tokens": tokens_of(row)}
 
 
+def document_row(row: Row) -> Row:
+    return {"tokens": document_of(row)}
+
+
 # Chunks of some samples, so that shards have several.
 _BYTES = 4096
 CASES = {
@@ -157,6 +188,8 @@ CASES = {
     "arrow stream": Case(ArrowFormat(_BYTES), "{}.arrows", write_arrow_stream, same),
     "tokens": Case(TokensFormat(SEQ_LEN, chunk_bytes=128), "{}.bin", write_tokens, token_row),
     "megatron": Case(TokensFormat(SEQ_LEN, chunk_bytes=128), "{}.bin", write_megatron, token_row),
+    "token documents": Case(TokenDocumentsFormat(eos=0, chunk_bytes=64), "{}.bin", write_token_documents, document_row),
+    "megatron documents": Case(TokenDocumentsFormat(chunk_bytes=128), "{}.bin", write_megatron_documents, document_row),
     "mds": Case(MdsFormat(_BYTES), "{}/shard.mds", write_mds, same),
     "mds.zstd": Case(MdsFormat(_BYTES), "{}/shard.mds.zstd", write_mds, same, whole=True, checked=True),
     "jsonl": Case(JsonlFormat(_BYTES), "{}.jsonl", write_jsonl, same),

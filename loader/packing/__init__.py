@@ -1,0 +1,1 @@
+"""Documents of any length packed into sequences of one length: pure functions on arrays, and tokenising."""

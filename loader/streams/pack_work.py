@@ -1,0 +1,182 @@
+"""Packing as work on a lane: a unit of documents in, sequences out, nothing carried from one unit to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..columns import IntArray, Ragged
+from ..decoding.batch import RowJob, UnfinishedBatch
+from ..decoding.gather import Values
+from ..decoding.row_work import RowError
+from ..errors import LoaderClosedError
+from ..order.spans import ChunkRows
+from ..packing.packed import Packed
+from ..packing.packer import Packer
+from ..pipeline.assembler import Equipment
+from ..reading.quarantine import Quarantine
+from .keep import BoolArray, Sieve
+from .packed_batch import PackedBatch, PackedRow, count_packed
+from .work import PendingYield, Ready, RowReader, Yield, pick_rows
+
+_NONE: IntArray = np.empty(0, np.int64)
+
+
+class PackWork:
+    """Packs what ``sieve`` keeps of units of ``unit`` samples, decoded and transformed. Threads of the pool pack."""
+
+    gives_samples = True
+    one_each = False
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        *,
+        quarantine: Quarantine,
+        sieve: Sieve | None,
+        columns: Sequence[str] | None,
+        packer: Packer,
+        unit: int,
+    ) -> None:
+        self._equipment = equipment
+        is_read = equipment.maker.options.transform is None  # else the transform gets values as ever
+        flat = packer.needed if is_read else ()
+        self.reader = RowReader(equipment, quarantine, sieve, columns, by_units=True, flat=flat)
+        self._packer = packer
+        self.unit = unit
+        self.output_bytes = packer.sequence_bytes
+
+    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
+        sifted = self.reader.sift(groups, int(bounds[-1]))
+        cuts = cut_units(bounds, self.unit)
+        if not len(sifted.places):
+            assert sifted.ids is not None
+            return Ready(Yield(sifted.ids, _NONE, _NONE, _NONE, [], kept=np.zeros(len(sifted.ids), np.bool_)))
+        rows = self.reader.gather(pick_rows(sifted.chunks, sifted.rows), len(sifted.places))
+        ids = rows.ids if sifted.ids is None else sifted.ids
+        job = self._equipment.maker.work(rows, epoch)
+        # The job's rows are in the pool's queue before these, which wait for them: so no thread waits for itself.
+        units = [
+            self._equipment.maker.pool.submit(self._pack, job, low, high)
+            for low, high in zip(
+                *(np.searchsorted(sifted.places, each).tolist() for each in (cuts[:-1], cuts[1:])), strict=True
+            )
+        ]
+        return _Packing(self._equipment, ids, sifted.places, cuts, job, units)
+
+    def _pack(self, job: RowJob, low: int, high: int) -> _Unit | Exception:
+        """The sequences of rows ``low`` to ``high`` of a job, or what one of these raised. On a thread of the pool."""
+        failed = job.wait()
+        if failed is not None and failed.row < high:
+            return job.explain(failed) if failed.row >= low else LoaderClosedError("a unit before it failed")
+        values, present = self._documents(job, low, high)
+        try:
+            packed = self._packer.pack(values) if len(present) else None
+        except RowError as error:
+            return job.explain(RowError(low + int(present[error.row]), error.step, error.cause))
+        return _Unit(packed, present)
+
+    def _documents(self, job: RowJob, low: int, high: int) -> tuple[dict[str, Any], IntArray]:
+        """The values that are packed, and which of the rows from ``low`` on they are of: not those that are dropped."""
+        if not self._equipment.maker.options.transform:
+            every = np.arange(high - low)
+            found = {n: _cut(of, low, high) for n, of in job.results.values.items() if n in self._packer.needed}
+            return found, every
+        samples = job.results.samples[low:high]
+        present = np.flatnonzero(np.fromiter((sample is not None for sample in samples), np.bool_, len(samples)))
+        left = [sample for sample in samples if sample is not None]
+        return {name: [sample.get(name) for sample in left] for name in self._packer.needed}, present
+
+    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
+        return PackedBatch(self._equipment.maker, samples, num_rows, num_valid)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What a unit was packed into, None where nothing was left of it; ``present``: its rows that were packed."""
+
+    packed: Packed | None
+    present: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Units that are being packed: those of inputs ``cuts[i]`` to ``cuts[i + 1]``, of which ``places`` are kept."""
+
+    equipment: Equipment
+    ids: IntArray
+    places: IntArray
+    cuts: IntArray
+    job: RowJob
+    units: Sequence[Future[_Unit | Exception]]
+
+    def result(self) -> Yield:
+        ids, stays, ends, samples = [_NONE], [np.empty(0, np.bool_)], [_NONE], list[PackedRow]()
+        nbytes = 0
+        failed: Exception | None = None
+        for future, start, stop in zip(self.units, self.cuts[:-1].tolist(), self.cuts[1:].tolist(), strict=True):
+            try:
+                unit = future.result()
+            except CancelledError as exc:
+                raise LoaderClosedError("the loader was closed while a unit was being packed") from exc
+            except Exception as exc:  # noqa: BLE001 - raised where the unit's first sequence is waited for
+                failed = exc
+                break
+            if isinstance(unit, Exception):
+                failed = unit
+                break
+            of_unit = self._account(unit, start, stop)
+            ids.append(of_unit[0])
+            stays.append(of_unit[1])
+            ends.append(of_unit[2] + start)
+            if unit.packed is not None:
+                nbytes += unit.packed.nbytes
+                samples += [PackedRow(unit.packed, row, held) for row, held in enumerate(of_unit[3])]
+                if not len(unit.packed):
+                    count_packed(self.equipment.counters, unit.packed, np.zeros(1, np.int64))
+        return Yield(
+            np.concatenate(ids), np.concatenate(ends), _NONE, _NONE, samples, nbytes, failed, kept=np.concatenate(stays)
+        )
+
+    def _account(self, unit: _Unit, start: int, stop: int) -> tuple[IntArray, BoolArray, IntArray, list[IntArray]]:
+        """For a unit of n inputs that became m sequences: which of them accounts for which input.
+
+        Returns ``ids`` (n,) in that order, ``stays`` (n,), ``places`` (m,) and for each sequence the ids of all its
+        pieces. An input is accounted for by the first sequence that has a piece of it; those left out, by the last.
+        """
+        ids = self.ids[start:stop]
+        packed = unit.packed
+        if packed is None or not len(packed):
+            return ids, np.zeros(len(ids), np.bool_), _NONE, []
+        low = int(np.searchsorted(self.places, start))
+        inputs = self.places[low + unit.present] - start  # of each row that was packed
+        bounds = packed.layout.bounds
+        held = np.add.reduceat(packed.is_first.astype(np.int64), bounds[:-1])
+        first = inputs[packed.rows[packed.is_first]]
+        stays = np.zeros(len(ids), np.bool_)
+        stays[first] = True
+        order = np.concatenate([first, np.flatnonzero(~stays)])
+        places = np.cumsum(held) - 1
+        places[-1] = len(ids) - 1
+        pieces = ids[inputs[packed.rows]]
+        return ids[order], stays[order], places, np.split(pieces, bounds[1:-1])
+
+    def cancel(self) -> None:
+        self.job.cancel()
+        for unit in self.units:
+            unit.cancel()
+
+
+def cut_units(bounds: IntArray, unit: int) -> IntArray:
+    """Where units begin in runs that begin at ``bounds``, with the end of the last, (units + 1,) int64."""
+    starts = [np.arange(low, high, unit) for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+    cuts: IntArray = np.concatenate([*starts, bounds[-1:]]).astype(np.int64)
+    return cuts
+
+
+def _cut(values: Values, low: int, high: int) -> Any:
+    return values.take(np.arange(low, high)) if isinstance(values, Ragged) else values[low:high]
