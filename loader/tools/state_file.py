@@ -19,7 +19,7 @@ from ..order.subset import Subset, blocks
 
 # What a trainer's checkpoint holds besides tensors; it is sealed by checksums.
 CHECKPOINT_NAME, SEAL_NAME = "extra.json", "manifest.json"
-_MARKS = {"fingerprint", "consumed"}
+_MARKS = ({"fingerprint", "consumed"}, {"mixture", "consumed"})  # the second are a mixture's
 _MOST_BYTES = 64 << 20
 _LIKELY = 1 << 62
 
@@ -61,6 +61,11 @@ def read_state_file(path: str | os.PathLike[str]) -> StateFile:
         held = f"{len(different)} different states of loaders, at {shown}" if found else "no state of a loader"
         raise StateMismatchError(f"{file}: holds {held}; give a file with what one loader's state_dict() returned")
     places = tuple(place for place, _ in found)
+    if "mixture" in found[0][1]:
+        raise StateMismatchError(
+            f"{file}: holds the state of a mixture, which is moved by its loader alone; load it there, call "
+            "loader.skip_batches(n), and save its state_dict()"
+        )
     try:
         state = LoaderState.from_dict(found[0][1])
     except StateMismatchError as exc:
@@ -71,7 +76,7 @@ def read_state_file(path: str | os.PathLike[str]) -> StateFile:
 def _find(document: Any, place: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
     """The dicts in JSON that look like states, and where they are."""
     if isinstance(document, dict):
-        if document.keys() >= _MARKS:
+        if any(document.keys() >= marks for marks in _MARKS):
             yield place, document
             return
         items: Any = document.items()

@@ -134,6 +134,7 @@ def test_files_without_one_whole_state_are_refused(capsys, saved, tmp_path):
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("{}", "holds no state of a loader"),
+        (json.dumps({"loader": {"version": 5, "consumed": 8, "mixture": {}}}), "the state of a mixture"),
         (json.dumps({**state, "consumed": 101}), "damaged"),
         (json.dumps({**state, "lanes": "16"}), "lanes of the wrong type"),
         (json.dumps({**state, "version": 99}), "version 99"),
