@@ -10,7 +10,7 @@ import pytest
 from mixed_rows import deliver, write_rows
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, Manifest, Mixture, Source, Subset, TokensFormat, audit
+from penstock import DistributedDataLoader, Manifest, Mixture, Packing, Source, Subset, TokensFormat, audit
 from penstock.cli.audit import run
 from penstock.loader import BadChunkWarning, ConfigError, DatasetError, PartitionError, StateMismatchError
 from penstock.storage import PenstockError, StorageError
@@ -231,6 +231,7 @@ def test_bad_mixtures_are_refused_where_they_are_made(a, b, make, message):
         ({"weights": [1.0]}, ConfigError, "weights= with a Mixture: the weights of sources are in the Mixture"),
         ({"keep": bool}, ConfigError, "keep= with a Mixture: sources are not filtered yet"),
         ({"transform": dict, "may_drop": True}, ConfigError, "may_drop= with a Mixture"),
+        ({"packing": Packing(seq_len=8, field="x")}, ConfigError, "packing= with a Mixture: .* not packed yet"),
         ({"cost": "tokens"}, ConfigError, "cost= with a Mixture: costs are indexed for one data set"),
         ({"bucket": "tokens"}, ConfigError, "bucket= with a Mixture: costs are indexed for one data set"),
         ({"batch_tokens": 100}, ConfigError, "batch_tokens= with a Mixture: .* give batch_size="),

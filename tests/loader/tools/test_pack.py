@@ -175,7 +175,7 @@ def test_record_batches_become_parquet_without_rows_in_between(tmp_path: Path) -
 
 def test_a_failing_store_leaves_an_unfinished_data_set(memory_store: MemoryStore) -> None:
     memory_store.inject(Fault(), verb="put")
-    memory_store.inject(Fault(error=AccessDeniedError), verb="put")
+    memory_store.inject(Fault(error=AccessDeniedError), times=3, verb="put")
     with pytest.raises(AccessDeniedError):
         pack([{"txt": "a"}], memory_store.url)
     assert [info.key for info in memory_store.list()] == [MANIFEST_NAME]

@@ -54,10 +54,9 @@ def bucket() -> Iterator[MemoryStore]:
 
 
 @pytest.fixture(autouse=True)
-def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where checkpoints are fetched to: empty again after every test, and no threads are left."""
-    folder = tmp_path / "staging"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert not list(folder.glob("penstock-checkpoint-*"))
@@ -245,7 +244,7 @@ def test_a_store_that_cannot_be_read_is_not_taken_for_damage(
     net, optimizer = build()
     for verb in ("get", "list"):
         with Checkpointer(make_config(bucket), alone) as checkpoints:
-            bucket.inject(Fault(error=AccessDeniedError), verb=verb)
+            bucket.inject(Fault(error=AccessDeniedError), times=3, verb=verb)
             with pytest.raises(CheckpointError, match=r"injected fault"):
                 checkpoints.load_newest(net, optimizer)
             assert not checkpoints.passed_over
@@ -377,7 +376,7 @@ def test_what_a_failed_save_or_deletion_leaves_is_deleted_by_the_next_save(
     net, optimizer = build()
     with Checkpointer(make_config(bucket, keep_last=1), alone) as checkpoints:
         checkpoints.save(1, net, optimizer, {}, blocking=True)
-        bucket.inject(Fault(error=AccessDeniedError), verb="delete")
+        bucket.inject(Fault(error=AccessDeniedError), times=3, verb="delete")
         checkpoints.save(2, net, optimizer, {}, blocking=True)
         (note,) = checkpoints.take_notes()
         assert "old checkpoints could not be deleted" in note
@@ -408,7 +407,7 @@ def test_a_store_that_will_not_do_is_refused_at_the_start(
     bucket: MemoryStore,
 ) -> None:
     for verb, cause in (("put", "cannot be kept"), ("delete", "cannot be deleted"), ("put_if", "cannot be kept")):
-        bucket.inject(Fault(error=AccessDeniedError), verb=verb)
+        bucket.inject(Fault(error=AccessDeniedError), times=3, verb=verb)
         with pytest.raises(CheckpointError, match=rf"checkpoints {cause}: injected fault"):
             Checkpointer(make_config(bucket), alone)
         bucket.delete([LOCK_KEY])

@@ -33,10 +33,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
 
 
 @pytest.fixture(autouse=True)
-def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where checkpoints are fetched to: empty again after every test."""
-    folder = tmp_path / "staging"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert not list(folder.glob("penstock-checkpoint-*"))
