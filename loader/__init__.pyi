@@ -51,6 +51,7 @@ from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk
 from .reading.quarantine import BadChunkWarning as BadChunkWarning
+from .serving import serve_metrics as serve_metrics
 from .streams.keep import Keep as Keep
 from .streams.keep import KeepChoice as KeepChoice
 from .tools.audit import AuditReport as AuditReport

@@ -31,9 +31,10 @@ from .decoding.row_work import Sample
 from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
 from .limits import parse_bytes
-from .metrics import Counters, LoaderMetrics
+from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import refuse_whole
+from .observed import Observed
 from .order.auto import Choice
 from .order.buckets import Bucket
 from .order.costs import Cost
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
+class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
@@ -269,26 +270,6 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
         return cast(BatchT, self._parts.peek(self._passes))
-
-    # -- running --------------------------------------------------------------------------------------------------
-
-    def metrics(self) -> LoaderMetrics:
-        """What was done so far, where the time went, and which stage limits the throughput.
-
-        Of a mixture, ``MixtureMetrics``: also how far the run is in each source.
-        """
-        pipeline = self._resources.running()
-        resident, peak = (pipeline.resident_bytes, pipeline.peak_bytes) if pipeline else (0, 0)
-        metrics = self._counters.metrics(resident_bytes=resident, peak_bytes=peak)
-        return metrics if self._parts.mixture is None else self._parts.mixture.add_progress(metrics)
-
-    def activity(self) -> dict[str, Any]:
-        """What the next batch is waiting for, for people to read; empty if a batch is ready or none was asked for.
-
-        For example ``{"waiting_for": "chunk at byte 0 of train-3.tar", "since_s": 4.2}``. Cheap, and safe to call from
-        any thread while another one iterates: a watchdog asks it why training has stopped.
-        """
-        return self._resources.activity()
 
     def __repr__(self) -> str:
         share = self._passes.share

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+from ..storage.counts import StoreCounts
+from ..storage.timeline import Timeline
+from .advice import advise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,12 @@ class Totals:
     refetched_chunks: int = 0
     evicted_chunks: int = 0
     evicted_headers: int = 0
+    spans: int = 0
+    decoded_rows: int = 0
+    copied_batches: int = 0
+    copied_bytes: int = 0
     fetch_s: float = 0.0
+    check_s: float = 0.0
     open_s: float = 0.0
     chunk_wait_s: float = 0.0
     assemble_s: float = 0.0
@@ -44,27 +54,50 @@ class Totals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderMetrics(Totals):
-    """What a loader has done since it was made: counts, bytes and seconds of this rank.
+class Levels:
+    """How full everything is at this moment; ``LoaderMetrics`` explains each."""
+
+    waiting_batches: int = 0
+    ready_batches: int = 0
+    queued_chunks: int = 0
+    chunks_in_flight: int = 0
+    resident_chunks: int = 0
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+    fetch_threads: int = 0
+    decode_threads: int = 0
+    running_requests: int = 0
+    request_limit: int = 0
+    process_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderMetrics(Levels, StoreCounts, Totals):
+    """What a loader has done since it was made: counts, bytes and seconds of this rank; and how full it is now.
 
     Attributes:
         batches: batches handed out.
         samples: samples handed out, without the repeats of ``last_batch="pad"``; of packed sequences, the samples that
             begin in them.
         packed_documents: documents in the packed sequences of batches, each in the sequence in which it begins.
-        packed_tokens: their tokens.
+        packed_tokens: the tokens of these documents.
         padding_tokens: the tokens of padding in these sequences.
         cut_documents: documents that were cut because they are longer than a sequence, or by "concat".
         truncated_documents: documents that were shortened.
         truncated_tokens: the tokens that this left out.
         dropped_documents: documents without a token in any sequence: too long, or empty.
-        dropped_tokens: their tokens.
+        dropped_tokens: the tokens of these documents.
         fetched_chunks: chunks read from the store or the cache, each time that they were read.
         fetched_bytes: bytes of these.
         refetched_chunks: chunks read a second time because their bytes were wrong.
         evicted_chunks: chunks dropped before their last use because memory was short.
         evicted_headers: shards' headers (parquet footers, say) dropped because memory was short.
+        spans: groups of batches that were gathered at once.
+        decoded_rows: samples decoded or transformed; those of raw and numeric columns are not.
+        copied_batches: batches copied to the device.
+        copied_bytes: bytes of these.
         fetch_s: time spent waiting for the store, summed over the fetch threads.
+        check_s: time spent comparing checksums, summed over the fetch threads.
         open_s: time spent parsing and decompressing chunks, summed over the fetch threads.
         chunk_wait_s: time that the assembler thread waited for chunks.
         assemble_s: time that the assembler thread spent gathering rows.
@@ -74,13 +107,37 @@ class LoaderMetrics(Totals):
         first_batch_s: time that the training loop waited for the first batch of each pass.
         consumer_wait_s: time that the training loop waited for all other batches.
         consumer_busy_s: time that the training loop spent between batches.
+        requests: requests sent to the store, with retries and second requests; 0 for local files, as the next four.
+        retries: requests sent again because one failed.
+        throttled_requests: responses that asked for fewer requests (429, 503).
+        hedges: second requests sent because the first was late.
+        hedges_won: second requests that were faster.
+        cache_hits: reads that the node's disk cache answered; 0 without ``cache_dir``, as the next five.
+        cache_misses: reads that it did not have.
+        cache_hit_bytes: bytes read from it.
+        cache_miss_bytes: bytes fetched because it did not have them.
+        cache_uncached: reads that could not be stored in it.
+        cache_corrupt: damaged entries found in it, and fetched again.
+        waiting_batches: batches that are gathered and wait, now, for decoding or for the training loop.
+        ready_batches: those of them that the training loop could have at once, in order.
+        queued_chunks: chunks that are planned and not yet asked for, now.
+        chunks_in_flight: chunks being fetched or opened, now.
+        resident_chunks: opened chunks in memory, now.
         resident_bytes: bytes of chunks in memory or being read, now.
         peak_bytes: the most that they have been since the pipeline was last started.
+        fetch_threads: threads that fetch and open chunks.
+        decode_threads: threads, or worker processes, that decode and transform.
+        running_requests: requests of this process that run now at the store's host.
+        request_limit: how many may; throttling lowers it.
+        process_bytes: resident memory of this process now, without worker processes; 0 where there is no /proc.
+        elapsed_s: seconds since the loader was made.
         bottleneck: the stage that bounds the throughput, see ``find_bottleneck``.
     """
 
-    resident_bytes: int
-    peak_bytes: int
+    levels: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(Levels))
+    """The names of what goes up and down; all other numbers only grow."""
+
+    elapsed_s: float
     bottleneck: str
 
     @property
@@ -88,6 +145,19 @@ class LoaderMetrics(Totals):
         """The share of packed sequences' tokens that is not padding; NaN before the first."""
         total = self.packed_tokens + self.padding_tokens
         return self.packed_tokens / total if total else float("nan")
+
+    def since(self, before: Self) -> Self:
+        """What was done since ``before``, an earlier one of the same loader; levels are those of now."""
+        now, earlier = vars(self), vars(before)
+        sums = {name for name in now if name not in self.levels and name != "bottleneck"}
+        change = {name: now[name] - earlier[name] for name in sums}
+        totals = Totals(**{field.name: change[field.name] for field in fields(Totals)})
+        stage = find_bottleneck(totals) if totals.batches or not self.batches else "no batch was taken"
+        return replace(self, **change, bottleneck=stage)
+
+    def advice(self) -> str:
+        """What to change, in a sentence; empty before the first batch."""
+        return advise(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,37 +184,60 @@ class MixtureMetrics(LoaderMetrics):
         sources: how far the run is in each source, by name.
     """
 
+    levels: ClassVar[frozenset[str]] = LoaderMetrics.levels | {"run_samples", "sources"}
+
     run_samples: int
     sources: Mapping[str, SourceProgress]
 
 
 class Counters:
-    """Totals that several threads add to, under a lock."""
+    """Totals that several threads add to, under a lock; while somebody records, their spans go into a timeline, too."""
 
     def __init__(self) -> None:
         self._amounts: dict[str, Any] = Totals().to_dict()
         self._lock = threading.Lock()
+        self._made_s = time.perf_counter()
+        self.timeline: Timeline | None = None
 
-    def add(self, **amounts: float) -> None:
-        """Add to the totals of these names."""
+    def add(self, *, since: float | None = None, **amounts: float) -> None:
+        """Add to the totals of these names.
+
+        Seconds given together are those of this thread's work one after another, the last of it until now; with
+        ``since``, a ``time.perf_counter()``, the work began then and was interrupted.
+        """
         with self._lock:
             for name, amount in amounts.items():
                 self._amounts[name] += amount
+        timeline = self.timeline
+        if timeline is not None:
+            _draw(timeline, amounts, since)
 
     def totals(self) -> Totals:
         """The sums so far, all of one moment."""
         with self._lock:
             return Totals(**self._amounts)
 
-    def metrics(self, *, resident_bytes: int, peak_bytes: int) -> LoaderMetrics:
-        """The sums so far, with the memory that chunks take and the bottleneck that the sums tell of."""
+    def metrics(self, levels: Levels, store: StoreCounts) -> LoaderMetrics:
+        """The sums so far and the bottleneck that they tell of, with how full everything is and what the store did."""
         totals = self.totals()
         return LoaderMetrics(
             **totals.to_dict(),
-            resident_bytes=resident_bytes,
-            peak_bytes=peak_bytes,
+            **asdict(store),
+            **asdict(levels),
+            elapsed_s=time.perf_counter() - self._made_s,
             bottleneck=find_bottleneck(totals),
         )
+
+
+def _draw(timeline: Timeline, amounts: Mapping[str, float], since: float | None) -> None:
+    stop = time.perf_counter()
+    for name, amount in reversed(list(amounts.items())):
+        if name == "consumer_busy_s":  # what is drawn on that thread is the user's own
+            stop -= amount
+        elif name.endswith("_s"):
+            start = stop - amount if since is None else since
+            timeline.add(name.removesuffix("_s").replace("_", " "), start, stop)
+            stop = start
 
 
 def find_bottleneck(totals: Totals) -> str:

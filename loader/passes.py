@@ -155,7 +155,7 @@ class Pass(Iterator[BatchT]):
         if is_first:
             passes.counters.add(first_batch_s=got_s - asked_s)
         else:
-            passes.counters.add(consumer_wait_s=got_s - asked_s, consumer_busy_s=asked_s - self._left_s)
+            passes.counters.add(consumer_busy_s=asked_s - self._left_s, consumer_wait_s=got_s - asked_s)
         return item
 
     def _end(self) -> NoReturn:

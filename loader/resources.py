@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any, Self
 
+from ..storage.counts import StoreCounts, count_running, count_store
+from ..storage.process_usage import resident_bytes
 from .decoding.worker_pool import WorkerPool
 from .errors import ForkedLoaderError, LoaderClosedError
+from .metrics import Levels
 from .peers import PeerWatch, join_peers
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
@@ -28,6 +32,8 @@ class Resources:
         self.workers: WorkerPool | None = None
         self.log: DeliveryLog | None = None
         self.peers: PeerWatch | None = None
+        self.others: list[Any] = []  # what its users want closed with it
+        self._counts = StoreCounts()  # of the store, once it is closed
         self._is_closed = False
         self._closing = threading.RLock()
         self._process = os.getpid()
@@ -58,6 +64,19 @@ class Resources:
         """What the next batch is waiting for; see ``Pipeline.activity``. Raises ForkedLoaderError."""
         pipeline = self.running()
         return {} if pipeline is None else pipeline.activity()
+
+    def levels(self) -> Levels:
+        """How full everything is now; any thread may ask, and after ``close``. Raises ForkedLoaderError."""
+        pipeline = self.running()
+        levels = Levels() if pipeline is None else pipeline.levels()
+        running, limit = count_running(self.store)
+        taken = resident_bytes() or 0
+        return replace(levels, running_requests=running, request_limit=limit, process_bytes=taken)
+
+    def count_store(self) -> StoreCounts:
+        """What the store did so far, and after ``close`` what it did until then."""
+        store = self.store
+        return self._counts if store is None else count_store(store)
 
     @property
     def _is_ours(self) -> bool:
@@ -117,6 +136,9 @@ class Resources:
         with self._closing:
             if self.pipeline is not None:
                 self.pipeline.stop()
+            while self.others:
+                self.others.pop().close()
+            self._counts = self.count_store()
             for owned in (self.workers, self.store):  # before the pipeline's threads, which wait for these two
                 if owned is not None:
                     owned.close()
@@ -147,6 +169,11 @@ class Owner:
     def __init__(self) -> None:
         self._resources = Resources()
         self._finalizer = weakref.finalize(self, self._resources.abandon)
+
+    def close_too(self, owned: Any) -> None:
+        """Call ``owned.close()`` when the loader is closed, however that comes about. Raises LoaderClosedError."""
+        self._resources.check_open()
+        self._resources.others.append(owned)
 
     def close(self) -> None:
         """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""

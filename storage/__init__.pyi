@@ -20,6 +20,8 @@ from .local import LocalStore as LocalStore
 from .memory import Call as Call
 from .memory import Fault as Fault
 from .memory import MemoryStore as MemoryStore
+from .metrics_server import MetricsServer as MetricsServer
+from .metrics_server import OpenToOthersError as OpenToOthersError
 from .resolve import open_client as open_client
 from .resolve import open_store as open_store
 from .resolve import split_url as split_url

@@ -68,6 +68,11 @@ class CacheStore:
         return self._inner.url
 
     @property
+    def inner(self) -> Store:
+        """The store whose reads are cached."""
+        return self._inner
+
+    @property
     def counts(self) -> CacheCounts:
         """What the cache did so far."""
         with self._lock:

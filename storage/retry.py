@@ -67,7 +67,7 @@ class RetryStore:
         self._inner = inner
         self._config = config or RetryConfig()
         self._host = host or inner.url
-        self._limiter = limiter_of(self._host, self._config.max_running)
+        self.limiter = limiter_of(self._host, self._config.max_running)
         self._latencies = LatencyBook()
         self._budget = HedgeBudget(self._config.hedge_share)
         self._patience = Patience(self._config.idle_timeout_s, self._config.min_bytes_per_s)
@@ -185,7 +185,7 @@ class RetryStore:
         while True:
             deadline_s = self._patience.deadline_s(config.deadline_s, size_bytes)
             left_s = deadline_s - (time.monotonic() - started)
-            if self._closing.is_set() or not self._limiter.acquire(left_s):
+            if self._closing.is_set() or not self.limiter.acquire(left_s):
                 raise self._give_up(None, tries, started, deadline_s)
             tries += 1
             limit = self._patience.limit(size_bytes, tries, left_s)
@@ -224,7 +224,7 @@ class RetryStore:
             self._reached = True
         is_slow = isinstance(exc, StoreTimeoutError) and self._patience.note_timeout()
         if isinstance(exc, ThrottledError) or is_slow:
-            self._limiter.note_throttled()
+            self.limiter.note_throttled()
         if isinstance(exc, ThrottledError):
             with self._lock:
                 self._throttled += 1
@@ -244,29 +244,29 @@ class RetryStore:
             try:
                 result = ask(store)
             finally:
-                self._limiter.release()
+                self.limiter.release()
             took_s = time.monotonic() - started
         if hedge_bytes is not None:
             self._latencies.add(hedge_bytes, took_s)
         self._reached = self._granted = True
         self._patience.note_success(took_s, limit)
-        self._limiter.note_success()
+        self.limiter.note_success()
         return result
 
     def _race(self, call: Callable[[], T], late_s: float, limit: TimeLimit) -> tuple[T, float]:
         """The first response and the time that it took by itself."""
         race = Race(self._submit, call)
         try:
-            race.start(self._limiter.release)
+            race.start(self.limiter.release)
         except StorageError:
-            self._limiter.release()
+            self.limiter.release()
             raise
         if not race.wait(late_s):
             if self._may_hedge():
                 try:
-                    race.start(self._limiter.release)
+                    race.start(self.limiter.release)
                 except StorageError:  # closed meanwhile: the first request still finishes
-                    self._limiter.release()
+                    self.limiter.release()
             if not race.wait(limit.total_s + GRACE_S):
                 raise StoreTimeoutError(f"{self.url}: no response within {limit.total_s:g} s")
         if race.winner == 1:
@@ -282,9 +282,9 @@ class RetryStore:
 
     def _may_hedge(self) -> bool:
         """Take a place for a second request if the budget allows one and the host has a free place."""
-        throttled = self._limiter.limit < self._config.max_running
+        throttled = self.limiter.limit < self._config.max_running
         with self._lock:
-            if not self._budget.allows(self._requests, throttled=throttled) or not self._limiter.acquire(0):
+            if not self._budget.allows(self._requests, throttled=throttled) or not self.limiter.acquire(0):
                 return False
             self._budget.sent += 1
             return True
@@ -308,7 +308,7 @@ class RetryStore:
         if failure is None:
             return StoreUnavailableError(
                 f"{self.url}: no place for another request within {deadline_s:g} s; {took}; "
-                f"{self._limiter.running} requests of this process run, {self._limiter.limit} may; other processes of "
+                f"{self.limiter.running} requests of this process run, {self.limiter.limit} may; other processes of "
                 "this machine count too (PENSTOCK_NODE_REQUESTS)"
             )
         if isinstance(failure, StoreUnreachableError) and not self._reached:

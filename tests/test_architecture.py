@@ -27,7 +27,8 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}}
 # The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
 FLOORS = {
     "loader": (
-        {"errors", "metrics", "progress"},
+        {"advice", "errors", "progress"},
+        {"metrics"},
         {"limits", "order", "ranks"},
         {"columns"},
         {"formats"},
@@ -41,10 +42,10 @@ FLOORS = {
         {"mixtures"},
         {"passes", "stream_position"},
         {"assembly"},
-        {"standing", "tools"},
+        {"serving", "standing", "tools"},
         {"views"},
         {"parts"},
-        {"control"},
+        {"control", "observed"},
         {"data_loader"},
         {"integrations"},
     ),

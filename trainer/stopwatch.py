@@ -10,18 +10,27 @@ from typing import Any
 
 import torch
 
+from ..storage.timeline import Timeline
+
 # What the host only starts on a CUDA device, so that its clock does not see how long it takes.
 _ON_DEVICE = ("forward", "backward", "optimizer")
 _KEPT_SPANS = 256
 
 
 class Stopwatch:
-    """Adds up seconds by phase; ``entered`` is called with the name of each phase as it begins. One thread uses it."""
+    """Adds up seconds by phase; ``entered`` is called with the name of each phase as it begins.
+
+    One thread uses it; others may ``glance`` at it, and read what is ``current``.
+    """
 
     def __init__(self, entered: Callable[[str], None] | None = None, clock: DeviceClock | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self.entered = entered
         self.clock = clock
+        self.timeline: Timeline | None = None
+        """Where phases are drawn, while somebody records."""
+        self.current = ("construction", time.perf_counter())
+        """The phase that began last, and when."""
         self._phases: dict[str, _Phase] = {}
         self._started = time.perf_counter()
 
@@ -34,12 +43,17 @@ class Stopwatch:
         return found
 
     def enter(self, name: str) -> None:
+        self.current = (name, time.perf_counter())
         if self.entered is not None:
             self.entered(name)
 
     def read(self) -> dict[str, float]:
         """Seconds by phase so far: the device's own for what runs on it, as far as it has come, else the host's."""
         return self.seconds if self.clock is None else {**self.seconds, **self.clock.read()}
+
+    def glance(self) -> dict[str, float]:
+        """What ``read`` would return if nothing had come since it was called last; for any thread."""
+        return {**self.seconds, **({} if self.clock is None else self.clock.seconds)}
 
     @property
     def total_s(self) -> float:
@@ -51,7 +65,7 @@ class DeviceClock:
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._spans: deque[tuple[str, Any, Any]] = deque()
         self._free: list[Any] = []
 
@@ -71,9 +85,9 @@ class DeviceClock:
         """Seconds by phase, of spans that the device is through with."""
         while self._spans and self._spans[0][2].query():
             name, begin, end = self._spans.popleft()
-            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+            self.seconds[name] = self.seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
             self._free += (begin, end)
-        return dict(self._seconds)
+        return dict(self.seconds)
 
 
 class _Phase:
@@ -97,5 +111,8 @@ class _Phase:
     ) -> None:
         if self._clock is not None:
             self._clock.add(self._name, self._begin)
-        seconds = self._stopwatch.seconds
-        seconds[self._name] = seconds.get(self._name, 0.0) + time.perf_counter() - self._since
+        seconds, now_s = self._stopwatch.seconds, time.perf_counter()
+        seconds[self._name] = seconds.get(self._name, 0.0) + now_s - self._since
+        timeline = self._stopwatch.timeline
+        if timeline is not None:
+            timeline.add(self._name, self._since, now_s)

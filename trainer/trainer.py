@@ -110,7 +110,7 @@ class DistributedTrainer:
         length = agree_on_length(loader, self.world, self.stopwatch.enter)
         self._feed.ends_apart = length is None
         total_steps = count_steps(config, length, loader)
-        self._recorder = Recorder(self.progress, self.stopwatch, total_steps)
+        self._recorder = Recorder(self.progress, self.stopwatch, total_steps, loader)
         self._recorder.flops = FlopCount(config.report, model, loss, self.world, config.precision.dtype)
         self._tracer = Tracer(config.profile, config.output_dir, self.world, self.stopwatch, self._recorder.note)
         parts = make_parts(
@@ -150,8 +150,8 @@ class DistributedTrainer:
             )
             self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
             self._resume()
-        except BaseException:
-            self.close()
+        except BaseException as exc:
+            self.close(exc)
             raise
 
     def train(self) -> Summary:
@@ -257,10 +257,13 @@ class DistributedTrainer:
         if "sent" in state:  # states of before do not have it
             self.compression.wire.load_state_dict(state["sent"])
 
-    def close(self) -> None:
-        """Finish the save under way and close what the trainer opened; loader and process group are the caller's."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Finish the save under way and close what the trainer opened; loader and process group are the caller's.
+
+        ``error`` is what ended the run, for those who look at it.
+        """
         with ExitStack() as stack:
-            stack.callback(self._recorder.close)
+            stack.callback(self._recorder.close, error)
             if hasattr(self, "_saver"):  # its own constructor may have failed
                 stack.callback(self._saver.close)
 
@@ -271,7 +274,7 @@ class DistributedTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.close(error)
         except TrainerError as exc:
             if error is None:
                 raise

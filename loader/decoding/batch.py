@@ -165,7 +165,7 @@ class RowJob:
         try:
             self._work.run(self.task, self.results, start, stop, self._maker.is_stopped)
         finally:
-            self._maker.counters.add(decode_s=time.perf_counter() - started)
+            self._maker.counters.add(decode_s=time.perf_counter() - started, decoded_rows=stop - start)
 
     def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
         """Put a process's results into their places."""
@@ -173,7 +173,7 @@ class RowJob:
             of_field: Any = self.results.values[name]
             of_field[start:stop] = values
         self.results.samples[start:stop] = results.samples
-        self._maker.counters.add(decode_s=busy_s)
+        self._maker.counters.add(decode_s=busy_s, decoded_rows=stop - start)
 
     def wait(self) -> RowError | None:
         """The error of the first row that failed, in the order of rows; None where all are done.
@@ -222,6 +222,11 @@ class RowJob:
         """Bytes of the rows and of what they are decoded into, about."""
         return self.rows.count_bytes(self._maker.decoders.settled)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all rows are decoded and transformed; any thread may ask."""
+        return all(future.done() for future in self._futures)
+
     def cancel(self) -> None:
         for future in self._futures:
             future.cancel()
@@ -242,6 +247,11 @@ class UnfinishedBatch(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """It is no longer wanted."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left but to put it together; any thread may ask."""
+        return True
 
 
 class PendingBatch(UnfinishedBatch):
@@ -272,6 +282,10 @@ class PendingBatch(UnfinishedBatch):
 
     def cancel(self) -> None:
         self._job.cancel()
+
+    @property
+    def is_done(self) -> bool:
+        return self._job.is_done
 
 
 @dataclass(frozen=True, slots=True)

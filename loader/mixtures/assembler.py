@@ -114,7 +114,8 @@ class MixtureAssembler:
                 raise
         if rows is None:  # the batches before the one that needs what failed are delivered
             return all(self._assemble(span.cut(step)) for step in range(span.steps))
-        self._counters.add(assemble_s=time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited))
+        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
+        self._counters.add(since=started, assemble_s=busy, spans=1)
         done = self._spans.release(span)
         if done:
             self._reader.release(done)

@@ -143,6 +143,10 @@ class MixedBatch(UnfinishedBatch):
         batch = {name: _merge(name, parts, count) for name, parts in fields.items()}
         return self._maker.complete(batch, ids, self._num_rows, self._num_valid)
 
+    @property
+    def is_done(self) -> bool:
+        return all(part.is_done for _, part in self._parts)
+
     def cancel(self) -> None:
         for _, part in self._parts:
             part.cancel()

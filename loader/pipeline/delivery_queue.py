@@ -97,6 +97,14 @@ class DeliveryQueue:
     def __len__(self) -> int:
         return len(self._items)
 
+    def count(self) -> tuple[int, int]:
+        """(batches that wait here, those of them that could be taken at once, in order); any thread may ask."""
+        with self._changed:
+            batches = [item.batch for item in self._items if item.batch is not None]
+        is_pending = (isinstance(batch, UnfinishedBatch) and not batch.is_done for batch in batches)
+        ready = next((place for place, pending in enumerate(is_pending) if pending), len(batches))
+        return len(batches), ready
+
     def close(self) -> None:
         """Cancel and drop what is waiting, and wake both threads."""
         with self._changed:

@@ -17,7 +17,7 @@ from ...storage.daemon_pool import DaemonPool
 from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
 from ..decoding.decode import FieldDecoders
 from ..decoding.worker_pool import WorkerPool
-from ..metrics import Counters
+from ..metrics import Counters, Levels
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
@@ -150,13 +150,13 @@ class Pipeline:
         finally:
             self._finishing = None
 
-    @property
-    def resident_bytes(self) -> int:
-        return self._reader.resident_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._reader.peak_bytes
+    def levels(self) -> Levels:
+        """How full everything is now; any thread may ask."""
+        waiting, ready = self._out.count()
+        if self._feeder is not None:
+            waiting += self._host_out.count()[0]
+        parts = self._maker.parts
+        return replace(self._reader.levels(), waiting_batches=waiting, ready_batches=ready, decode_threads=parts)
 
     @property
     def is_stopped(self) -> bool:
@@ -206,7 +206,8 @@ class Pipeline:
                     batch = self._finish(item, item.batch)
                     started = time.perf_counter()
                     item = _with_batch(item, self._feeder.stage(batch))
-                    self._counters.add(copy_s=time.perf_counter() - started)
+                    copied = {"copied_batches": 1, "copied_bytes": item.nbytes}
+                    self._counters.add(copy_s=time.perf_counter() - started, **copied)
                 if not self._out.put(item):
                     return
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for

@@ -99,7 +99,7 @@ class PlainAssembler:
         if rows is None:  # the batches before the one that needs what failed are delivered
             return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
-        self._counters.add(assemble_s=busy)
+        self._counters.add(since=started, assemble_s=busy, spans=1)
         self._release(spans, int(span.bounds[-1]))
         return all(self._emit(span, step, rows) for step in range(span.steps))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..columns import Block
 from ..errors import LoaderClosedError
-from ..metrics import Counters
+from ..metrics import Counters, Levels
 from .chunk_source import ChunkSource
 from .leases import Leases
 
@@ -193,6 +193,20 @@ class ChunkReader:
     @property
     def peak_bytes(self) -> int:
         return self._peak
+
+    def levels(self) -> Levels:
+        """How much is asked for, on its way and in memory; any thread may ask."""
+        with self._changed:
+            in_flight = sum(slot.in_flight for slot in self._slots.values())
+            resident = sum(slot.block is not None for slot in self._slots.values())
+            return Levels(
+                queued_chunks=len(self._slots) - in_flight - resident,
+                chunks_in_flight=in_flight,
+                resident_chunks=resident,
+                resident_bytes=self.resident_bytes,
+                peak_bytes=self.peak_bytes,
+                fetch_threads=len(self._threads),
+            )
 
     # -- the fetch threads ----------------------------------------------------------------------------------------
 

@@ -99,12 +99,14 @@ class ChunkSource:
         else:
             parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
         fetched = time.perf_counter()
+        self._counters.add(fetch_s=fetched - started)
         self._checks.check(index, chunk, header, ranges, parts)
+        self._counters.add(check_s=time.perf_counter() - fetched)
         with self._may_open, explain_failures(chunk.shard.key, "opened", chunk.offset):
             started_opening = time.perf_counter()
             block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
             block = pack_records(block)
-            opened = time.perf_counter()
+            self._counters.add(open_s=time.perf_counter() - started_opening)
         if block.samples != chunk.samples:
             raise FormatError(
                 chunk.shard.key,
@@ -112,12 +114,7 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
-        self._counters.add(
-            fetched_chunks=1,
-            fetched_bytes=sum(map(len, parts)),
-            fetch_s=fetched - started,
-            open_s=opened - started_opening,
-        )
+        self._counters.add(fetched_chunks=1, fetched_bytes=sum(map(len, parts)))
         return block
 
     @property

@@ -153,7 +153,7 @@ class EpochRun:
         waited, started = counters.totals().chunk_wait_s, time.perf_counter()
         feeds.reach(targets, ahead)
         waited = counters.totals().chunk_wait_s - waited
-        counters.add(assemble_s=max(0.0, time.perf_counter() - started - waited))
+        counters.add(since=started, assemble_s=max(0.0, time.perf_counter() - started - waited))
 
     def _tell(self) -> None:
         """Tell other ranks what was found here, and what failed."""
@@ -334,7 +334,8 @@ class EpochRun:
                 for step in range(span.steps)
             )
         waited = self._equipment.counters.totals().chunk_wait_s - waited
-        self._equipment.counters.add(assemble_s=max(0.0, time.perf_counter() - started - waited))
+        busy = max(0.0, time.perf_counter() - started - waited)
+        self._equipment.counters.add(since=started, assemble_s=busy, spans=1)
         started = time.perf_counter()
         for step, (batch, ids, nbytes) in enumerate(dealt):
             is_end = is_last and step == span.steps - 1

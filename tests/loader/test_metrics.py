@@ -6,11 +6,14 @@ import dataclasses
 import json
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from penstock.loader.metrics import Counters, LoaderMetrics, Totals, find_bottleneck
+from penstock.loader.metrics import Counters, Levels, LoaderMetrics, Totals, find_bottleneck
+from penstock.storage.counts import StoreCounts
+from penstock.storage.timeline import Timeline
 
 
 def test_sums_of_many_threads_are_complete() -> None:
@@ -43,14 +46,17 @@ def test_an_unknown_counter_is_refused() -> None:
 def test_metrics_hold_every_total_and_go_through_json() -> None:
     counters = Counters()
     counters.add(batches=2, fetch_s=1.5)
-    metrics = counters.metrics(resident_bytes=7, peak_bytes=8)
+    levels, store = Levels(resident_bytes=7, ready_batches=3), StoreCounts(requests=4, cache_hits=5)
+    metrics = counters.metrics(levels, store)
     assert json.loads(json.dumps(metrics.to_dict())) == dataclasses.asdict(metrics)
     assert metrics.to_dict() == {
         **counters.totals().to_dict(),
-        "resident_bytes": 7,
-        "peak_bytes": 8,
+        **dataclasses.asdict(store),
+        **dataclasses.asdict(levels),
+        "elapsed_s": metrics.elapsed_s,
         "bottleneck": "consumer",
     }
+    assert metrics.elapsed_s > 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         metrics.batches = 3  # type: ignore[misc]
 
@@ -72,7 +78,9 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
         "refetched_chunks": "int",
         "evicted_chunks": "int",
         "evicted_headers": "int",
+        **dict.fromkeys(("spans", "decoded_rows", "copied_batches", "copied_bytes"), "int"),
         "fetch_s": "float",
+        "check_s": "float",
         "open_s": "float",
         "chunk_wait_s": "float",
         "assemble_s": "float",
@@ -82,8 +90,13 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
         "first_batch_s": "float",
         "consumer_wait_s": "float",
         "consumer_busy_s": "float",
-        "resident_bytes": "int",
-        "peak_bytes": "int",
+        **dict.fromkeys(("requests", "retries", "throttled_requests", "hedges", "hedges_won"), "int"),
+        **dict.fromkeys(("cache_hits", "cache_misses", "cache_hit_bytes", "cache_miss_bytes"), "int"),
+        **dict.fromkeys(("cache_uncached", "cache_corrupt"), "int"),
+        **dict.fromkeys(("waiting_batches", "ready_batches", "queued_chunks", "chunks_in_flight"), "int"),
+        **dict.fromkeys(("resident_chunks", "resident_bytes", "peak_bytes", "process_bytes"), "int"),
+        **dict.fromkeys(("fetch_threads", "decode_threads", "running_requests", "request_limit"), "int"),
+        "elapsed_s": "float",
         "bottleneck": "str",
     }
     explained = re.findall(r"^ {8}(\w+): ", LoaderMetrics.__doc__ or "", re.MULTILINE)
@@ -107,3 +120,71 @@ BUSY = {"batches": 1, "consumer_wait_s": 5.0, "consumer_busy_s": 5.0}
 )
 def test_the_bottleneck_is_the_stage_that_the_others_wait_for(sums: dict[str, Any], stage: str) -> None:
     assert find_bottleneck(Totals(**sums)) == stage
+
+
+def test_the_time_between_two_metrics_has_sums_and_a_bottleneck_of_its_own() -> None:
+    counters = Counters()
+    counters.add(batches=1, consumer_wait_s=9.0, consumer_busy_s=1.0, chunk_wait_s=9.0, fetch_s=9.0)
+    before = counters.metrics(Levels(ready_batches=1), StoreCounts(requests=10))
+    assert before.since(before).bottleneck == "no batch was taken"
+    counters.add(batches=2, consumer_wait_s=0.0, consumer_busy_s=5.0)
+    now = counters.metrics(Levels(ready_batches=7), StoreCounts(requests=13))
+    change = now.since(before)
+    assert (change.batches, change.consumer_busy_s, change.requests, change.ready_batches) == (2, 5.0, 3, 7)
+    assert (before.bottleneck, change.bottleneck) == ("storage", "consumer")
+    assert change.elapsed_s == now.elapsed_s - before.elapsed_s
+
+
+def test_seconds_given_together_are_drawn_one_after_another_and_end_now() -> None:
+    counters = Counters()
+    counters.add(fetch_s=5.0)  # nobody records
+    counters.timeline = Timeline()
+    counters.timeline._began_s -= 100.0
+    counters.add(fetch_s=2.0, batches=1, open_s=1.0)
+    counters.add(consumer_busy_s=2.0, consumer_wait_s=0.5)  # only what the loader did is drawn
+    after, before, wait = [event for event in counters.timeline.events("p") if event["ph"] == "X"]
+    assert [one["name"] for one in (before, after, wait)] == ["fetch", "open", "consumer wait"]
+    assert (before["dur"], after["dur"]) == (2e6, 1e6)
+    assert abs(before["ts"] + before["dur"] - after["ts"]) < 1  # microseconds, in a double of today's time
+
+
+def test_a_timeline_is_bounded_and_says_what_it_dropped() -> None:
+    timeline = Timeline(most_spans=2)
+    timeline._began_s -= 10.0
+    now = time.perf_counter()
+    for _ in range(5):
+        timeline.add("work", now - 1.0, now)
+    events = timeline.events("p")
+    assert sum(event["ph"] == "X" for event in events) == 2
+    assert {"labels": "3 more spans were dropped"} in [event["args"] for event in events if event["ph"] == "M"]
+
+
+@pytest.mark.parametrize(
+    ("sums", "store", "words"),
+    [
+        ({"fetched_chunks": 10, "evicted_chunks": 5}, {}, "5 of 10 chunks were dropped before their last use"),
+        (
+            {"fetched_chunks": 10},
+            {"requests": 100, "throttled_requests": 5},
+            r"fewer requests \(5 of 100 were throttled",
+        ),
+        ({"fetched_bytes": 10**9}, {"requests": 100}, "The store is the limit, at .* MB/s: .* nearer or faster"),
+        ({"fetched_bytes": 10**9}, {}, "The disk is the limit, at .* MB/s"),
+    ],
+)
+def test_advice_on_storage_names_what_is_slow_about_it(sums: dict[str, int], store: dict[str, int], words: str) -> None:
+    counters = Counters()
+    counters.add(**BUSY, chunk_wait_s=4.0, fetch_s=9.0, **sums)
+    assert re.search(words, counters.metrics(Levels(), StoreCounts(**store)).advice())
+
+
+def test_every_bottleneck_has_advice_and_decoding_knows_the_gil() -> None:
+    counters = Counters()
+    assert counters.metrics(Levels(), StoreCounts()).advice() == ""
+    counters.add(**BUSY, decode_s=9.0)
+    counters._made_s -= 10.0
+    assert "are busy: raise threads=" in counters.metrics(Levels(decode_threads=1), StoreCounts()).advice()
+    assert "holds the GIL, so give processes=" in counters.metrics(Levels(decode_threads=4), StoreCounts()).advice()
+    for stage in ("consumer", "storage", "open", "assemble", "decode", "copy"):
+        told = dataclasses.replace(counters.metrics(Levels(), StoreCounts()), bottleneck=stage).advice()
+        assert told.endswith(".")

@@ -326,7 +326,7 @@ def test_metrics_are_served_to_this_machine_alone_or_to_those_who_know_the_token
 ) -> None:
     url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
     served = Prometheus(unused_tcp_port)
-    assert served._server.server_address[0] == "127.0.0.1"
+    assert served.url == url
     served.close()
     with pytest.raises(TrainerConfigError, match=r"prometheus_address=0\.0\.0\.0 .* PENSTOCK_METRICS_TOKEN"):
         Prometheus(unused_tcp_port, "0.0.0.0")

@@ -36,8 +36,12 @@ class ReportConfig:
     tensorboard: bool = False
     """Also write TensorBoard events to output_dir/tensorboard."""
 
+    status_s: float | None = 1.0
+    """Seconds between updates of each rank's status in output_dir/ranks, which `penstock top` shows; longer where there
+    are more than 256 ranks. None writes none."""
+
     prometheus_port: int | None = None
-    """Also serve Prometheus metrics on this port of rank 0's node."""
+    """Also serve Prometheus metrics on this port of rank 0's node: the run's, and each rank's."""
 
     prometheus_address: str = "127.0.0.1"
     """Address to serve them on; one that others reach, such as 0.0.0.0, needs PENSTOCK_METRICS_TOKEN."""
@@ -51,6 +55,7 @@ class ReportConfig:
     def __post_init__(self) -> None:
         check_range("report.every", self.every, low=1)
         check_range("report.progress_s", self.progress_s, low=0.0)
+        check_range("report.status_s", self.status_s, low=0.1)
         check_range("report.prometheus_port", self.prometheus_port, low=1, high=65535)
         check_range("report.flops_per_sample", self.flops_per_sample, low=0.0, above=True)
         check_range("report.flops_per_token", self.flops_per_token, low=0.0, above=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
-from pathlib import Path
 
 import torch
+
+from ...storage.process_usage import resident_bytes
 
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
 
@@ -17,7 +17,7 @@ def measure_memory(device: torch.device) -> dict[str, int]:
 
     ``device_memory_bytes`` is what tensors hold, ``device_memory_reserved_bytes`` what torch has taken for them.
     """
-    peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT, _resident_bytes()
+    peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT, resident_bytes()
     found = {"host_memory_peak_bytes": peak if now is None else max(peak, now)}  # the kernel's peak lags behind
     if now is not None:
         found["host_memory_bytes"] = now
@@ -28,10 +28,17 @@ def measure_memory(device: torch.device) -> dict[str, int]:
     return found
 
 
-def _resident_bytes() -> int | None:
-    """Resident bytes by the kernel; None where there is no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def measure_gpu(device: torch.device) -> dict[str, float]:
+    """Utilisation, in 0 to 1, and watts of a CUDA device by its driver (NVML); empty without one, or without pynvml.
+
+    ``utilisation`` is the share of the driver's last sampling period, up to a second, in which a kernel ran.
+    """
+    if device.type != "cuda":
+        return {}
+    found = {}
+    for name, read, unit in (("utilisation", torch.cuda.utilization, 0.01), ("power_w", torch.cuda.power_draw, 1e-3)):
+        try:
+            found[name] = read(device) * unit
+        except Exception:  # noqa: BLE001 - no pynvml, no permission, or a card that does not tell
+            continue
+    return found

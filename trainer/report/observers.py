@@ -5,7 +5,7 @@ Everything here runs on rank 0 only and is told plain numbers; nothing here may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from .config import ReportConfig
 from .console import ProgressLine
 from .json_lines import JsonLines
 from .prometheus import Prometheus
+from .rank_status import RankStatus
 from .records import Observer, Values
 from .trackers import InBackground, MLflow, WandB
 
@@ -39,14 +40,20 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_observers(config: ReportConfig, output_dir: Path, total_steps: int | None) -> Sequence[Observer]:
-    """The observers that the config asks for; called on rank 0."""
+def open_observers(
+    config: ReportConfig,
+    output_dir: Path,
+    total_steps: int | None,
+    list_ranks: Callable[[], Sequence[RankStatus]] = list,
+) -> Sequence[Observer]:
+    """The observers that the config asks for; called on rank 0. ``list_ranks`` tells of all ranks, from any thread."""
     observers: list[Observer] = [JsonLines(output_dir / "metrics.jsonl")]
     try:
         if config.tensorboard:
             observers.append(TensorBoard(output_dir / "tensorboard"))
         if config.prometheus_port is not None:
-            observers.append(Prometheus(config.prometheus_port, config.prometheus_address))
+            address = config.prometheus_address
+            observers.append(Prometheus(config.prometheus_port, address, list_ranks=list_ranks))
         if config.wandb is not None:
             observers.append(WandB(config.wandb, output_dir))
         if config.mlflow is not None:

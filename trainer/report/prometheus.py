@@ -1,97 +1,105 @@
-"""Metrics served over HTTP for Prometheus: on the loopback interface, or elsewhere to those who know a token."""
+"""A run for Prometheus: the newest records of rank 0, and every rank as its status tells it."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+from ...storage.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
 from ..errors import TrainerConfigError
+from .rank_status import RankStatus
 from .records import Values
 
-TOKEN_NAME = "PENSTOCK_METRICS_TOKEN"
-LOOPBACK = "127.0.0.1"
-
-_Application = Callable[[Mapping[str, Any], Callable[..., Any]], Iterable[bytes]]
+_STATES = ("starting", "training", "idle", "ended", "failed")
 
 
 class Prometheus:
-    """Gauges ``penstock_<kind>_<name>`` served by a daemon thread until ``close``.
+    """Serves ``penstock_<kind>_<name>`` of the newest records; of each rank ``penstock_rank_*``, ``penstock_loader_*``.
 
-    With PENSTOCK_METRICS_TOKEN in the environment, requests have to send it as ``Authorization: Bearer``.
+    ``url`` says where. Mutable state: the newest values, replaced as a whole.
     """
 
-    def __init__(self, port: int, address: str = LOOPBACK) -> None:
+    def __init__(
+        self, port: int, address: str = LOOPBACK, *, list_ranks: Callable[[], Sequence[RankStatus]] = list
+    ) -> None:
         """Begin to serve.
 
         Raises:
             TrainerConfigError: the port is taken, the package is missing, or there is no token for an address that
                 others reach.
         """
+        self._list_ranks = list_ranks
+        self._values: dict[str, float] = {}
         try:
-            from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+            self._server = MetricsServer(self._read, address=address, port=port)
         except ImportError as exc:
             raise TrainerConfigError(
                 f"report.prometheus_port={port} needs the package prometheus-client; install penstock[metrics], or "
                 "leave it out"
             ) from exc
-        token = os.environ.get(TOKEN_NAME, "").strip()
-        if not token and not is_loopback(address):
-            raise TrainerConfigError(
-                f"report.prometheus_address={address} is reached by others; set {TOKEN_NAME} in the environment, which "
-                f"they have to send, or leave it at {LOOPBACK}"
-            )
-        self._registry = CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
-        try:
-            self._server, self._thread = start_http_server(port, addr=address, registry=self._registry)
+        except OpenToOthersError as exc:
+            raise TrainerConfigError(f"report.prometheus_address={address} {exc}") from exc
         except OSError as exc:
             raise TrainerConfigError(
-                f"report.prometheus_port={port} cannot be opened on {address} ({exc.strerror}); give a free port"
+                f"report.prometheus_port={port} cannot be opened on report.prometheus_address={address} "
+                f"({exc.strerror or exc}); give a free port"
             ) from exc
-        if token:  # until here the registry is empty
-            self._server.set_app(_with_token(make_wsgi_app(self._registry), token))
+
+    @property
+    def url(self) -> str:
+        return self._server.url
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        for name, value in {"step": step, **values}.items():
-            if isinstance(value, (int, float)):
-                self._gauge(f"penstock_{kind}_{name}").set(value)
+        found = {
+            "".join(c if c.isalnum() else "_" for c in f"penstock_{kind}_{name}"): float(value)
+            for name, value in {"step": step, **values}.items()
+            if isinstance(value, (int, float))
+        }
+        self._values = {**self._values, **found}
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
-    def _gauge(self, name: str) -> Any:
-        from prometheus_client import Gauge
-
-        clean = "".join(c if c.isalnum() else "_" for c in name)
-        if clean not in self._gauges:
-            self._gauges[clean] = Gauge(clean, clean.replace("_", " "), registry=self._registry)
-        return self._gauges[clean]
+    def _read(self) -> Iterator[Number]:
+        for name, value in self._values.items():
+            yield Number(name=name, value=value)
+        for status in self._list_ranks():
+            yield from list_rank_numbers(status)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine reach an address."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+def list_rank_numbers(status: RankStatus) -> Iterator[Number]:
+    """One rank's numbers, labelled with rank and host; its loader's are named as ``serve_metrics`` does."""
+    labels = {"rank": str(status.rank), "host": status.host}
 
+    def number(name: str, value: float, help_text: str, *, is_total: bool = False) -> Number:
+        return Number(name=f"penstock_rank_{name}", value=value, help=help_text, is_total=is_total, labels=labels)
 
-def _with_token(application: Any, token: str) -> _Application:
-    wanted = f"Bearer {token}".encode()
-
-    def answer(request: Mapping[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        given = str(request.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
-        if hmac.compare_digest(given, wanted):
-            found: Iterable[bytes] = application(request, start)
-            return found
-        start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Length", "0")])
-        return []
-
-    return answer
+    yield number("step", status.step, "steps done")
+    yield number("updated_timestamp_seconds", status.time, "when the rank last told of itself")
+    yield number("phase_seconds", status.phase_s, "for how long it has been in its phase")
+    yield number("steps_per_second", status.steps_per_s, "steps per second, of the last seconds")
+    if status.samples_per_s is not None:
+        yield number("samples_per_second", status.samples_per_s, "samples of this rank per second")
+    for name, seconds in status.seconds.items():
+        share = seconds / status.window_s if status.window_s > 0 else 0.0
+        more = {**labels, "phase": name}
+        yield Number(name="penstock_rank_phase_share", value=share, help="share of the time in a phase", labels=more)
+    for state in _STATES:
+        more = {**labels, "state": state}
+        yield Number(
+            name="penstock_rank_state", value=float(status.state == state), help="1 for the state it is in", labels=more
+        )
+    for values in (status.memory, status.traffic, {f"gpu_{name}": value for name, value in status.gpu.items()}):
+        for name, value in values.items():
+            yield Number(name=metric_name("penstock_rank", name), value=value, labels=labels)
+    levels = set(status.loader_levels)
+    for name, value in status.loader.items():
+        if isinstance(value, (int, float)):
+            full = metric_name("penstock_loader", name)
+            yield Number(name=full, value=value, is_total=name not in levels, labels=labels)
+    for source, progress in status.sources.items():
+        for name, value in progress.items():
+            more = {**labels, "source": source}
+            yield Number(name=f"penstock_loader_source_{name}", value=value, help=f"{name} of a source", labels=more)
+    if status.bottleneck:
+        stage = {**labels, "stage": status.bottleneck}
+        yield Number(name="penstock_loader_bottleneck", value=1, help="the stage that limits the loader", labels=stage)

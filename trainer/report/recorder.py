@@ -22,10 +22,13 @@ from ..step import StepResult
 from ..stopwatch import Stopwatch
 from .config import ReportConfig
 from .flops import Compute, FlopCount, device_name
-from .memory import measure_memory
+from .loader_numbers import LoaderNumbers
+from .memory import measure_gpu, measure_memory
 from .observers import open_observers
 from .progress import Progress, Summary, Window
+from .rank_status import RankStatus, State
 from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver
+from .status_writer import StatusWriter
 
 logger = logging.getLogger(__name__)
 # The phases whose seconds go into a record of this kind.
@@ -36,10 +39,14 @@ class Recorder:
     """Collects steps on every rank and passes them to the observers, which only rank 0 has; ``open`` is a collective.
 
     All mutable state: the window of steps since the last record, the mean loss of the window before, what a sample
-    costs to compute, and the seconds of evaluations and saves that were recorded.
+    costs to compute, the seconds of evaluations and saves that were recorded, and what writes this rank's status.
     """
 
-    def __init__(self, progress: Progress, stopwatch: Stopwatch, total_steps: int | None) -> None:
+    def __init__(
+        self, progress: Progress, stopwatch: Stopwatch, total_steps: int | None, loader: object = None
+    ) -> None:
+        self._loader = LoaderNumbers(loader)
+        self._status: StatusWriter | None = None
         self._observers: Sequence[Observer | Callbacks] = ()
         self._progress = progress
         self._stopwatch = stopwatch
@@ -61,16 +68,27 @@ class Recorder:
         self._device = world.device
         if world.is_first:
             try:
-                self._observers = [*given, *open_observers(config, output_dir, self._total_steps)]
+                self._observers = [*given, *open_observers(config, output_dir, self._total_steps, self._list_ranks)]
             except TrainerError as exc:
                 problem = [exc]
         if world.world_size > 1:
             dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise problem[0]
+        if config.status_s is not None:
+            self._status = StatusWriter(
+                world,
+                self._progress,
+                self._stopwatch,
+                LoaderNumbers(self._loader.loader),
+                output_dir=output_dir,
+                every_s=config.status_s,
+                total_steps=self._total_steps,
+            )
 
     def start(self, world: World, model: nn.Module, settings: Values) -> None:
         """Record that training begins, or begins again, on these ranks; and start timing the steps."""
+        self._set_state("training")
         self.record(
             "start",
             {
@@ -120,7 +138,7 @@ class Recorder:
             {
                 "epoch": progress.epoch,
                 **window.describe(self._compute),
-                **(measure_memory(self._device) if self._observers else {}),
+                **(self._measure() if self._observers else {}),
                 "eta_s": eta_s,
                 "updates": progress.updates,
                 "samples": progress.samples,
@@ -129,6 +147,28 @@ class Recorder:
                 **values,
             },
         )
+
+    def _measure(self) -> dict[str, Any]:
+        """What is told beside the steps: memory, the device, disk and network, the loader, how far ranks differ."""
+        gpu = {f"device_{name}": value for name, value in measure_gpu(self._device).items()}
+        newest = None if self._status is None else self._status.newest
+        traffic = {} if newest is None else newest.traffic
+        return {**measure_memory(self._device), **gpu, **traffic, **self._loader.record(), **self._describe_ranks()}
+
+    def _describe_ranks(self) -> dict[str, Any]:
+        """What rank 0 last saw of all ranks' statuses; nothing where it is alone."""
+        found = None if self._status is None else self._status.survey
+        if found is None or found.world_size < 2:
+            return {}
+        slowest = {} if found.slowest is None else {"slowest_rank": found.slowest, "slowest_in": found.skew_phase}
+        return {"bound": found.bound, "skew_s": found.skew_s or 0.0, "stale_ranks": len(found.stale), **slowest}
+
+    def _list_ranks(self) -> Sequence[RankStatus]:
+        return () if self._status is None else self._status.seen
+
+    def _set_state(self, state: State) -> None:
+        if self._status is not None:
+            self._status.state = state
 
     def note(self, text: str) -> None:
         """Record a sentence for people to read."""
@@ -165,6 +205,7 @@ class Recorder:
         self, seconds: float, *, stopped: bool, by_others: bool, metrics: Mapping[str, float], sent: CompressionStats
     ) -> Summary:
         """Record the end of a run of ``seconds`` and sum it up."""
+        self._set_state("idle")
         progress = self._progress
         summary = Summary(
             **progress.counts(),
@@ -192,8 +233,11 @@ class Recorder:
         )
         return summary
 
-    def close(self) -> None:
-        """Close the observers; closing twice is allowed."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the observers, and tell the rank's end, or what ended it; closing twice is allowed."""
+        status, self._status = self._status, None
+        if status is not None:
+            status.close(error)
         observers, self._observers = self._observers, ()
         for observer in observers:
             try:

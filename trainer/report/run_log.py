@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -13,6 +14,7 @@ from ..errors import TrainerError
 
 Point = tuple[int, float | None]  # step, and None for what was not finite
 _PHASE = "seconds_"
+_TAIL_BYTES = 64 << 10
 
 
 @dataclass(kw_only=True)
@@ -158,6 +160,18 @@ def read_run(path: Path) -> RunLog:
     return RunLog(
         path=path, attempts=attempts, damaged_lines=damaged, stalls=list(_read_stalls(path.with_name("stalls")))
     )
+
+
+def read_last(path: Path, kind: str) -> Mapping[str, Any] | None:
+    """The last record of a kind, if it is among the last 64 KiB of the file; None without one or without the file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    records = map(_parse, reversed(lines))
+    return next((record for record in records if record is not None and record["kind"] == kind), None)
 
 
 def _parse(line: str) -> Mapping[str, Any] | None:

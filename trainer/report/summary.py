@@ -9,8 +9,8 @@ from typing import Any
 from .run_log import RunLog
 
 
-def describe_state(run: RunLog, now_s: float) -> str:
-    """In one sentence: whether the run ended, goes on, or has not begun."""
+def describe_state(run: RunLog, now_s: float, *, ago: str = "before this page") -> str:
+    """In one sentence: whether the run ended, goes on, or has not begun; ``ago`` says before what."""
     if not run.attempts:
         return "The run has no records yet: nothing was trained, or the first report.every steps are not done."
     last = run.attempts[-1]
@@ -18,10 +18,10 @@ def describe_state(run: RunLog, now_s: float) -> str:
     of = f" of {total:,}" if isinstance(total, int) else ""
     if last.end is not None:
         return f"Training ended after step {last.last_step:,}{of}, at {clock(last.ended_s)}."
-    ago = duration(max(0.0, now_s - last.ended_s))
+    passed = duration(max(0.0, now_s - last.ended_s))
     return (
         f"At step {last.last_step:,}{of}. No end is recorded: the run goes on, or it was ended by force or an error. "
-        f"The last record is from {clock(last.ended_s)}, {ago} before this page."
+        f"The last record is from {clock(last.ended_s)}, {passed} {ago}."
     )
 
 

@@ -135,7 +135,11 @@ def test_a_run_trains_resumes_keeps_and_exports_as_with_a_folder(
     assert_same(found[1], found[0])
     assert list_stored(bucket) == [9, 8]
     assert keys_in(bucket) == named_keys(bucket)
-    assert sorted(path.name for path in (tmp_path / "remote").iterdir()) == ["metrics.jsonl", "weights.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "remote").iterdir()) == [
+        "metrics.jsonl",
+        "ranks",
+        "weights.safetensors",
+    ]
 
 
 def test_training_goes_back_after_a_loss_spike_as_in_a_folder(

@@ -1,0 +1,186 @@
+"""``penstock top``: the ranks of a training run, live."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ..loader.errors import ConfigError
+from ..storage.timeline import Event, write_chrome_trace
+from ..trainer.errors import TrainerError
+from ..trainer.report.rank_status import FOLDER, RankStatus, Silence, read_ranks
+from ..trainer.report.run_log import find_log, read_last, read_run
+from ..trainer.report.summary import describe_state
+from ..trainer.report.survey import Survey, survey
+from ..trainer.report.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
+from .common import Flag, console, format_count, parse, print_json
+from .top_view import View, show_view
+
+_EVERY_S = 1.0
+_PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopArguments:
+    """Show the ranks of a training run live: rates, waits, phases, memory; who is slowest, what bounds it and what to
+    change.
+
+    Each rank writes a small file into the run's output_dir; where nodes share no disk, a node shows its own ranks.
+    Ctrl-C ends it, and the run goes on. In a pipe it prints one view.
+
+    example:  penstock top runs/digits
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="")]
+    """The output_dir of a run."""
+
+    once: Flag = False
+    """Print one view, and end."""
+
+    json: Flag = False
+    """Print one view as JSON."""
+
+    timeline: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Have every rank record what its threads do, and write that as one Chrome trace, to open in ui.perfetto.dev."""
+
+    seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 5.0
+    """How many seconds to record for --timeline; at most 60."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    given = parse(TopArguments, "top", arguments)
+    folder = _find_run(Path(given.run))
+    if given.timeline is not None:
+        return _record_timeline(folder, Path(given.timeline), given.seconds)
+    if given.json:
+        print_json(_describe(folder))
+        return 0
+    if given.once or not sys.stdout.isatty():
+        show_view(console(), _look(folder, Silence()))
+        return 0
+    try:
+        _watch(folder)
+    except KeyboardInterrupt:  # the usual way to leave
+        print()
+    return 0
+
+
+def _find_run(path: Path) -> Path:
+    """The output_dir of a run that was begun.
+
+    Raises:
+        TrainerError: there is none.
+    """
+    if not path.is_dir() or not (path / FOLDER).is_dir():
+        return find_log(path).parent
+    return path
+
+
+def _look(folder: Path, silence: Silence) -> View:
+    """What there is to see; ``silence`` is kept between calls."""
+    ranks = read_ranks(folder)
+    silent_s = silence.note(ranks)
+    found = survey(ranks, time.time(), silent_s=silent_s)
+    is_running = any(one.state in ("starting", "training", "idle") and one.rank not in found.stale for one in ranks)
+    return View(
+        name=str(folder),
+        ranks=ranks,
+        survey=found,
+        last=read_last(folder / "metrics.jsonl", "train"),
+        state="" if is_running else _explain(folder, ranks, found),
+    )
+
+
+def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
+    """Why nobody trains here."""
+    failed = [one for one in ranks if one.state == "failed"]
+    if failed:
+        first = min(failed, key=lambda one: one.time)
+        return f"The run failed. Rank {first.rank} on {first.host}: {first.error}"
+    path = folder / "metrics.jsonl"
+    told = describe_state(read_run(path), time.time(), ago="ago") if path.is_file() else ""
+    if found.stale:
+        return (
+            f"No rank has told of itself for {min(found.stale.values()):.0f} s: the run was ended by force, or its "
+            f"nodes or their disk hang. {told}"
+        ).rstrip()
+    if not ranks:
+        return f"No rank tells of itself here: report.status_s is off, or they write elsewhere. {told}".rstrip()
+    return told or "The run has ended."
+
+
+def _watch(folder: Path) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    screen = console()
+    silence = Silence()
+    with Live(console=screen, auto_refresh=False, transient=False) as live:
+        while True:
+            view = _look(folder, silence)
+            live.update(Group(*view.render(screen.width, rows=max(4, screen.height - 8))), refresh=True)
+            if view.state and all(one.state in ("ended", "failed") for one in view.ranks):
+                return
+            time.sleep(_EVERY_S)
+
+
+def _describe(folder: Path) -> Mapping[str, Any]:
+    view = _look(folder, Silence())
+    return {
+        "running": not view.state,
+        "state": view.state,
+        "survey": asdict(view.survey),
+        "ranks": [asdict(one) for one in view.ranks],
+        "train": view.last,
+    }
+
+
+def _record_timeline(folder: Path, path: Path, seconds: float) -> int:
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(f"seconds={seconds:g} must be above 0 and at most {LONGEST_S:g}")
+    view = _look(folder, Silence())
+    awaited = {
+        one.rank for one in view.ranks if one.state in ("training", "idle") and one.rank not in view.survey.stale
+    }
+    if not awaited:
+        raise TrainerError(f"{folder}: no rank trains now that could record a timeline. {view.state}")
+    try:
+        write_chrome_trace(path, ())  # what cannot be written is told before the wait, not after it
+        request = ask_for_timeline(folder, seconds)
+    except OSError as exc:
+        raise TrainerError(f"{path} or {folder / FOLDER} cannot be written ({exc.strerror or exc})") from exc
+    period_s = max(one.every_s for one in view.ranks)
+    print(f"{format_count(len(awaited), 'rank')} record for {seconds:g} s", file=sys.stderr)
+    parts: dict[int, list[Event]] = {}
+    try:
+        deadline_s = time.monotonic() + seconds + _PATIENCE_S + 3 * period_s
+        while not awaited <= set(parts) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+            parts = take_parts(folder, request)
+    finally:
+        withdraw(folder, request)
+    if not parts:
+        raise TrainerError(
+            f"{folder}: no rank answered within {seconds + _PATIENCE_S + 3 * period_s:.0f} s; are they alive?"
+        )
+    count = write_chrome_trace(
+        path, [_of_rank(event, rank) for rank, events in sorted(parts.items()) for event in events]
+    )
+    late = sorted(awaited - set(parts))
+    if late:
+        print(f"no answer from ranks {', '.join(map(str, late))}", file=sys.stderr)
+    console().print(
+        f"{path}: {count:,} spans of {format_count(len(parts), 'rank')}; open it in https://ui.perfetto.dev"
+    )
+    return 0
+
+
+def _of_rank(event: Event, rank: int) -> Event:
+    """The event with the rank in place of the process id, which hosts may have in common."""
+    return {**event, "pid": rank}

@@ -1,0 +1,147 @@
+"""``penstock top``, as it is called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import run
+from penstock.trainer.report.rank_status import RankStatus, status_path
+
+
+def write(folder: Path, rank: int = 0, world_size: int = 2, **values: Any) -> None:
+    """A rank that trains, as its status says."""
+    now_s = time.time()
+    start = {"host": "node-a", "pid": 7, "device": "cpu", "time": now_s, "every_s": 1.0, "began_s": now_s - 60}
+    seconds = {"fetch": 0.1, "forward": 3.0, "backward": 6.0}
+    rates = {"state": "training", "window_s": 10.0, "steps": 100, "step": 120, "phase": "backward", "seconds": seconds}
+    more = {"samples_per_s": 640.0, "total_steps": 500, "memory": {"host_memory_bytes": 1 << 30}}
+    recent = {"bottleneck": "consumer", "ready_batches": 12}
+    status = RankStatus(rank=rank, world_size=world_size, **{**start, **rates, **more, "recent": recent, **values})
+    (folder / "ranks").mkdir(exist_ok=True)
+    status_path(folder, rank).write_text(status.to_text())
+
+
+def look(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> tuple[str, list[str]]:
+    """(what is printed, in one line; the lines), none of which is wider than 80 columns."""
+    assert run(["top", str(folder), "--once", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    return " ".join(" ".join(lines).split()), lines
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    folder = Path("run")
+    folder.mkdir()
+    line = {"kind": "train", "step": 120, "time": time.time(), "loss": 0.25, "eta_s": 3723.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return folder
+
+
+def test_a_row_a_rank_says_what_it_does_and_a_sentence_what_to_change(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, 0)
+    write(folder, 1, seconds={"fetch": 0.1, "forward": 7.0, "backward": 2.0}, phase="forward", phase_s=3.2)
+    text, lines = look(capsys, folder)
+    assert text.startswith("run step 120 of 500 epoch 0 2 ranks 1,280 samples/s 100 ms a step loss 0.25 ETA 1:02:03 ")
+    rows = [" ".join(line.split()) for line in lines]
+    assert "rank doing samples/s data others ready limit memory" in rows
+    assert "0 backward 640 1% 40% 12 consumer 1.0 GiB" in rows
+    assert "1 forward 3.2 s 640 1% 0% 12 consumer 1.0 GiB" in rows
+    assert "Rank 1 on node-a is slowest: 40 ms of 100 ms a step more than the others, in forward." in text
+
+
+def test_silent_ranks_failed_ranks_and_those_on_other_disks_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, 0, 8)
+    write(folder, 1, 8, time=time.time() - 45)
+    text, _ = look(capsys, folder)
+    assert "Rank 1 has told nothing for 45 s, and the others wait: stopped, dead, or the disk of the node" in text
+    assert "Ranks 2 to 7: not seen here." in text
+    write(folder, 0, 8, state="failed", error="ValueError: \x1b[2Jbad labels")
+    text, _ = look(capsys, folder)
+    assert "The run failed. Rank 0 on node-a: ValueError: \\x1b[2Jbad labels" in text
+
+
+def test_many_columns_and_odd_names_fit_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {"host_memory_bytes": 900e9, "device_memory_reserved_bytes": 79e9}
+    for rank in range(3):
+        host = f"a-very-long-name-of-a-host-{rank}.internal"
+        rates = {"samples_per_s": 123456.7, "phase": "evaluation fetch", "phase_s": 12345.0}
+        write(folder, rank, 3, host=host, memory=memory, gpu={"utilisation": 0.98}, **rates)
+    text, lines = look(capsys, folder)
+    assert "GPU" in text
+    assert sum("evaluation fetch 206 min" in line for line in lines) == 3
+
+
+def test_a_run_that_ended_or_was_killed_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, 0, time=time.time() - 100)
+    write(folder, 1, time=time.time() - 90)
+    text, _ = look(capsys, folder)
+    assert "No rank has told of itself for 90 s: the run was ended by force, or its nodes or their disk hang." in text
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "end", "step": 500, "time": time.time(), "loss": 0.1}) + "\n")
+    for rank in range(2):
+        write(folder, rank, state="ended", time=time.time() - 90)
+    text, _ = look(capsys, folder)
+    assert "Training ended after step 500" in text
+    assert run(["top", str(folder), "--timeline", "t.json"]) == 2
+    assert "no rank trains now that could record a timeline. Training ended" in capsys.readouterr().err
+    assert not Path("t.json").exists()
+
+
+def test_what_never_was_a_run_is_an_error_and_one_without_statuses_is_told_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["top", "nothing"]) == 2
+    assert "nothing is no folder or file; give the output_dir of a run" in capsys.readouterr().err
+    assert run(["top", str(tmp_path)]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    text, _ = look(capsys, folder)
+    assert "No rank tells of itself here: report.status_s is off, or they write elsewhere. At step 120." in text
+    (folder / "metrics.jsonl").write_text("")
+    assert "has no records yet" in look(capsys, folder)[0]
+
+
+def test_json_has_all_that_the_ranks_say_and_the_judgement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        write(folder, rank)
+    assert run(["top", str(folder / "metrics.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["running"], found["state"], found["survey"]["bound"]) == (True, "", "devices")
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    assert found["ranks"][0]["recent"]["ready_batches"] == 12
+    assert found["train"]["loss"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--timeline", "t.json", "--seconds", "61"], "--seconds 61 must be above 0 and at most 60"),
+        (["--timeline", "no/t.json"], "no/t.json or run/ranks cannot be written (No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    write(folder, 0, 1)
+    assert run(["top", str(folder), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_top_needs_no_torch(folder: Path) -> None:
+    write(folder, 0, 1)
+    code = f"import sys; from penstock.cli import run; run(['top', {str(folder)!r}]); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

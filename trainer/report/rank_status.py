@@ -1,0 +1,173 @@
+"""What a rank says of itself while it trains: one small file a rank in ``output_dir/ranks``. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = "ranks"
+VERSION = 1
+_NAME = re.compile(r"rank-(\d+)\.json")
+_MOST_BYTES = 64 << 10
+
+State = Literal["starting", "training", "idle", "ended", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank at ``time``; rates and seconds are those of the last ``window_s`` seconds.
+
+    Attributes:
+        state: "idle" is between two calls of ``train``; "ended" and "failed" are final.
+        error: why it failed.
+        every_s: how often it writes.
+        phase, phase_s: what its training loop does, and for how long already.
+        doing: what its loader waits for, where it does.
+        steps, seconds: steps of the window, and seconds by phase in it.
+        samples_per_s: of this rank alone; None where the loader does not count.
+        memory, gpu, traffic: bytes; shares, watts; bytes per second.
+        loader, recent: the loader's metrics since it was made, and of the window.
+        loader_levels: the names of those that go up and down.
+        advice: what the loader would have changed.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    device: str
+    time: float
+    every_s: float
+    began_s: float
+    sequence: int = 0
+    state: State = "starting"
+    error: str = ""
+    step: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    phase: str = ""
+    phase_s: float = 0.0
+    doing: str = ""
+    window_s: float = 0.0
+    steps: int = 0
+    samples_per_s: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    gpu: Mapping[str, float] = field(default_factory=dict)
+    traffic: Mapping[str, float] = field(default_factory=dict)
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    recent: Mapping[str, Any] = field(default_factory=dict)
+    loader_levels: Sequence[str] = field(default_factory=list)
+    advice: str = ""
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.steps / self.window_s if self.window_s > 0 else 0.0
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """The share of the window in which training waited for batches."""
+        return self.share("fetch") if self.window_s > 0 else None
+
+    @property
+    def sources(self) -> Mapping[str, Mapping[str, float]]:
+        """Of a loader of a mixture: numbers by source and name."""
+        found = self.loader.get("sources")
+        return {
+            source: {name: value for name, value in progress.items() if isinstance(value, (int, float))}
+            for source, progress in (found.items() if isinstance(found, dict) else ())
+            if isinstance(progress, dict)
+        }
+
+    @property
+    def bottleneck(self) -> str:
+        return str(self.recent.get("bottleneck", ""))
+
+    def share(self, *phases: str) -> float:
+        """The share of the window that these phases took."""
+        return sum(self.seconds.get(name, 0.0) for name in phases) / self.window_s if self.window_s > 0 else 0.0
+
+    def to_text(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, default=str)
+
+
+def parse_status(text: str | bytes) -> RankStatus | None:
+    """A status from its file's text; None for what is none, such as one of a later version."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+        return None
+    known = {one.name: one for one in fields(RankStatus)}
+    try:
+        status = RankStatus(**{name: value for name, value in found.items() if name in known})
+    except TypeError:
+        return None
+    numbers = [
+        status.rank,
+        status.world_size,
+        status.time,
+        status.every_s,
+        status.began_s,
+        status.step,
+        status.window_s,
+    ]
+    numbers += [status.epoch, status.steps, status.phase_s]
+    maps = (status.seconds, status.memory, status.gpu, status.traffic)
+    if not all(isinstance(one, dict) for one in (*maps, status.loader, status.recent)):
+        return None
+    numbers += [number for one in maps for number in one.values()]
+    texts = (status.host, status.phase, status.state, status.error, status.doing, status.advice)
+    is_sound = all(isinstance(one, (int, float)) for one in numbers) and all(isinstance(one, str) for one in texts)
+    return status if is_sound and 0 <= status.rank < status.world_size else None
+
+
+def status_path(output_dir: Path, rank: int) -> Path:
+    return output_dir / FOLDER / f"rank-{rank:05d}.json"
+
+
+def read_ranks(output_dir: Path) -> list[RankStatus]:
+    """The ranks of the newest start that are known in this folder, in order; what cannot be read is left out."""
+    folder = output_dir / FOLDER
+    try:
+        paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    except OSError:
+        return []
+    found = []
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                status = parse_status(file.read(_MOST_BYTES))
+        except OSError:
+            continue
+        if status is not None:
+            found.append(status)
+    if not found:
+        return []
+    newest = max(found, key=lambda one: one.began_s)
+    return [one for one in found if one.rank < newest.world_size and one.world_size == newest.world_size]
+
+
+class Silence:
+    """For how long each rank has written nothing new: by this process's own clock, once it has seen a rank before.
+
+    Of a rank that is seen for the first time, only the hosts' clocks tell how old its file is.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[tuple[float, int], float, float]] = {}  # which file, since when, and its age then
+
+    def note(self, ranks: Sequence[RankStatus]) -> dict[int, float]:
+        """Seconds by rank, given what was read a moment ago."""
+        now_s = time.monotonic()
+        for one in ranks:
+            known, this = self._seen.get(one.rank), (one.began_s, one.sequence)
+            if known is None or known[0] != this:
+                self._seen[one.rank] = (this, now_s, max(0.0, time.time() - one.time) if known is None else 0.0)
+        return {one.rank: now_s - self._seen[one.rank][1] + self._seen[one.rank][2] for one in ranks}
