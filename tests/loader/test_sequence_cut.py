@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_mesh import mesh_of
 
-from penstock import DistributedDataLoader, SequenceCut, TokensFormat
+from penstock import DistributedDataLoader, Mixture, SequenceCut, TokensFormat
 from penstock.loader import ConfigError
 
 LENGTH = 16
@@ -26,7 +26,7 @@ def tokens(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def make(source: str, part: int, parts: int, **options: Any) -> DistributedDataLoader[Any]:
+def make(source: Any, part: int, parts: int, **options: Any) -> DistributedDataLoader[Any]:
     mesh = mesh_of(("dp", "cp"), (2, parts), (1, part))
     given = {"batch_size": 4, "format": FORMAT, "mesh": mesh, "sequence_cut": SequenceCut(["tokens"])} | options
     return DistributedDataLoader(source, **given)
@@ -162,3 +162,16 @@ def test_cuts_that_cannot_be_made_are_refused_by_the_constructor(tokens, options
 def test_a_cut_without_fields_or_of_unknown_order_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         SequenceCut(*arguments)
+
+
+@pytest.mark.parametrize("transform", [None, add_labels])
+def test_batches_of_mixtures_are_cut_too(tokens, transform):
+    seen = []
+    for part in range(2):
+        with make(Mixture({tokens: 1.0, f"{tokens}/a.bin": 1.0}), part, 2, transform=transform) as loader:
+            batch = next(iter(loader))
+            assert torch.equal(batch["tokens"] % LENGTH, batch["__positions__"])
+            seen.append(batch["tokens"] // LENGTH)
+    assert torch.equal(*seen)
+    with pytest.raises(ConfigError, match=r"fields_by_stage= with a Mixture"):
+        make(Mixture({tokens: 1.0}), 0, 2, fields_by_stage={"tokens": 0})
