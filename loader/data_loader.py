@@ -213,7 +213,9 @@ class DistributedDataLoader(Standing, Control, Owner, Generic[BatchT]):
             data_dims,
             max_bad_chunks=max_bad_chunks,
             may_drop=may_drop,
-            keeps_by_all=dropping is not None and dropping.asks_about_all,
+            keeps_by_all=reshaping is not None and reshaping.asks_about_all,
+            packs=packing is not None,
+            has_collate=collate is not None,
         )
         self._counters = Counters()
         common = Common(

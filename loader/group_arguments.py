@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .arguments import fields_of
 from .dataset.manifest import Manifest
 from .decoding.batch import BatchOptions
+from .errors import ConfigError
 from .sequence_cut import PlacedCut, SequenceCut
 from .stages import FieldsByStage, StageFields
 
@@ -37,7 +38,19 @@ class GroupArguments:
         max_bad_chunks: int,
         may_drop: bool,
         keeps_by_all: bool,
+        packs: bool,
+        has_collate: bool,
     ) -> GroupArguments:
+        if packs and fields_by_stage is not None:
+            raise ConfigError(
+                "fields_by_stage= with packing=: all stages pack the same documents, and so read them; leave out "
+                "fields_by_stage=, and use on each stage what it needs of the batches"
+            )
+        if packs and sequence_cut is not None and not has_collate:
+            raise ConfigError(
+                "sequence_cut= with packing= and no collate=: labels must be shifted before sequences are cut, and "
+                "cu_seqlens fit whole ones alone; make tensors of the sequences and their labels in collate="
+            )
         stages = StageFields.read(
             fields_by_stage,
             mesh,

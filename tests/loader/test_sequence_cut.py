@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_mesh import mesh_of
 
-from penstock import DistributedDataLoader, Mixture, SequenceCut, TokensFormat
+from penstock import DistributedDataLoader, Mixture, Packing, SequenceCut, TokensFormat
 from penstock.loader import ConfigError
 
 LENGTH = 16
@@ -175,3 +175,29 @@ def test_batches_of_mixtures_are_cut_too(tokens, transform):
     assert torch.equal(*seen)
     with pytest.raises(ConfigError, match=r"fields_by_stage= with a Mixture"):
         make(Mixture({tokens: 1.0}), 0, 2, fields_by_stage={"tokens": 0})
+
+
+def label(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Packed sequences with their labels: -100 where nothing is predicted."""
+    batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in ("tokens", "position_ids")}
+    predicted = torch.from_numpy(np.stack([row["loss_mask"] for row in rows]))
+    labels = batch["tokens"].roll(-1, dims=1).masked_fill(~predicted.roll(-1, dims=1), -100)
+    labels[:, -1] = -100
+    return batch | {"labels": labels}
+
+
+def test_packed_sequences_are_cut_with_the_labels_that_collate_makes(tokens):
+    packing, mesh = Packing(seq_len=32, method="concat"), mesh_of(("dp", "cp"), (1, 2), (0, 1))
+    with DistributedDataLoader(
+        tokens, batch_size=4, format=FORMAT, packing=packing, collate=label, rank=0, world_size=1
+    ) as plain:
+        whole = next(iter(plain))
+    cut = SequenceCut(["tokens", "labels", "position_ids"])
+    with make(tokens, 1, 2, mesh=mesh, packing=packing, collate=label, sequence_cut=cut) as loader:
+        batch = next(iter(loader))
+    for name in cut.fields:
+        assert torch.equal(batch[name], whole[name].gather(1, batch["__positions__"]))
+    with pytest.raises(ConfigError, match="labels must be shifted before"):
+        make(tokens, 1, 2, mesh=mesh, packing=packing)
+    with pytest.raises(ConfigError, match="all stages pack the same documents"):
+        make(tokens, 1, 2, mesh=mesh, packing=packing, sequence_cut=None, fields_by_stage={"tokens": 0})
