@@ -15,6 +15,7 @@ from .loader import MdsFormat as MdsFormat
 from .loader import Mixture as Mixture
 from .loader import Packing as Packing
 from .loader import ParquetFormat as ParquetFormat
+from .loader import SequenceCut as SequenceCut
 from .loader import Source as Source
 from .loader import Subset as Subset
 from .loader import TarFormat as TarFormat

@@ -51,7 +51,9 @@ from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk
 from .reading.quarantine import BadChunkWarning as BadChunkWarning
+from .sequence_cut import SequenceCut as SequenceCut
 from .serving import serve_metrics as serve_metrics
+from .stages import FieldsByStage as FieldsByStage
 from .streams.keep import Keep as Keep
 from .streams.keep import KeepChoice as KeepChoice
 from .tools.audit import AuditReport as AuditReport

@@ -72,13 +72,18 @@ def make_share(
     return Share(rank, world_size, global_batch_size, pad=pad)
 
 
+def fields_of(manifest: Manifest) -> list[str]:
+    """The fields of the data set's samples, with their key where they have one."""
+    return [*manifest.fields, *([KEY_COLUMN] if manifest.format in _WITH_KEYS else [])]
+
+
 def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: DecodeChoice) -> list[str] | None:
     """The ``columns``. Refuses fields that the data set does not have, and decoders that would never be called.
 
     Raises:
         ConfigError: names the fields, and those that there are.
     """
-    fields = [*manifest.fields, *([KEY_COLUMN] if manifest.format in _WITH_KEYS else [])]
+    fields = fields_of(manifest)
     names = None if columns is None else list(columns)
     if names is not None:
         unknown = [name for name in names if name not in fields]

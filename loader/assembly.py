@@ -97,6 +97,11 @@ class Reshaping:
         """The packer, and how many samples it packs together."""
         return None if self.packer is None else (self.packer, self.packer.choose_unit(mean_row_bytes(manifest)))
 
+    @property
+    def asks_about_all(self) -> bool:
+        """Whether ``keep=`` is asked about whatever fields are delivered."""
+        return self.sieve is not None and self.sieve.columns is None
+
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
         """The decoded ``columns``, and those that ``keep=`` asks about. Raises ConfigError where one is unknown."""
         if self.sieve is not None and self.sieve.columns is None and self.packer is not None:

@@ -30,6 +30,7 @@ from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
 from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
+from .group_arguments import GroupArguments
 from .limits import parse_bytes
 from .metrics import Counters
 from .mixtures.mixture import Mixture
@@ -47,6 +48,8 @@ from .pipeline.device import resolve_cuda
 from .ranks import check_rank
 from .reading.quarantine import BadChunk
 from .resources import Owner
+from .sequence_cut import SequenceCut
+from .stages import FieldsByStage
 from .standing import Standing
 from .streams.keep import KeepChoice
 from .views.samples import DatasetView
@@ -110,6 +113,10 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             found is compared with torch.distributed again at the first batch.
         mesh, data_dims: a ``DeviceMesh`` instead, and its dimensions along which samples differ (by default those with
             the usual names, such as dp and dp_shard); along all others, such as tp and pp, samples are the same.
+        fields_by_stage: fields that only some stages of the mesh's pipeline dimension read, decode and hand out, like
+            ``{"tokens": "first", "labels": "last"}``, or by number.
+        sequence_cut: a ``SequenceCut`` of the fields of which each process along the mesh's context dimension gets its
+            part, with ``batch["__positions__"]``.
         storage_options: credentials, endpoint and the like for the store.
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with its own settings, such as ``TokensFormat(seq_len=2048)``; None detects it.
@@ -159,6 +166,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         world_size: int | None = None,
         mesh: DeviceMesh | None = None,
         data_dims: Sequence[str] | None = None,
+        fields_by_stage: FieldsByStage | None = None,
+        sequence_cut: SequenceCut | None = None,
         storage_options: Mapping[str, Any] | None = None,
         with_ids: bool = False,
         format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
@@ -177,6 +186,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 cost=cost,
                 bucket=bucket,
                 batch_tokens=batch_tokens,
+                fields_by_stage=fields_by_stage,
             )
         check_shuffle(shuffle)
         check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
@@ -197,9 +207,21 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         FieldDecoders(decode, raw, processes)
         check_at_least("processes", processes, 0)
         check_at_least("max_bad_chunks", max_bad_chunks, 0)
+        group = GroupArguments.read(
+            fields_by_stage,
+            sequence_cut,
+            mesh,
+            data_dims,
+            max_bad_chunks=max_bad_chunks,
+            may_drop=may_drop,
+            keeps_by_all=reshaping is not None and reshaping.asks_about_all,
+            packs=packing is not None,
+            has_collate=collate is not None,
+        )
         self._counters = Counters()
         common = Common(
             share=share,
+            group=group,
             resources=self._resources,
             counters=self._counters,
             batch_options=batch_options,

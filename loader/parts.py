@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from .decoding.row_work import RowWork
 from .decoding.worker_pool import WorkerPool
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
+from .group_arguments import GroupArguments
 from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import MixtureParts, open_mixture
@@ -51,6 +52,7 @@ class Common:
     """The arguments of a loader, checked, that mean the same for whatever it reads. ``ordering`` makes its order."""
 
     share: Share
+    group: GroupArguments
     resources: Resources
     counters: Counters
     batch_options: BatchOptions
@@ -148,6 +150,7 @@ def open_one(
         **common.ordering,
     )
     names = check_names(manifest, common.columns, common.decode)
+    names, batch_options = common.group.open(manifest, names, common.batch_options)
     read = names
     if reshaping is not None:
         names = reshaping.columns_of_batches(manifest, names)
@@ -164,7 +167,7 @@ def open_one(
     quarantine = Quarantine(chunks, common.max_bad_chunks, selection)
     look = Look(
         chunks.apart(names),
-        common.batch_options,
+        batch_options,
         decoders,
         common.max_bad_chunks,
         common.threads,
@@ -176,7 +179,7 @@ def open_one(
     make_pipeline = partial(
         Pipeline,
         source=chunks,
-        batch_options=common.batch_options,
+        batch_options=batch_options,
         decoders=decoders,
         counters=common.counters,
         workers=common.resources.workers,
@@ -225,7 +228,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         max_bad_chunks=common.max_bad_chunks,
     )
     common.resources.store = parts.sources
-    options = parts.batch_options(common.batch_options)
+    options = replace(parts.batch_options(common.batch_options), finish=common.group.cut)
     common.start_workers(options.work, parts.sources[0].options.decode)
 
     def fit_options(order: Order) -> PipelineOptions:

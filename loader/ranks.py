@@ -25,10 +25,9 @@ _DATA_DIMS = {
     *("dp", "data", "data_parallel", "ddp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp"),
     *("dp_shard_mod_ep", "dp_shard_in_ep"),
 }
-_MODEL_DIMS = {
-    *("tp", "tensor", "tensor_parallel", "pp", "pipe", "pipeline", "pipeline_parallel"),
-    *("cp", "context", "sp", "sequence"),
-}
+PIPELINE_DIMS = ("pp", "pipe", "pipeline", "pipeline_parallel")
+CONTEXT_DIMS = ("cp", "context", "context_parallel")
+_MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "sp", "sequence", *PIPELINE_DIMS, *CONTEXT_DIMS}
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -63,6 +62,54 @@ def find_rank_in_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | str | None) -
     """
     refuse_worker()
     names = tuple(mesh.mesh_dim_names or ())
+    chosen = _choose_data_dims(mesh, names, data_dims)
+    coordinate = _coordinate(mesh)
+    places = [place for place, name in enumerate(names) if name in chosen] if names else [0]
+    rank = 0
+    for place in places:
+        rank = rank * mesh.size(place) + coordinate[place]
+    return rank, math.prod(mesh.size(place) for place in places)
+
+
+def find_place_in_mesh(
+    mesh: DeviceMesh | None,
+    data_dims: Sequence[str] | str | None,
+    *,
+    argument: str,
+    usual: Sequence[str],
+    named: str | None = None,
+) -> tuple[int, int]:
+    """Where this process is along one dimension of a mesh along which samples are the same, and how many places it has.
+
+    It is the dimension ``named``, else the one that has one of the ``usual`` names. ``argument`` is what needs it.
+
+    Raises:
+        ConfigError: there is no such dimension, or samples differ along it, or this process is not in the mesh.
+    """
+    if mesh is None:
+        raise ConfigError(f"{argument} without a mesh: give mesh= too, with a dimension named {' or '.join(usual)}")
+    names = tuple(mesh.mesh_dim_names or ())
+    fitting = [name for name in names if (name in usual if named is None else name == named)]
+    if len(fitting) != 1:
+        wanted = f"{named!r}" if named is not None else f"{' or '.join(usual)}"
+        problem = f"{fitting} are several of" if fitting else "none is"
+        raise ConfigError(
+            f"{argument} and a mesh with the dimensions {', '.join(names) or '(no names)'}: {problem} {wanted}; give "
+            "the whole mesh, not a slice of it, with names from init_device_mesh"
+        )
+    if fitting[0] in _choose_data_dims(mesh, names, data_dims):
+        raise ConfigError(
+            f"{argument} along the mesh's dimension {fitting[0]!r}, along which samples differ "
+            f"(data_dims={data_dims}); it needs one along which they are the same"
+        )
+    dim = names.index(fitting[0])
+    return _coordinate(mesh)[dim], int(mesh.size(dim))
+
+
+def _choose_data_dims(
+    mesh: DeviceMesh, names: tuple[str, ...], data_dims: Sequence[str] | str | None
+) -> tuple[str, ...]:
+    """The dimensions along which samples differ. Raises ConfigError where that is not clear."""
     if not names and mesh.ndim > 1:
         raise ConfigError(f"mesh={mesh}: its dimensions have no names; give mesh_dim_names to init_device_mesh")
     if data_dims is None:
@@ -72,23 +119,24 @@ def find_rank_in_mesh(mesh: DeviceMesh, data_dims: Sequence[str] | str | None) -
             problem = f"whether samples differ along {unknown} is not known" if unknown else "none shares out data"
             raise ConfigError(
                 f"mesh with the dimensions {', '.join(names)}: {problem}; name those along which samples differ, as in "
-                "data_dims=['dp']; where all get the same samples, give rank=0, world_size=1 instead of the mesh"
+                "data_dims=['dp']; where all get the same samples, make the mesh with a dimension 'dp' of size 1, or "
+                "give rank=0, world_size=1 instead of it"
             )
     else:
         chosen = (data_dims,) if isinstance(data_dims, str) else tuple(data_dims)
         missing = [name for name in chosen if name not in names]
         if missing or not chosen:
             raise ConfigError(f"data_dims={chosen}: {missing or 'nothing'} is not among the mesh's dimensions, {names}")
+    return chosen
+
+
+def _coordinate(mesh: DeviceMesh) -> list[int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(
             f"mesh={mesh}: this process is not in it, so it has no share of the data; make no loader here"
         )
-    places = [place for place, name in enumerate(names) if name in chosen] if names else [0]
-    rank = 0
-    for place in places:
-        rank = rank * mesh.size(place) + int(coordinate[place])
-    return rank, math.prod(mesh.size(place) for place in places)
+    return [int(place) for place in coordinate]
 
 
 def own_process() -> int:

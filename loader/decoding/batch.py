@@ -55,6 +55,8 @@ class BatchOptions:
     ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch.
 
     ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
+
+    ``finish`` maps each batch, complete, and its number of rows to the batch that is handed out.
     """
 
     transform: Callable[..., Sample | None] | None = None
@@ -64,6 +66,7 @@ class BatchOptions:
     seed: int = 0
     may_drop: bool = False
     identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
+    finish: Callable[[Batch, int], Batch] | None = None
 
     @property
     def work(self) -> RowWork:
@@ -122,9 +125,15 @@ class BatchMaker:
         return extras
 
     def complete(self, batch: dict[str, Any], ids: IntArray, num_rows: int, num_valid: int) -> dict[str, Any]:
-        """A batch of fields with those that the loader adds, cut to the rows that it has."""
+        """A batch of fields with those that the loader adds, cut to the rows that it has, as it is handed out."""
         batch = {**batch, **self.extras(ids, num_valid)}
-        return batch if num_rows == len(ids) else {name: values[:num_rows] for name, values in batch.items()}
+        whole = batch if num_rows == len(ids) else {name: values[:num_rows] for name, values in batch.items()}
+        finished: dict[str, Any] = self.finish(whole, num_rows)
+        return finished
+
+    def finish(self, batch: Batch, num_rows: int) -> Batch:
+        """A batch as it is handed out."""
+        return batch if self.options.finish is None else self.options.finish(batch, num_rows)
 
     def is_stopped(self) -> bool:
         """Whether batches are no longer wanted."""
@@ -308,7 +317,7 @@ class JoinedBatch(UnfinishedBatch):
         for name, extra in maker.extras(self.ids, self.num_valid).items():
             for sample, value in zip(self.samples, extra.tolist(), strict=True):
                 sample[name] = value
-        return maker.options.collate(self.samples[: self.num_rows])
+        return maker.finish(maker.options.collate(self.samples[: self.num_rows]), self.num_rows)
 
     def cancel(self) -> None:
         pass

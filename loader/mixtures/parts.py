@@ -32,6 +32,7 @@ _OF_SOURCES = {
     "packing": "documents of a mixture are not packed yet; pack each data set by a loader of its own",
     "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
     "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
+    "fields_by_stage": "not offered yet; give the loaders of each stage their own columns=",
     "batch_tokens": "the weights of a mixture count samples; give batch_size= or global_batch_size=",
 }
 

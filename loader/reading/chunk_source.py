@@ -62,13 +62,16 @@ class ChunkSource:
     def load(self, index: int) -> Block:
         """Fetch and open a chunk. Wrong bytes are fetched anew, past any cache, thrice before they are an error.
 
-        What is damaged where it lies comes alike each time; a path that damages a share of all answers does not.
+        What is damaged where it lies comes alike each time; a path that damages a share of all answers does not. Where
+        no column is wanted, nothing is read.
 
         Raises:
             StorageError, FormatError, ChecksumError, ConfigError.
             MemoryLimitError: the chunk alone takes more than it may.
         """
         chunk = replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
+        if self.columns is not None and not self.columns:
+            return Block(chunk.samples, 0)
         for _ in range(_REFETCHES):
             try:
                 return self._load(index, chunk)
@@ -132,5 +135,7 @@ class ChunkSource:
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
+        if self.columns is not None and not self.columns:
+            return 0
         length, memory = int(self.manifest.lengths[index]), int(self.manifest.memory[index])
         return length if memory == length else length + memory

@@ -42,7 +42,7 @@ class PackedBatch(UnfinishedBatch):
         except CancelledError as exc:
             raise LoaderClosedError("the loader was closed while a batch was being made") from exc
         self._maker.counters.add(**counted)
-        return batch
+        return self._maker.finish(batch, self._num_rows)
 
     def _make(self) -> tuple[Any, dict[str, int]]:
         """The batch and what it adds to the metrics. On a thread of the pool."""

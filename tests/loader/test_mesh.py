@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_mesh import mesh_of
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
@@ -58,11 +58,6 @@ def test_groups_of_a_mesh_share_out_the_data_and_another_mesh_goes_on_exactly(tm
         assert "dimensions dp, x" in one["refused"]
         assert "data_dims=['dp']" in one["refused"]
         assert (one["named"], one["sliced"]) == ([rank % 2, 2], [rank // 2, 2])
-
-
-def mesh_of(names: tuple[str, ...] | None, shape: tuple[int, ...], at: tuple[int, ...] | None) -> Any:
-    """What a DeviceMesh tells of itself, without processes."""
-    return SimpleNamespace(mesh_dim_names=names, ndim=len(shape), size=shape.__getitem__, get_coordinate=lambda: at)
 
 
 @pytest.fixture
