@@ -26,10 +26,11 @@ demo: $(VENV)/.demo
 
 PARALLEL := -n auto --maxprocesses=8
 
-# Slow tests run alone, one after another: servers and ranks do not take the cores from each other. 5: none was selected.
+# Slow tests run after the others, two at a time and those of a file one after another, so that servers and ranks do not
+# take the cores from each other. 5: none was selected.
 test: $(VENV)/.test servers
 	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m slow $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 2 --dist loadfile -m slow $(ARGS) || [ $$? = 5 ]
 
 quick: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)
