@@ -22,11 +22,11 @@ class AuditArguments:
 
     Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. Samples that a killed attempt delivered
     after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Batches that the
-    run skipped on purpose are counted as skipped, samples that keep= or transform= dropped as dropped, and what then
-    fills no batch as left. Exits with 0 if every other sample was delivered exactly once, and with 1 if any is missing
-    or duplicated. Of a run on a subset, "outside" are the samples that it leaves out, and
-    "stray" the rows of these that were delivered all the same. A mixture is accounted for by its sources: each sample
-    must come once in each epoch of its source.
+    run skipped on purpose are counted as skipped, samples that keep= or transform= dropped as dropped, what then fills
+    no batch as left, bad samples as bad, and those in whose places others came as replaced. Exits with 0 if every other
+    sample was delivered exactly once, and with 1 if any is missing or duplicated. Of a run on a subset, "outside" are
+    the samples that it leaves out, and "stray" the rows of these that were delivered all the same. A mixture is
+    accounted for by its sources: each sample must come once in each epoch of its source.
 
     example:  penstock audit runs/digits/audit
     """
@@ -36,6 +36,16 @@ class AuditArguments:
 
     json: Flag = False
     """Print the result as JSON."""
+
+
+# Columns that are shown where there is something in them, and how a sentence says it.
+_RARE = {
+    "skipped": "skipped",
+    "dropped": "dropped",
+    "bad": "bad, and skipped",
+    "left": "left, which fill no batch",
+    "replaced": "bad, and replaced by others",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,27 +74,24 @@ def show_report(report: AuditReport) -> None:
     if report.mixture is not None:
         _show_mixture(screen, report.mixture)
         return
-    skipped = sum(account.skipped for account in report.epochs)
-    dropped, left = (sum(numbers) for numbers in zip(*((a.dropped, a.left) for a in report.epochs), strict=True))
+    counts = {name: sum(getattr(account, name) for account in report.epochs) for name in _RARE}
+    shown = [name for name, count in counts.items() if count]
     is_part = any(account.outside for account in report.epochs)
     rows, styles = [], []
     for account in report.epochs:
         numbers = [account.samples, account.reached, account.delivered, account.missing, account.duplicated]
-        numbers += [account.replayed, *([account.skipped] if skipped else []), *([account.dropped] if dropped else [])]
-        numbers += [account.left] if left else []
+        numbers += [account.replayed, *(getattr(account, name) for name in shown)]
         numbers += [account.outside, account.stray] if is_part else []
         rows.append([str(account.epoch), *(f"{number:,}" for number in numbers)])
         styles.append("red" if account.missing or account.duplicated or account.stray else "")
     header = ["epoch", "samples", "reached", "delivered", "missing", "duplicated", "replayed"]
-    header += [name for name, count in (("skipped", skipped), ("dropped", dropped), ("left", left)) if count]
-    header += [*(["outside", "stray"] if is_part else [])]
+    header += [*shown, *(["outside", "stray"] if is_part else [])]
     print_grid(screen, header, rows, styles=styles)
     screen.print()
     if any(account.stray for account in report.epochs):
         screen.print("samples from outside of the subset were delivered", style="red")
-    elif report.is_exact and (skipped or dropped or left):
-        others = {"skipped": skipped, "dropped": dropped, "left, which fill no batch": left}
-        told = " and ".join(f"{count:,} {name}" for name, count in others.items() if count)
+    elif report.is_exact and shown:
+        told = " and ".join(f"{counts[name]:,} {_RARE[name]}" for name in shown)
         screen.print(f"every sample reached was delivered exactly once, but for {told}", style="green")
     elif report.is_exact:
         screen.print("every sample reached was delivered exactly once", style="green")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import tyro
 from rich.text import Text
 
 from ..loader.reading.checksum import READ_THREADS
+from ..loader.tools.recheck import RecheckResult, recheck
 from ..loader.tools.verify import VerifyResult, verify
 from .common import SourceArguments, parse, print_json
 from .screen import console, fact_table, format_bytes, format_count, format_seconds, shown, wrapped
@@ -24,14 +27,21 @@ class VerifyArguments(SourceArguments):
     if no flaw was found and with 1 otherwise.
 
     example:  penstock verify s3://bucket/train/
+
+    example:  penstock verify s3://bucket/train/ --quarantine runs/7/bad
     """
 
     threads: int = READ_THREADS
     """Chunks read in parallel."""
 
+    quarantine: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """A quarantine file, or a folder of them: check only what it names. Exits with 1 if any of it is still bad."""
+
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(VerifyArguments, "verify", arguments)
+    if given.quarantine is not None:
+        return _recheck(given, given.quarantine)
     result = verify(
         given.chosen_source(),
         split=given.chosen_split(),
@@ -44,6 +54,48 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _report(result)
     return 0 if result.ok else 1
+
+
+def _recheck(given: VerifyArguments, quarantine: str) -> int:
+    result = recheck(
+        given.chosen_source(),
+        quarantine,
+        split=given.chosen_split(),
+        storage_options=given.options(),
+        format=given.chosen_format(),
+    )
+    if given.json:
+        print_json(dataclasses.asdict(result) | {"ok": result.ok})
+    else:
+        _report_recheck(result)
+    return 0 if result.ok else 1
+
+
+def _report_recheck(result: RecheckResult) -> None:
+    screen = console()
+    bad = [found for found in result.entries if found.problem is not None]
+    gone = sum(found.is_gone for found in result.entries)
+    decoded = sum(found.is_decoded for found in result.entries)
+    table = fact_table()
+    table.add_row("data set", result.url)
+    table.add_row("quarantined", f"{len(result.entries):,} samples and chunks")
+    table.add_row("good now", f"{len(result.entries) - len(bad) - gone:,}")
+    if decoded:
+        table.add_row("", f"of which {decoded:,} failed in transform=, which is not known here; they decode")
+    if gone:
+        table.add_row("gone", f"{gone:,}, no longer in the data set")
+    table.add_row("still bad", Text(f"{len(bad):,}", style="red" if bad else "green"))
+    screen.print(table)
+    for found in bad[:_SHOWN]:
+        entry = found.entry
+        where = f"sample {entry.number:,}" if entry.number is not None else f"chunk at byte {entry.offset:,}"
+        key = f", key {entry.key}" if entry.key is not None else ""
+        screen.print()
+        screen.print(Text.assemble((shown(entry.shard), "cyan"), f", {where}{shown(key)}"), soft_wrap=True)
+        for line in wrapped(found.problem or "", screen.width - 2):
+            screen.print(f"  {line}")
+    if len(bad) > _SHOWN:
+        screen.print(f"\n... and {len(bad) - _SHOWN:,} more; --json lists all")
 
 
 def _report(result: VerifyResult) -> None:

@@ -12,6 +12,7 @@ from .decoding.byte_views import GatheredBytes as GatheredBytes
 from .decoding.decode import DecodeChoice as DecodeChoice
 from .decoding.decode import FieldDecoder as FieldDecoder
 from .decoding.images import ImageDecoder as ImageDecoder
+from .error_arguments import OnError as OnError
 from .errors import ChecksumError as ChecksumError
 from .errors import ConfigError as ConfigError
 from .errors import DatasetError as DatasetError
@@ -48,9 +49,11 @@ from .order.steps import TokenBudget as TokenBudget
 from .order.subset import Subset as Subset
 from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
+from .reading.bad_samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .reading.quarantine import BadChunk as BadChunk
 from .reading.quarantine import BadChunkWarning as BadChunkWarning
+from .reading.quarantine_file import Quarantined as Quarantined
 from .sequence_cut import SequenceCut as SequenceCut
 from .serving import serve_metrics as serve_metrics
 from .stages import FieldsByStage as FieldsByStage
@@ -71,6 +74,9 @@ from .tools.mixed_audit import SourceAccount as SourceAccount
 from .tools.pack import PackSummary as PackSummary
 from .tools.pack import pack as pack
 from .tools.pack import pack_once as pack_once
+from .tools.recheck import Rechecked as Rechecked
+from .tools.recheck import RecheckResult as RecheckResult
+from .tools.recheck import recheck as recheck
 from .tools.verify import VerifyResult as VerifyResult
 from .tools.verify import verify as verify
 from .views.html import BatchView as BatchView

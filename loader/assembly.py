@@ -38,12 +38,13 @@ MakeAssembler = Callable[[Equipment, Start], Assembler]
 @dataclass(frozen=True, slots=True)
 class Reshaping:
     """What changes the number of samples: ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None,
-    and ``packer`` makes sequences of documents."""
+    ``packer`` makes sequences of documents, and with ``skips`` bad samples are dropped."""
 
     sieve: Sieve | None
     may_drop: bool
     packer: Packer | None
     has_transform: bool
+    skips: bool = False
 
     @staticmethod
     def of(
@@ -52,6 +53,7 @@ class Reshaping:
         transform: object,
         packing: Packing | None,
         costs: CostArguments,
+        on_error: object = "stop",
     ) -> Reshaping | None:
         """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
         if not isinstance(may_drop, bool):
@@ -60,19 +62,21 @@ class Reshaping:
             raise ConfigError("may_drop=True without a transform: it says that transform= may return None")
         if packing is not None and not isinstance(packing, Packing):
             raise ConfigError(f"packing={packing!r}: give a Packing, such as Packing(seq_len=2048)")
-        if keep is None and not may_drop and packing is None:
+        skips = on_error == "skip"
+        if keep is None and not may_drop and packing is None and not skips:
             return None
         given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
         told = [f"{name}=" for name, value in given.items() if value is not None]
         if told:
             streams = {"keep=": keep is not None, "may_drop=True": may_drop, "packing=": packing is not None}
+            streams["on_error='skip'"] = skips
             raise ConfigError(
                 f"{' and '.join(told)} with {next(name for name, is_given in streams.items() if is_given)}: costs are "
                 "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
                 "two, or select by subset="
             )
         packer = None if packing is None else Packer.open(packing)
-        return Reshaping(None if keep is None else Sieve(keep), may_drop, packer, transform is not None)
+        return Reshaping(None if keep is None else Sieve(keep), may_drop or skips, packer, transform is not None, skips)
 
     def columns_of_batches(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
         """The ``columns`` that are decoded: of documents that are packed as they are read, what is packed.
@@ -164,7 +168,7 @@ def _make_work(
     read: dict[str, Any] = {"quarantine": quarantine, "sieve": reshaping.sieve, "columns": columns}
     packing = reshaping.packing_for(manifest)
     if packing is None:
-        return partial(FilterWork, may_drop=reshaping.may_drop, **read)
+        return partial(FilterWork, may_drop=reshaping.may_drop, skips=reshaping.skips, **read)
     packer, unit = packing
     return partial(PackWork, packer=packer, unit=unit, **read)
 
@@ -191,6 +195,7 @@ def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes
         decoders=decoders.copy(),
         counters=Counters(),
         workers=None,
+        bad=None,
     )
     try:
         pipeline.start()

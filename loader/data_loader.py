@@ -28,6 +28,7 @@ from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
+from .error_arguments import ErrorArguments, OnError
 from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
 from .group_arguments import GroupArguments
@@ -47,6 +48,7 @@ from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .ranks import check_rank
 from .reading.quarantine import BadChunk
+from .reading.quarantine_file import Paths, Quarantined
 from .resources import Owner
 from .sequence_cut import SequenceCut
 from .stages import FieldsByStage
@@ -121,8 +123,14 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         with_ids: add ``batch["__id__"]``, (B,) int64 sample ids.
         format: a format with its own settings, such as ``TokensFormat(seq_len=2048)``; None detects it.
         audit_dir: a folder to log every delivery in, for ``penstock audit``.
+        on_error: what a sample that cannot be read, decoded or transformed does: "stop" raises; "skip" drops it;
+            "replace" delivers another one, which depends on (seed, epoch, sample id) alone.
+        max_errors: how many samples of an epoch may be bad on a rank, as a number or as a share of the rank's samples
+            (by default 0.01), before it is an error; see ``bad_samples``.
         max_bad_chunks: how many unreadable chunks are replaced by others before it is an error; each is reported by a
-            warning and in ``bad_chunks``.
+            warning and in ``bad_chunks``. None: with "stop" none, else as many as ``max_errors`` allows.
+        quarantine: a folder in which each rank writes down its bad samples and chunks; by default ``audit_dir``.
+        avoid: such files or folders of an earlier run, whose samples and chunks are bad from the start, untried.
 
     Raises:
         ConfigError, PartitionError: an argument, or a combination of arguments, cannot work; says what would.
@@ -172,7 +180,11 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         with_ids: bool = False,
         format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
         audit_dir: str | PathLike[str] | None = None,
-        max_bad_chunks: int = 0,
+        on_error: OnError = "stop",
+        max_errors: int | float | None = None,
+        max_bad_chunks: int | None = None,
+        quarantine: str | PathLike[str] | None = None,
+        avoid: Paths | None = None,
     ) -> None:
         super().__init__()
         if isinstance(source, Mixture):
@@ -187,6 +199,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 bucket=bucket,
                 batch_tokens=batch_tokens,
                 fields_by_stage=fields_by_stage,
+                on_error=None if on_error == "stop" else on_error,
             )
         check_shuffle(shuffle)
         check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
@@ -202,17 +215,29 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             pad=last_batch == "pad",
             seed=seed,
             may_drop=may_drop,
+            goes_on=on_error != "stop",
         )
-        reshaping = Reshaping.of(keep, may_drop, transform, packing, told)
+        reshaping = Reshaping.of(keep, may_drop, transform, packing, told, on_error)
+        errors = ErrorArguments.read(
+            on_error,
+            max_errors,
+            max_bad_chunks,
+            quarantine,
+            avoid,
+            drops=reshaping is not None,
+            packs=packing is not None,
+            by_stage=fields_by_stage is not None,
+            has_budget=told.budget is not None,
+            audit_dir=audit_dir,
+        )
         FieldDecoders(decode, raw, processes)
         check_at_least("processes", processes, 0)
-        check_at_least("max_bad_chunks", max_bad_chunks, 0)
         group = GroupArguments.read(
             fields_by_stage,
             sequence_cut,
             mesh,
             data_dims,
-            max_bad_chunks=max_bad_chunks,
+            max_bad_chunks=errors.max_bad_chunks or 0,
             may_drop=may_drop,
             keeps_by_all=reshaping is not None and reshaping.asks_about_all,
             packs=packing is not None,
@@ -229,7 +254,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             decode=decode,
             raw=raw,
             processes=processes,
-            max_bad_chunks=max_bad_chunks,
+            errors=errors,
             threads=count_threads(threads),
             device=None if device is None or str(device) == "cpu" else resolve_cuda(device),
             memory_bytes=None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit"),
@@ -266,6 +291,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 subset=subset,
                 may_drop=reshaping is not None,
                 is_packed=packing is not None,
+                bad=self._parts.bad,
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
 
@@ -279,6 +305,11 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
     def bad_chunks(self) -> list[BadChunk]:
         """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
         return self._parts.quarantine.records
+
+    @property
+    def bad_samples(self) -> list[Quarantined]:
+        """The latest 1,000 samples and chunks that ``on_error`` was asked about on this rank, each once."""
+        return [] if self._parts.bad is None else self._parts.bad.records
 
     @property
     def dataset(self) -> DatasetView:

@@ -44,6 +44,8 @@ class MemoryLimitError(DatasetError):
 class DecodeError(PenstockError):
     """A sample's field could not be decoded; the message names sample, shard, field and cause."""
 
+    field: str | None = None
+
 
 class SampleNotFoundError(PenstockError, LookupError):
     """No sample has the key or value that was searched for."""

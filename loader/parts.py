@@ -21,6 +21,7 @@ from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.first_values import ImageFields
 from .decoding.row_work import RowWork
 from .decoding.worker_pool import WorkerPool
+from .error_arguments import ErrorArguments
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .group_arguments import GroupArguments
@@ -33,6 +34,7 @@ from .passes import Passes
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import PipelineOptions, reads_locally, tune
 from .position import RunPosition
+from .reading.bad_samples import BadSamples
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
@@ -60,7 +62,7 @@ class Common:
     decode: DecodeChoice
     raw: RawValues
     processes: int
-    max_bad_chunks: int
+    errors: ErrorArguments
     threads: int
     device: torch.device | None
     memory_bytes: int | None
@@ -80,6 +82,10 @@ class Common:
             "threads": self.threads,
             "device": self.device,
         }
+
+    @property
+    def max_bad_chunks(self) -> int | None:
+        return self.errors.max_bad_chunks
 
     def start_workers(self, work: RowWork, decode: DecodeChoice) -> None:
         if self.processes:
@@ -102,6 +108,7 @@ class Parts:
     tune: Callable[[Order], PipelineOptions]
     make_pipeline: Callable[..., Pipeline]
     mixture: MixtureParts | None = None
+    bad: BadSamples | None = None
 
     def passes(self, common: Common, check_rank: Callable[[], None]) -> Passes:
         return Passes(
@@ -127,7 +134,8 @@ def open_one(
 ) -> Parts:
     """The parts of a loader of one data set."""
     decoders = FieldDecoders(common.decode, common.raw, common.processes)
-    common.start_workers(common.batch_options.work, common.decode)
+    batch_options = common.batch_options
+    common.start_workers(batch_options.work, common.decode)
     manifest = open_manifest(
         source,
         split=split,
@@ -136,6 +144,10 @@ def open_one(
         cache_dir=common.cache_dir,
     )
     selection = make_selection(manifest, subset, weights)
+    policy = common.errors.open(manifest, common.share, selection)
+    if policy.avoided:
+        batch_options = replace(batch_options, avoided=policy.avoided)
+        common.start_workers(batch_options.work, common.decode)
     share, bucket_costs = told.open(
         manifest, common.share, storage_options=common.storage_options, cache_dir=common.cache_dir
     )
@@ -150,7 +162,7 @@ def open_one(
         **common.ordering,
     )
     names = check_names(manifest, common.columns, common.decode)
-    names, batch_options = common.group.open(manifest, names, common.batch_options)
+    names, batch_options = common.group.open(manifest, names, batch_options)
     read = names
     if reshaping is not None:
         names = reshaping.columns_of_batches(manifest, names)
@@ -162,14 +174,16 @@ def open_one(
         cache_limit=common.cache_bytes,
     )
     shard_format = make_format(manifest.format, manifest.config)
-    chunks = ChunkSource(manifest, shard_format, store, read, common.counters, common.memory_bytes)
+    chunks = ChunkSource(
+        manifest, shard_format, store, read, common.counters, common.memory_bytes, policy.avoided_chunks
+    )
     decoders.are_images = ImageFields(chunks)
-    quarantine = Quarantine(chunks, common.max_bad_chunks, selection)
+    quarantine = Quarantine(chunks, common.max_bad_chunks, selection, policy.bad)
     look = Look(
         chunks.apart(names),
         batch_options,
         decoders,
-        common.max_bad_chunks,
+        policy,
         common.threads,
         common.device,
         common.resources,
@@ -183,6 +197,8 @@ def open_one(
         decoders=decoders,
         counters=common.counters,
         workers=common.resources.workers,
+        replacer=policy.replacer(chunks.apart(names), batch_options.work),
+        bad=policy.bad,
         make_assembler=make_assembler(
             reshaping,
             position,
@@ -204,6 +220,7 @@ def open_one(
         peek=look.peek if reshaping is None else partial(peek_alone, make_pipeline, decoders),
         tune=partial(tune, manifest, is_local=reads_locally(store), **common.tuning),
         make_pipeline=make_pipeline,
+        bad=policy.bad,
     )
 
 
@@ -225,7 +242,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         ordering={**common.ordering, "share": common.share},
         raw=common.raw,
         processes=common.processes,
-        max_bad_chunks=common.max_bad_chunks,
+        max_bad_chunks=common.max_bad_chunks or 0,
     )
     common.resources.store = parts.sources
     options = replace(parts.batch_options(common.batch_options), finish=common.group.cut)
@@ -235,7 +252,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         others = [(one.manifest, own.order) for one, own in zip(parts.sources, parts.orders, strict=True)]
         return tune(parts.sources.manifest, order, is_local=parts.sources.are_local, others=others, **common.tuning)
 
-    look = MixedLook(parts, options, common.max_bad_chunks, common.threads, common.device)
+    look = MixedLook(parts, options, common.max_bad_chunks or 0, common.threads, common.device)
     return Parts(
         manifest=parts.sources.manifest,
         share=common.share,

@@ -113,7 +113,9 @@ class Pass(Iterator[BatchT]):
                 self._end()
             if passes.resources.log is not None:
                 ids = item.ids if item.logged is None else item.logged
-                passes.resources.log.record(item.epoch, item.start, item.stop, ids, item.dropped, item.left)
+                passes.resources.log.record(
+                    item.epoch, item.start, item.stop, ids, item.dropped, item.left, item.replaced
+                )
             position.take(item)
             self._at = (position.epoch, position.times_set)
             self._left_s = time.perf_counter()

@@ -37,6 +37,7 @@ FLOORS = {
         {"decoding"},
         {"packing"},
         {"arguments", "cost_arguments", "foreign_arguments", "peers", "pipeline", "sequence_cut", "stages"},
+        {"error_arguments"},
         {"streams"},
         {"group_arguments", "position", "resources"},
         {"mixtures"},

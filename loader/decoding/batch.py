@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ...storage.daemon_pool import DaemonPool
@@ -21,10 +22,12 @@ from ..columns import AnyArray, IntArray, Ragged
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
+from ..reading.bad_samples import BadSamples
 from .byte_views import ByteViews
 from .collate import collate_samples, collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
 from .gather import Rows, Values
+from .replace import Replacer, tell_bad
 from .row_errors import explain_row_error
 from .row_work import RowError, RowResults, RowTask, RowWork, Sample
 from .worker_pool import WorkerPool
@@ -52,7 +55,8 @@ class BatchOptions:
 
     ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
 
-    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch.
+    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch. ``goes_on``: a sample
+    that cannot be decoded or transformed is not an error yet, nor is one of ``avoided``, which are not tried.
 
     ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
 
@@ -67,11 +71,19 @@ class BatchOptions:
     may_drop: bool = False
     identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
     finish: Callable[[Batch, int], Batch] | None = None
+    goes_on: bool = False
+    avoided: frozenset[int] = frozenset()
 
     @property
     def work(self) -> RowWork:
         """What is done to each row."""
-        return RowWork(transform=self.transform, seed=self.seed, may_drop=self.may_drop)
+        return RowWork(
+            transform=self.transform,
+            seed=self.seed,
+            may_drop=self.may_drop,
+            goes_on=self.goes_on,
+            avoided=self.avoided,
+        )
 
     def __post_init__(self) -> None:
         for name in ("transform", "collate"):
@@ -84,7 +96,8 @@ class BatchOptions:
 class BatchMaker:
     """Makes batches of gathered rows: has them decoded and transformed, about ``parts`` at once, then collates them.
 
-    The threads of ``pool`` do this work, or ``workers``, which are processes.
+    The threads of ``pool`` do this work, or ``workers``, which are processes. ``replacer`` replaces bad
+    samples; where they are dropped, ``bad`` counts them.
     """
 
     options: BatchOptions
@@ -95,6 +108,8 @@ class BatchMaker:
     parts: int
     counters: Counters
     stopping: threading.Event
+    replacer: Replacer | None = None
+    bad: BadSamples | None = None
 
     def start(
         self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None
@@ -156,7 +171,7 @@ class RowJob:
         self._work = maker.options.work
         self.results = self._work.allocate(self.task)
         self._futures: list[Future[None]] = []
-        if encoded or maker.options.transform is not None:
+        if encoded or maker.options.transform is not None or maker.options.avoided:
             count = len(rows.ids)
             size = max(1, -(-count // (2 * maker.parts)))
             self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
@@ -182,6 +197,7 @@ class RowJob:
             of_field: Any = self.results.values[name]
             of_field[start:stop] = values
         self.results.samples[start:stop] = results.samples
+        self.results.failed.extend(results.failed)
         self._maker.counters.add(decode_s=busy_s, decoded_rows=stop - start)
 
     def wait(self) -> RowError | None:
@@ -204,11 +220,20 @@ class RowJob:
         return explain_row_error(failed, self.rows, self._maker.manifest)
 
     def samples(self) -> tuple[list[Sample | None], Exception | None]:
-        """The transformed samples, None for those dropped, up to the first row that failed; and why it did."""
+        """The transformed samples, None for those dropped or bad, up to the first row that failed; and why it did."""
         failed = self.wait()
-        if failed is None:
-            return self.results.samples, None
-        return self.results.samples[: failed.row], self.explain(failed)
+        samples: list[Sample | None] = list(self.results.samples)
+        if self._work.transform is None:
+            samples = [self.task.sample(self.results.values, row) for row in range(len(self.rows.ids))]
+        for bad in self.results.failed:
+            samples[bad.row] = None
+        if self._maker.bad is not None:
+            told = [bad for bad in self.results.failed if failed is None or bad.row < failed.row]
+            try:
+                tell_bad(told, self.rows, self.task.epoch, self._maker.manifest, self._maker.bad)
+            except RowError as too_many:
+                return samples[: too_many.row], too_many.cause
+        return (samples, None) if failed is None else (samples[: failed.row], self.explain(failed))
 
     def finish(self) -> None:
         """Wait until all rows are done. Raises what decoding or transform raised of the first that failed."""
@@ -262,6 +287,11 @@ class UnfinishedBatch(ABC):
         """Whether nothing is left but to put it together; any thread may ask."""
         return True
 
+    @property
+    def replaced(self) -> IntArray | None:
+        """Of the rows that count, once there is a result: (n, 2) planned ids, and the ids that came instead."""
+        return None
+
 
 class PendingBatch(UnfinishedBatch):
     """A batch whose rows are being decoded and transformed."""
@@ -280,14 +310,28 @@ class PendingBatch(UnfinishedBatch):
         self._num_rows = num_rows
         self._num_valid = num_valid
         self._job = RowJob(maker, rows, epoch, keys)
+        self._ids = rows.ids  # of what is delivered
+
+    @property
+    def replaced(self) -> IntArray | None:
+        planned, ids = self._rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
+        if not np.any(planned != ids):
+            return None
+        pairs: IntArray = np.stack((planned, ids), axis=1)[planned != ids]
+        return pairs
 
     def result(self) -> Batch:
         self._job.finish()
+        if self._job.results.failed:
+            assert self._maker.replacer is not None
+            self._ids = self._maker.replacer.replace(
+                self._job.task, self._rows, self._job.results, self._maker.decoders
+            )
         options = self._maker.options
         if options.transform is None and options.collate is None:
-            return self._maker.complete(self._job.fields(), self._rows.ids, self._num_rows, self._num_valid)
+            return self._maker.complete(self._job.fields(), self._ids, self._num_rows, self._num_valid)
         samples = self._job.all_samples()
-        return self._maker.join(samples, self._rows.ids, self._num_rows, self._num_valid).result()
+        return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
         self._job.cancel()

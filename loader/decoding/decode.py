@@ -218,7 +218,9 @@ def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exceptio
         return MemoryLimitError(f"field {field!r}: memory ran out while its {len(data):,} bytes were decoded ({exc})")
     unit = "characters" if isinstance(data, str) else "bytes"
     cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({len(data)} {unit})"
-    return DecodeError(f"field {field!r}: {cause}")
+    error = DecodeError(f"field {field!r}: {cause}")
+    error.field = field
+    return error
 
 
 def has_rng_parameter(function: Callable[..., Any]) -> bool:

@@ -26,17 +26,28 @@ Values = AnyArray | ByteViews | Ragged | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n."""
+    """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n.
+
+    ``planned``: (n,) the ids that the order asked for, where others take the place of some; None where it is ``ids``.
+    """
 
     ids: IntArray
     fields: Mapping[str, Values]
+    planned: IntArray | None = None
+
+    @property
+    def planned_ids(self) -> IntArray:
+        """(n,) int64: the ids that the order asked for."""
+        return self.ids if self.planned is None else self.planned
 
     def cut(self, start: int, stop: int) -> Rows:
-        return Rows(self.ids[start:stop], {name: _cut(values, start, stop) for name, values in self.fields.items()})
+        fields = {name: _cut(values, start, stop) for name, values in self.fields.items()}
+        return Rows(self.ids[start:stop], fields, None if self.planned is None else self.planned[start:stop])
 
     def pick(self, indices: Sequence[int]) -> Rows:
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
-        return Rows(self.ids[list(indices)], fields)
+        rows = list(indices)
+        return Rows(self.ids[rows], fields, None if self.planned is None else self.planned[rows])
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.
@@ -77,6 +88,7 @@ def gather(
     straight to their place.
     """
     ids = np.empty(num_rows, np.int64)
+    replaced: list[ChunkRows] = []
     arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive belongs
     wide: dict[str, AnyArray] = {}
     narrow: dict[str, AnyArray] = {}
@@ -89,6 +101,8 @@ def gather(
         stop = done + len(group.rows)
         arrived[done:stop] = group.targets
         ids[group.targets] = group.rows + first_ids[group.chunk]
+        if group.stands_for is not None:
+            replaced.append(group)
         for name, column in block.columns.items():
             is_raw = isinstance(column, BytesColumn) and not column.text and decoders.of(name, column) is None
             if isinstance(column, BytesColumn) and is_raw and decoders.raw == "view":
@@ -147,7 +161,16 @@ def gather(
     for name, of_field in views.items():
         of_field.pad(num_rows)
         fields[name] = of_field.finish(order)
-    return Rows(ids, fields)
+    return Rows(ids, fields, _planned(ids, replaced))
+
+
+def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:
+    if not replaced:
+        return None
+    planned = ids.copy()
+    for group in replaced:
+        planned[group.targets] = group.stands_for
+    return planned
 
 
 def _cut(values: Values, start: int, stop: int) -> Values:

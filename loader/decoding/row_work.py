@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, Ragged
-from ..errors import ConfigError, DecodeError
+from ..errors import ConfigError, DecodeError, MemoryLimitError
 from ..order.randomness import DECODING, TRANSFORM, sample_rng
 from .byte_views import ByteViews
 from .decode import FieldDecoder, has_rng_parameter, is_channels_first
 
 Sample = dict[str, Any]
 Values = AnyArray | ByteViews | Ragged | list[Any]
-Step = Literal["decode", "transform", "result"]
+Step = Literal["decode", "transform", "result", "avoid"]
 
 
 class RowError(Exception):
@@ -32,6 +32,12 @@ class RowError(Exception):
         self.row = row
         self.step: Step = step
         self.cause = cause
+
+    @property
+    def is_of_sample(self) -> bool:
+        """Whether the sample is bad, rather than the loader's arguments, its machine, or what the transform returns."""
+        wrong = ConfigError | MemoryLimitError | MemoryError
+        return self.step != "result" and not isinstance(self.cause, wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class RowTask:
     first_row: int
     ids: IntArray
     fields: Mapping[str, Values]
-    encoded: Mapping[str, FieldDecoder]
+    encoded: dict[str, FieldDecoder]
     keys: AnyArray | None = None
 
     def sample(self, values: Mapping[str, Values], row: int) -> Sample:
@@ -70,22 +76,29 @@ class RowTask:
 
 @dataclass(frozen=True, slots=True)
 class RowResults:
-    """The results of a task: decoded ``values`` by field and, with a transform, ``samples``, one per row."""
+    """The results of a task: decoded ``values`` by field and, with a transform, ``samples``, one per row.
+
+    ``failed``: the rows that have none, since their samples are bad; in no order.
+    """
 
     values: dict[str, Values]
     samples: list[Sample | None]
+    failed: list[RowError] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowWork:
     """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone.
 
-    Only with ``may_drop`` may the transform return None.
+    Only with ``may_drop`` may the transform return None. With ``goes_on``, bad samples are told in the results, and
+    those that ``avoided`` names are bad without being tried; else the first one is raised.
     """
 
     transform: Callable[..., Sample | None] | None
     seed: int
     may_drop: bool = False
+    goes_on: bool = False
+    avoided: frozenset[int] = frozenset()
 
     def allocate(self, task: RowTask) -> RowResults:
         """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others."""
@@ -112,8 +125,11 @@ class RowWork:
         for row in range(start, stop):
             if is_stopped():
                 raise CancelledError
-            step: Step = "decode"
+            step: Step = "avoid"
             try:
+                if self.avoided and int(task.ids[row]) in self.avoided:
+                    raise DecodeError("avoid= names it")
+                step = "decode"
                 for name, decoder in task.encoded.items():
                     self._decode(task, row, name, decoder, out.values[name])
                 if self.transform is not None:
@@ -124,7 +140,10 @@ class RowWork:
                     step = "result"
                     out.samples[row] = self._check_sample(changed)
             except Exception as exc:
-                raise RowError(task.first_row + row, step, exc) from exc
+                error = RowError(task.first_row + row, step, exc)
+                if not self.goes_on or not error.is_of_sample:
+                    raise error from exc
+                out.failed.append(error)
 
     def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any) -> None:
         data: Any = task.fields[name][row]

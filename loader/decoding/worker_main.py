@@ -50,14 +50,6 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The results of a job, and the seconds it took."""
-
-    results: RowResults
-    busy_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A row that failed: ``cause`` is its pickled exception, None if it cannot be pickled; ``text`` describes it."""
 
@@ -66,6 +58,15 @@ class Failed:
     cause: bytes | None
     text: str
     trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The results of a job, and the seconds it took. ``failed``: its bad samples, whose errors may not be sendable."""
+
+    results: RowResults
+    busy_s: float
+    failed: tuple[Failed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tupl
         return pack(_describe(exc))
     values = {} if work.transform is not None else {name: out.values[name] for name in job.encoded}
     try:
-        return pack(Done(RowResults(values, out.samples), time.perf_counter() - started))
+        failed = tuple(map(_describe, out.failed))
+        return pack(Done(RowResults(values, out.samples), time.perf_counter() - started, failed))
     except Exception as exc:  # noqa: BLE001 - told to the parent, which raises it
         row = job.first_row + _first_unsendable(out)
         return pack(Failed(row, "result", None, f"the result cannot be sent between processes: {exc}", ""))

@@ -172,6 +172,7 @@ class WorkerPool:
             if isinstance(answer, Failed):
                 job.future.set_exception(_row_error(answer))
                 return
+            answer.results.failed.extend(map(_row_error, answer.failed))
             job.place(answer.results, answer.busy_s)
         except BaseException as exc:
             self._fail(exc)

@@ -30,6 +30,7 @@ _OF_SOURCES = {
     "keep": "sources are not filtered yet; filter each data set by a loader of its own, or write what is kept",
     "may_drop": "a mixture's transforms must keep every sample; filter each data set by a loader of its own",
     "packing": "documents of a mixture are not packed yet; pack each data set by a loader of its own",
+    "on_error": "bad samples of a mixture are neither replaced nor skipped yet; max_bad_chunks= replaces its chunks",
     "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
     "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
     "fields_by_stage": "not offered yet; give the loaders of each stage their own columns=",

@@ -56,11 +56,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Rows of one chunk and where they go: ``rows`` and ``targets`` are (n,) int64, targets in the span's rows."""
+    """Rows of one chunk and where they go: ``rows`` and ``targets`` are (n,) int64, targets in the span's rows.
+
+    ``stands_for``: (n,) the ids of the samples that these take the place of, where that is so.
+    """
 
     chunk: int
     rows: IntArray
     targets: IntArray
+    stands_for: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

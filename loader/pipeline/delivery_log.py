@@ -15,6 +15,7 @@ from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
 from ..order.subset import Subset
 from ..ranks import own_process
+from ..reading.bad_samples import BadSamples
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
@@ -22,6 +23,8 @@ DROP_MAGIC = 0x70656E64726F7070
 SIZE_MAGIC = 0x70656E7362736978
 FILTER_MAGIC = 0x70656E73746B6472
 END_MAGIC = 0x70656E73746B656E
+BAD_MAGIC = 0x70656E7374626164
+REPLACE_MAGIC = 0x70656E7374727066
 SUFFIX = ".deliveries"
 KEY_BITS = 40  # of a mixture's sample ids, in front of which logs have the epochs of their sources
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -39,7 +42,8 @@ class DeliveryLog:
     Batches that were skipped on purpose have one record together, of another magic number and without sample ids; so do
     samples at an epoch's end that fill no batch of a budget. A change of the batch size has a record with that number.
     After a batch may follow, with numbers of their own, the samples that were filtered out on the way to it, and after
-    the last one of an epoch whose samples are filtered, those that fill no batch.
+    the last one of an epoch whose samples are filtered, those that fill no batch. Which of those filtered out are bad
+    is told again; and so are pairs of bad samples among the batch's and of those that came instead.
 
     Of a mixture, the header has the name, fingerprint, number of samples and of samples an epoch of each of its
     ``sources``, and records have ``to_keys`` in the place of sample ids.
@@ -47,6 +51,8 @@ class DeliveryLog:
     Every record is one unbuffered write, so a SIGKILL loses none; at most it truncates the last one. Used by the
     training loop's thread.
     """
+
+    _bad: BadSamples | None = None  # knows which of those filtered out are bad
 
     def __init__(
         self,
@@ -59,7 +65,9 @@ class DeliveryLog:
         sources: Sequence[tuple[str, str, int, int]] = (),
         may_drop: bool = False,
         is_packed: bool = False,
+        bad: BadSamples | None = None,
     ) -> None:
+        self._bad = bad
         if manifest.num_samples >= 1 << KEY_BITS and sources:
             raise ConfigError(
                 f"audit_dir= with a mixture of {manifest.num_samples:,} samples: at most {1 << KEY_BITS:,}"
@@ -94,16 +102,19 @@ class DeliveryLog:
         ids: IntArray,
         dropped: IntArray | None = None,
         left: IntArray | None = None,
+        replaced: IntArray | None = None,
     ) -> None:
         """Record that this rank is about to get ``ids`` of the global batch at positions ``start`` to ``stop``.
 
         ``dropped`` are the ids that were dropped on the way to them; ``left``, at an epoch's end, those that fill no
-        batch.
+        batch; ``replaced`` (n, 2) those of ``ids`` that are bad, each with that of the sample that came instead.
 
         Raises:
             DatasetError: it cannot be written; nothing of it is in the log.
         """
-        kinds = [(MAGIC, ids), (FILTER_MAGIC, dropped), (END_MAGIC, left)]
+        bad = self._bad.among(epoch, dropped) if self._bad is not None and dropped is not None else None
+        pairs = None if replaced is None else replaced.ravel()
+        kinds = [(MAGIC, ids), (FILTER_MAGIC, dropped), (END_MAGIC, left), (BAD_MAGIC, bad), (REPLACE_MAGIC, pairs)]
         records = [
             np.concatenate((np.array((magic, epoch, start, stop, len(some)), np.int64), some))
             for magic, some in kinds

@@ -19,7 +19,8 @@ class Delivery:
     ``ids`` are the sample ids of the rows that count; ``start`` to ``stop`` are the positions of the global batch.
     ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
     ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
-    ``is_last`` that no batch follows in the epoch.
+    ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``ids`` that are bad, and what was
+    delivered instead.
     """
 
     epoch: int
@@ -31,6 +32,7 @@ class Delivery:
     logged: IntArray | None = None
     dropped: IntArray | None = None
     left: IntArray | None = None
+    replaced: IntArray | None = None
     is_last: bool = False
 
 

@@ -16,8 +16,10 @@ from typing import Any
 from ...storage.daemon_pool import DaemonPool
 from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
 from ..decoding.decode import FieldDecoders
+from ..decoding.replace import Replacer
 from ..decoding.worker_pool import WorkerPool
 from ..metrics import Counters, Levels
+from ..reading.bad_samples import BadSamples
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
@@ -44,6 +46,8 @@ class Pipeline:
         make_assembler: Callable[[Equipment, Start], Assembler],
         start: Start,
         workers: WorkerPool | None = None,
+        replacer: Replacer | None = None,
+        bad: BadSamples | None = None,
     ) -> None:
         self._source = source
         self._counters = counters
@@ -61,6 +65,8 @@ class Pipeline:
             parts=options.decode_threads if workers is None else workers.processes,
             counters=counters,
             stopping=self._stopping,
+            replacer=replacer,
+            bad=bad,
         )
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
@@ -114,8 +120,8 @@ class Pipeline:
         if item.batch is None:
             return item
         if isinstance(item.batch, UnfinishedBatch):
-            return _with_batch(item, self._finish(item, item.batch))
-        return _with_batch(item, item.batch.take())
+            return self._finish(item, item.batch)
+        return replace(item, batch=item.batch.take())
 
     def activity(self) -> dict[str, Any]:
         """What the next batch is waiting for, and for how long; empty if one is ready. Called by any thread."""
@@ -143,10 +149,11 @@ class Pipeline:
     def _next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         return self._assembler.next_use(chunks)  # which is made after the reader that asks
 
-    def _finish(self, item: Delivery, pending: UnfinishedBatch) -> Any:
+    def _finish(self, item: Delivery, pending: UnfinishedBatch) -> Delivery:
         self._finishing = item, time.perf_counter()
         try:
-            return pending.result()
+            batch = pending.result()
+            return replace(item, batch=batch, replaced=pending.replaced)
         finally:
             self._finishing = None
 
@@ -203,16 +210,12 @@ class Pipeline:
             while True:
                 item = self._host_out.get()
                 if item.batch is not None:
-                    batch = self._finish(item, item.batch)
+                    item = self._finish(item, item.batch)
                     started = time.perf_counter()
-                    item = _with_batch(item, self._feeder.stage(batch))
+                    item = replace(item, batch=self._feeder.stage(item.batch))
                     copied = {"copied_batches": 1, "copied_bytes": item.nbytes}
                     self._counters.add(copy_s=time.perf_counter() - started, **copied)
                 if not self._out.put(item):
                     return
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._out.fail(exc)
-
-
-def _with_batch(item: Delivery, batch: Any) -> Delivery:
-    return replace(item, batch=batch)

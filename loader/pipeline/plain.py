@@ -113,7 +113,7 @@ class PlainAssembler:
             (
                 (by_chunk[chunk], loaded)
                 if isinstance(loaded, Block)
-                else self._quarantine.replace(by_chunk[chunk], loaded)
+                else self._quarantine.replace(by_chunk[chunk], loaded, span.epoch)
                 for chunk, loaded in blocks
             ),
             span.num_rows,
@@ -137,7 +137,7 @@ class PlainAssembler:
             epoch=span.epoch,
             start=int(span.bounds[step]),
             stop=int(span.bounds[step + 1]),
-            ids=batch_rows.ids[:num_valid],
+            ids=batch_rows.planned_ids[:num_valid],
             nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
             batch=pending,
         )

@@ -26,6 +26,10 @@ ALWAYS_BYTES = 64 << 20
 _REFETCHES = 3
 
 
+class AvoidedError(FormatError):
+    """A chunk that is known to be bad, and was not tried."""
+
+
 class ChunkSource:
     """Reads and opens one chunk at a time. Called by the fetch threads.
 
@@ -41,8 +45,10 @@ class ChunkSource:
         columns: Sequence[str] | None,
         counters: Counters,
         memory_limit: int | None = None,
+        avoided: frozenset[int] = frozenset(),
     ) -> None:
         self.manifest = manifest
+        self._avoided = avoided
         self.columns = columns
         self._format = shard_format
         self._store = store
@@ -55,7 +61,9 @@ class ChunkSource:
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
         """One that reads ``columns`` of the same chunks within the same limit, with headers and counters of its own."""
-        source = ChunkSource(self.manifest, self._format, self._store, columns, Counters(), self._memory_limit)
+        source = ChunkSource(
+            self.manifest, self._format, self._store, columns, Counters(), self._memory_limit, self._avoided
+        )
         source._checks = self._checks  # which warns once
         return source
 
@@ -68,8 +76,11 @@ class ChunkSource:
         Raises:
             StorageError, FormatError, ChecksumError, ConfigError.
             MemoryLimitError: the chunk alone takes more than it may.
+            AvoidedError: the chunk is one of those to avoid.
         """
         chunk = replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
+        if index in self._avoided:
+            raise AvoidedError(chunk.shard.key, "avoid= names this chunk", offset=chunk.offset)
         if self.columns is not None and not self.columns:
             return Block(chunk.samples, 0)
         for _ in range(_REFETCHES):

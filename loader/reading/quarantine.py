@@ -16,9 +16,11 @@ from ..columns import Block, IntArray
 from ..errors import DatasetError, FormatError
 from ..order.selection import Selection
 from ..order.spans import ChunkRows
-from .chunk_source import ChunkSource
+from .bad_samples import BadSamples
+from .chunk_source import AvoidedError, ChunkSource
+from .quarantine_file import Quarantined
 
-_DATA_ERRORS = (FormatError, DecryptionError, NotFoundError, ObjectChangedError)
+DATA_ERRORS = (FormatError, DecryptionError, NotFoundError, ObjectChangedError)
 _KEPT_BLOCKS = 4
 
 
@@ -39,13 +41,20 @@ class BadChunk:
 
 
 class Quarantine:
-    """Replaces the rows of up to ``limit`` bad chunks. Used by the assembler thread; ``records`` by any."""
+    """Replaces the rows of up to ``limit`` bad chunks. Used by the assembler thread; ``records`` by any.
 
-    def __init__(self, source: ChunkSource, limit: int, selection: Selection | None = None) -> None:
+    Without a limit, ``bad`` counts their samples against its own. Chunks that are avoided count for nothing.
+    """
+
+    def __init__(
+        self, source: ChunkSource, limit: int | None, selection: Selection | None = None, bad: BadSamples | None = None
+    ) -> None:
         self._source = source
+        self._bad = bad
         self._selection = selection
         self._limit = limit
         self._records: dict[int, BadChunk] = {}
+        self._avoided: dict[int, BadChunk] = {}
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -54,17 +63,23 @@ class Quarantine:
         with self._lock:
             return list(self._records.values())
 
-    def replace(self, group: ChunkRows, error: BaseException) -> tuple[ChunkRows, Block]:
+    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
         """Rows of another chunk for those of one that failed with ``error``; raises ``error`` if it is not the data's.
 
+        Without an ``epoch`` their samples are not counted: they have been.
+
         Raises:
-            DatasetError: more chunks are bad than the limit allows; names the latest.
+            DatasetError: more chunks, or samples, are bad than the limit allows; names the latest.
         """
-        if not self._limit or not isinstance(error, _DATA_ERRORS):
+        is_avoided = isinstance(error, AvoidedError)
+        if not isinstance(error, DATA_ERRORS) or (self._limit == 0 and not is_avoided):
             raise error
-        known = self._records.get(group.chunk)
+        ids: IntArray = group.rows + self._source.manifest.first_ids[group.chunk]
+        if self._bad is not None and epoch is not None:
+            self._count(group.chunk, ids, error, epoch)
+        known = self._records.get(group.chunk) or self._avoided.get(group.chunk)
         if known is None:
-            if len(self._records) >= self._limit:
+            if not is_avoided and self._limit is not None and len(self._records) >= self._limit:
                 raise DatasetError(
                     f"more than max_bad_chunks={self._limit} chunks cannot be read; the last one: {error}. "
                     "`penstock verify` lists all that are bad"
@@ -75,7 +90,28 @@ class Quarantine:
         if self._selection is not None:
             own = self._selection.rows_of(known.replaced_by)
             rows = own[group.rows % len(own)]
-        return ChunkRows(known.replaced_by, rows, group.targets), block
+        return ChunkRows(known.replaced_by, rows, group.targets, ids), block
+
+    def _count(self, chunk: int, ids: IntArray, error: BaseException, epoch: int) -> None:
+        assert self._bad is not None
+        if isinstance(error, AvoidedError):
+            self._bad.note_avoided(epoch, ids.tolist())
+            return
+        ref = self._source.manifest.chunk(chunk)
+        entry = Quarantined(
+            kind="chunk",
+            id=int(self._source.manifest.first_ids[chunk]),
+            samples=ref.samples,
+            shard=ref.shard.key,
+            offset=ref.offset,
+            number=None,
+            key=None,
+            field=None,
+            step="read",
+            reason=str(error),
+            epoch=epoch,
+        )
+        self._bad.tell(entry, ids.tolist())
 
     def _record(self, chunk: int, error: BaseException) -> BadChunk:
         manifest = self._source.manifest
@@ -86,12 +122,16 @@ class Quarantine:
                 continue
             try:
                 self._load(other)
-            except _DATA_ERRORS:
+            except DATA_ERRORS:
                 continue
             record = BadChunk(chunk, bad.shard.key, bad.offset, bad.samples, str(error), other)
+            if isinstance(error, AvoidedError):
+                self._avoided[chunk] = record
+                return record
             with self._lock:
                 self._records[chunk] = record
-            warnings.warn(f"{error}; its {bad.samples} samples are replaced", BadChunkWarning, stacklevel=2)
+            after = "replaced" if self._bad is None else self._bad.after
+            warnings.warn(f"{error}; its {bad.samples} samples are {after}", BadChunkWarning, stacklevel=2)
             return record
         raise DatasetError(f"no chunk of the data set can be read; the last one: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,8 +117,13 @@ class RowReader:
         *,
         by_units: bool = False,
         flat: Sequence[str] = (),
+        skips: bool = False,
     ) -> None:
-        """``by_units``: several rows are always asked for together. ``flat``: see ``gather``."""
+        """``by_units``: several rows are always asked for together. ``flat``: see ``gather``.
+
+        ``skips``: rows of bad chunks are not kept.
+        """
+        self._skips = skips
         self._equipment = equipment
         self._quarantine = quarantine
         self._sieve = sieve
@@ -126,16 +131,25 @@ class RowReader:
         self._by_units = by_units
         self._flat = flat
 
-    def sift(self, groups: Sequence[ChunkRows], count: int) -> Sifted:
+    def sift(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Sifted:
         """Which of ``count`` inputs the sieve keeps."""
         chunks, rows = np.empty((2, count), np.int64)
         for group in groups:
             chunks[group.targets], rows[group.targets] = group.chunk, group.rows
         if self._sieve is None:
             return Sifted(None, np.arange(count, dtype=np.int64), chunks, rows)
-        looked = self._gather(groups, count, self._sieve.decoders, self._sieve.columns, None, ())
-        kept = np.flatnonzero(self._ask(self._sieve, looked))
-        return Sifted(looked.ids, kept, chunks[kept], rows[kept])
+        looked = self._gather(groups, count, self._sieve.decoders, self._sieve.columns, None, (), epoch)
+        kept = np.flatnonzero(self._ask(self._sieve, looked) & self.are_read(looked))
+        return Sifted(self.inputs(looked), kept, chunks[kept], rows[kept])
+
+    def inputs(self, rows: Rows) -> IntArray:
+        """The ids of gathered inputs."""
+        return rows.planned_ids if self._skips else rows.ids
+
+    def are_read(self, rows: Rows) -> BoolArray:
+        """(n,) bool: which rows stay; those of a bad chunk, in whose place others were read, are skipped."""
+        stays: BoolArray = rows.planned_ids == rows.ids if self._skips else np.ones(len(rows.ids), np.bool_)
+        return stays
 
     def _ask(self, sieve: Sieve, rows: Rows) -> BoolArray:
         try:
@@ -148,11 +162,14 @@ class RowReader:
                     self._ask(sieve, rows.cut(row, row + 1))
             raise  # else whoever asked about several asks about each
 
-    def gather(self, groups: Sequence[ChunkRows], count: int) -> Rows:
-        """The rows of ``groups`` as batches have them, in the order of their targets. Raises where reading fails."""
+    def gather(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Rows:
+        """The rows of ``groups`` as batches have them, in the order of their targets. Raises where reading fails.
+
+        With ``epoch``, bad samples are counted.
+        """
         leases = self._equipment.leases
         lend = None if leases is None else leases.lend
-        return self._gather(groups, count, self._equipment.maker.decoders, self._columns, lend, self._flat)
+        return self._gather(groups, count, self._equipment.maker.decoders, self._columns, lend, self._flat, epoch)
 
     def _gather(
         self,
@@ -162,6 +179,7 @@ class RowReader:
         columns: Sequence[str] | None,
         lend: Lend | None,
         flat: Sequence[str],
+        epoch: int | None,
     ) -> Rows:
         by_chunk = {group.chunk: group for group in groups}
 
@@ -170,13 +188,13 @@ class RowReader:
                 if isinstance(loaded, Block):
                     group, block = by_chunk[chunk], loaded
                 else:
-                    group, block = self._quarantine.replace(by_chunk[chunk], loaded)
+                    group, block = self._quarantine.replace(by_chunk[chunk], loaded, epoch)
                 yield group, _narrow(block, columns)
 
         rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend, flat)
         if columns is None:
             return rows
-        return Rows(rows.ids, {name: values for name, values in rows.fields.items() if name in columns})
+        return replace(rows, fields={name: values for name, values in rows.fields.items() if name in columns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +211,10 @@ class Sifted:
 
 
 class FilterWork:
-    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for."""
+    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for.
+
+    With ``skips``, which needs ``may_drop``, bad samples too: of bad chunks, and what cannot be decoded or transformed.
+    """
 
     unit = 1
     one_each = True
@@ -206,14 +227,15 @@ class FilterWork:
         sieve: Sieve | None,
         columns: Sequence[str] | None,
         may_drop: bool,
+        skips: bool = False,
     ) -> None:
         self._equipment = equipment
-        self.reader = RowReader(equipment, quarantine, sieve, columns)
+        self.reader = RowReader(equipment, quarantine, sieve, columns, skips=skips)
         self.gives_samples = may_drop
         self.output_bytes = mean_row_bytes(equipment.source.manifest)
 
     def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
-        sifted = self.reader.sift(groups, int(bounds[-1]))
+        sifted = self.reader.sift(groups, int(bounds[-1]), epoch)
         ids, kept, chunks, rows = sifted.ids, sifted.places, sifted.chunks, sifted.rows
         if not self.gives_samples:
             assert ids is not None  # without a transform that drops, there is a sieve
@@ -221,8 +243,13 @@ class FilterWork:
         if not len(kept):
             assert ids is not None
             return Ready(Yield(ids, kept, chunks, rows, []))
-        gathered = self.reader.gather(pick_rows(chunks, rows), len(kept))
-        ids = gathered.ids if ids is None else ids
+        gathered = self.reader.gather(pick_rows(chunks, rows), len(kept), epoch)
+        ids = self.reader.inputs(gathered) if ids is None else ids
+        are_read = self.reader.are_read(gathered)
+        if not are_read.all():
+            kept, gathered = kept[are_read], gathered.pick(np.flatnonzero(are_read).tolist())
+            if not len(kept):
+                return Ready(Yield(ids, kept, chunks[are_read], rows[are_read], []))
         return _Transforming(ids, kept, self._equipment.maker.work(gathered, epoch), gathered)
 
     def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:

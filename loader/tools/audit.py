@@ -44,7 +44,11 @@ class EpochAccount:
 
     Where samples may be dropped, positions are places among those that are not. ``dropped``: samples that ``keep=`` or
     ``transform=`` dropped; ``left``: samples that filled no batch, at the end. Each sample is delivered, dropped or
-    left, once: what is several of these, or the same on two ranks, is ``duplicated``.
+    left, once, or bad: what is several of these, or the same on two ranks, is ``duplicated``.
+
+    ``bad``: samples that were skipped since they could not be read, decoded or transformed; ``dropped`` does not count
+    them. ``replaced``: of the samples delivered, those that are bad, in whose places others came. These count for
+    nothing else, so that a sample that came once for itself and once for a bad one is not ``duplicated``.
     """
 
     epoch: int
@@ -59,6 +63,8 @@ class EpochAccount:
     stray: int = 0
     dropped: int = 0
     left: int = 0
+    replaced: int = 0
+    bad: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +243,7 @@ def _account(
         skipped=skipped,
         outside=members.total - num_samples,
         stray=stray,
+        replaced=sum(record.replaced for record in records),
     )
 
 
@@ -256,6 +263,7 @@ def _account_of_dropping(
     is_packed = any(record.is_packed for record in records)  # then positions are those of sequences
     missing = members.count - unique if has_ended else 0 if is_packed else reached - len(np.unique(delivered))
     stray = len(ids) - int(np.count_nonzero(here))
+    bad = sum(record.bad for record in records)
     return EpochAccount(
         epoch=epoch,
         samples=members.count,
@@ -266,7 +274,8 @@ def _account_of_dropping(
         replayed=sum(len(record.ids) for record in replayed),
         outside=members.total - members.count,
         stray=stray,
-        dropped=len(dropped),
+        dropped=len(dropped) - bad,
+        bad=bad,
         left=len(left),
     )
 

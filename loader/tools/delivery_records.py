@@ -11,11 +11,22 @@ import numpy as np
 
 from ..columns import IntArray
 from ..errors import DatasetError
-from ..pipeline.delivery_log import DROP_MAGIC, END_MAGIC, FILTER_MAGIC, KEY_BITS, MAGIC, SIZE_MAGIC, SKIP_MAGIC
+from ..pipeline.delivery_log import (
+    BAD_MAGIC,
+    DROP_MAGIC,
+    END_MAGIC,
+    FILTER_MAGIC,
+    KEY_BITS,
+    MAGIC,
+    REPLACE_MAGIC,
+    SIZE_MAGIC,
+    SKIP_MAGIC,
+)
 
 _MOST_SAMPLES = 1 << 60  # as in a manifest
 # Of the words that follow; None: any number.
-_COUNTS = {MAGIC: None, FILTER_MAGIC: None, END_MAGIC: None, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}
+_ANY = dict.fromkeys((MAGIC, FILTER_MAGIC, END_MAGIC, BAD_MAGIC, REPLACE_MAGIC))
+_COUNTS: dict[int, int | None] = {**_ANY, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -31,6 +42,8 @@ class Delivered:
     is_packed: bool = False  # positions are those of sequences, of which samples make any number
     dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
+    replaced: int = 0
+    bad: int = 0
 
     @property
     def batch(self) -> int:
@@ -81,13 +94,27 @@ def read_log(path: Path) -> Log | None:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         if is_size:
             sizes.append((epoch, start, int(ids[0])))
-        elif magic in (FILTER_MAGIC, END_MAGIC):
+        elif magic == REPLACE_MAGIC:
             told = records[-1] if records else None
-            if told is None or (told.epoch, told.start, told.stop) != (epoch, start, stop):
+            is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)
+            if told is None or not is_of_batch or count % 2 or (not is_mixed and not np.isin(ids[::2], told.ids).all()):
+                raise DatasetError(
+                    f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was replaced is of another batch"
+                )
+            records[-1] = replace(told, replaced=count // 2)
+        elif magic in (FILTER_MAGIC, BAD_MAGIC, END_MAGIC):
+            told = records[-1] if records else None
+            is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)
+            if told is None or not is_of_batch or (magic == BAD_MAGIC and not np.isin(ids, told.dropped).all()):
                 raise DatasetError(
                     f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was dropped is of another batch"
                 )
-            records[-1] = replace(told, dropped=ids) if magic == FILTER_MAGIC else replace(told, left=ids)
+            changed: dict[int, dict[str, Any]] = {
+                FILTER_MAGIC: {"dropped": ids},
+                BAD_MAGIC: {"bad": count},
+                END_MAGIC: {"left": ids},
+            }
+            records[-1] = replace(told, **changed[magic])
         else:
             kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header, "is_packed" in header
             records.append(Delivered(epoch, start, stop, ids, *kind))

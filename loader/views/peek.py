@@ -14,6 +14,7 @@ from ..columns import Block
 from ..decoding.batch import BatchMaker, BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
+from ..error_arguments import ErrorPolicy
 from ..metrics import Counters
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
@@ -39,7 +40,7 @@ class Look:
         chunks: ChunkSource,
         batch_options: BatchOptions,
         decoders: FieldDecoders,
-        max_bad_chunks: int,
+        policy: ErrorPolicy,
         threads: int,
         device: torch.device | None,
         resources: Resources,
@@ -53,7 +54,7 @@ class Look:
             first_batch,
             chunks=chunks,
             batch_options=batch_options,
-            max_bad_chunks=max_bad_chunks,
+            policy=policy,
             threads=threads,
             device=device,
             selection=selection,
@@ -78,7 +79,7 @@ def first_batch(
     position: int,
     batch_options: BatchOptions,
     decoders: FieldDecoders,
-    max_bad_chunks: int,
+    policy: ErrorPolicy,
     threads: int,
     device: torch.device | None,
     selection: Selection | None = None,
@@ -93,7 +94,7 @@ def first_batch(
     spans = EpochSpans(plan_epoch(manifest.samples, order, epoch, selection, bucket_costs), share)
     span, _ = spans.plan_span(position, 1)
     groups = {group.chunk: group for group in spans.expand(span)}
-    quarantine = Quarantine(chunks, max_bad_chunks, selection)
+    quarantine = Quarantine(chunks, policy.told.max_bad_chunks, selection)
 
     def blocks() -> Iterator[tuple[ChunkRows, Block]]:
         for chunk, loaded in load_ahead(chunks.load, chunks.reserve, groups):
@@ -113,6 +114,7 @@ def first_batch(
             parts=threads,
             counters=Counters(),
             stopping=threading.Event(),
+            replacer=policy.replacer(chunks, batch_options.work, counts=False),
         )
         batch = maker.start(rows, epoch, num_rows, num_valid).result()
     finally:

@@ -86,3 +86,10 @@ def reverse_bytes(data: bytes) -> bytes:
 
 def drop_odd(sample: Sample) -> Sample | None:
     return None if int(sample["txt"]) % 2 else sample
+
+
+def fail_on_sevens(sample: Sample) -> Sample:
+    number = int(sample["cls"])
+    if number % 7 == 0:
+        raise ValueError(f"{number} is a multiple of 7")
+    return sample

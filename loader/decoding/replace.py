@@ -1,0 +1,193 @@
+"""Bad samples, in place: each is replaced by another that can be read, decoded and transformed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..columns import KEY_COLUMN, Block, IntArray
+from ..dataset.manifest import Manifest
+from ..errors import DatasetError, DecodeError
+from ..order.replacement import candidates
+from ..order.selection import Selection
+from ..order.spans import ChunkRows
+from ..reading.bad_samples import BadSamples
+from ..reading.chunk_source import ChunkSource
+from ..reading.quarantine import DATA_ERRORS
+from ..reading.quarantine_file import Quarantined
+from .byte_views import ByteViews
+from .decode import FieldDecoders
+from .gather import Rows, gather
+from .row_errors import describe_row
+from .row_work import RowError, RowResults, RowTask, RowWork, Values
+
+_KEPT_BLOCKS = 4
+
+
+def tell_bad(errors: Sequence[RowError], rows: Rows, epoch: int, manifest: Manifest, bad: BadSamples) -> None:
+    """Count bad rows and write them down; those that are avoided are known.
+
+    Raises:
+        RowError: more are bad than may be; names the row, and in its cause the counts.
+    """
+    last = -1
+    for error in sorted(errors, key=lambda each: each.row):
+        if error.row > last + 1:
+            bad.note_good()
+        last = error.row
+        sample_id = int(rows.ids[error.row])
+        if error.step == "avoid":
+            bad.note_avoided(epoch, [sample_id])
+            continue
+        try:
+            bad.tell(describe_bad(error, rows, epoch, manifest))
+        except DatasetError as exc:
+            raise RowError(error.row, "result", exc) from exc
+    if last < len(rows.ids) - 1:
+        bad.note_good()
+
+
+def describe_bad(error: RowError, rows: Rows, epoch: int, manifest: Manifest) -> Quarantined:
+    """What the quarantine file says of a bad row."""
+    sample_id = int(rows.ids[error.row])
+    shard, number = manifest.shard_of(sample_id)
+    chunk = int(np.searchsorted(manifest.first_ids, sample_id, side="right")) - 1
+    key = rows.fields.get(KEY_COLUMN)
+    return Quarantined(
+        kind="sample",
+        id=sample_id,
+        samples=1,
+        shard=shard,
+        offset=manifest.chunk(chunk).offset,
+        number=number,
+        key=None if key is None else str(key[error.row]),
+        field=getattr(error.cause, "field", None),
+        step=error.step,
+        reason=f"{describe_row(error.row, rows, manifest)}: {_reason(error)}",
+        epoch=epoch,
+    )
+
+
+def _reason(error: RowError) -> str:
+    cause = error.cause
+    text = str(cause) if isinstance(cause, DecodeError) else f"{type(cause).__name__}: {cause}"
+    return f"transform=: {text}" if error.step == "transform" else text
+
+
+class Replacer:
+    """Finds and places what replaces bad rows. Used by the thread that finishes batches.
+
+    Reads single samples: the chunk of each, of which the last few are kept.
+    """
+
+    def __init__(self, chunks: ChunkSource, work: RowWork, bad: BadSamples, selection: Selection | None = None) -> None:
+        self.bad = bad
+        self._chunks = chunks
+        self._work = work
+        self._selection = selection
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+
+    def replace(self, task: RowTask, rows: Rows, results: RowResults, decoders: FieldDecoders) -> IntArray:
+        """Put another sample into each place of ``results.failed``; the ids of all rows then, (n,).
+
+        Raises:
+            DatasetError: more samples are bad than may be, or nothing is found that could replace one.
+        """
+        ids = rows.ids.copy()
+        self._tell(results, rows, task.epoch)
+        found: dict[int, tuple[Rows, RowTask, RowResults]] = {}  # a padded batch repeats samples
+        for error in sorted(results.failed, key=lambda each: each.row):
+            sample_id = int(ids[error.row])
+            if sample_id not in found:
+                found[sample_id] = self._find(error, rows, task, results, decoders)
+            other, its_task, its_results = found[sample_id]
+            _place(error.row, task, results, its_task, its_results)
+            ids[error.row] = other.ids[0]
+        return ids
+
+    def _tell(self, results: RowResults, rows: Rows, epoch: int) -> None:
+        too_many: BaseException | None = None
+        try:
+            tell_bad(results.failed, rows, epoch, self._chunks.manifest, self.bad)
+        except RowError as exc:
+            too_many = exc.cause
+        if too_many is not None:
+            raise too_many
+
+    def _find(
+        self, error: RowError, rows: Rows, task: RowTask, results: RowResults, decoders: FieldDecoders
+    ) -> tuple[Rows, RowTask, RowResults]:
+        manifest = self._chunks.manifest
+        tried = 0
+        last = _reason(error)
+        sample_id = int(rows.ids[error.row])
+        places = candidates(
+            self._work.seed, task.epoch, sample_id, manifest.first_ids, manifest.samples, self._selection
+        )
+        for chunk, row in places:
+            tried += 1
+            try:
+                other = self._read(chunk, row, decoders)
+            except (*DATA_ERRORS, DecodeError) as exc:
+                last = str(exc)
+                continue
+            encoded = {
+                name: decoder
+                for name, values in other.fields.items()
+                if isinstance(values, list) and (decoder := decoders.settled.get(name)) is not None
+            }
+            its_task = RowTask(task.epoch, 0, other.ids, other.fields, encoded)
+            its_results = self._work.allocate(its_task)
+            self._work.run(its_task, its_results, 0, 1, lambda: False)
+            if its_results.failed:
+                last = _reason(its_results.failed[0])
+                self._tell(its_results, other, task.epoch)
+            elif self._work.transform is not None or _fits(results, its_results):
+                return other, its_task, its_results
+        where = describe_row(error.row, rows, manifest)
+        raise DatasetError(
+            f"{where} is bad ({_reason(error)}), and none of {tried} other samples can replace it; the last: {last}"
+        ) from error.cause
+
+    def _read(self, chunk: int, row: int, decoders: FieldDecoders) -> Rows:
+        if chunk not in self._blocks:
+            self._blocks[chunk] = self._chunks.load(chunk)
+            while len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(chunk)
+        group = ChunkRows(chunk, np.array([row]), np.zeros(1, np.int64))
+        return gather([(group, self._blocks[chunk])], 1, self._chunks.manifest.first_ids, decoders)
+
+
+def _fits(results: RowResults, found: RowResults) -> bool:
+    """Whether the values can stand in the batch's arrays: they have all of these fields, in the same shapes."""
+    return all(
+        isinstance(there := found.values.get(name), np.ndarray) and there.shape[1:] == values.shape[1:]
+        for name, values in results.values.items()
+        if isinstance(values, np.ndarray)
+    )
+
+
+def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, found: RowResults) -> None:
+    if results.samples:
+        results.samples[row] = found.samples[0]
+        return
+    new = [name for name in found.values if name not in results.values]
+    task.encoded.update({name: decoder for name, decoder in its_task.encoded.items() if name in new})
+    for name in [*results.values, *new]:
+        there = found.values.get(name)
+        value = None if there is None else there[0]
+        given = results.values.get(name, [None] * len(task.ids))
+        if given is task.fields.get(name) and isinstance(given, np.ndarray | list):
+            given = given.copy()  # what chunks share with batches is not to be changed
+        results.values[name] = _with_value(given, row, value)
+
+
+def _with_value(values: Values, row: int, value: Any) -> Values:
+    """The values of a field with another one in one row."""
+    changed: Any = list(values) if isinstance(values, ByteViews) else values
+    changed[row] = value
+    return ByteViews(changed) if isinstance(values, ByteViews) else values
