@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "ObjectColumn",
     "Ragged",
     "Records",
+    "join_slices",
 ]
 
 # The sample's key, where the format has keys: text, and the same for every member of a sample.
@@ -132,6 +133,11 @@ class Ragged:
     def __iter__(self) -> Iterator[AnyArray]:
         return map(self.__getitem__, range(len(self)))
 
+    def cut(self, start: int, stop: int) -> Ragged:
+        """The arrays from ``start`` to ``stop``, on the memory that they are in."""
+        offsets = self.offsets[start : stop + 1]
+        return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
     def take(self, rows: IntArray) -> Ragged:
         """The arrays of ``rows``, end to end."""
         lengths = np.diff(self.offsets)[rows]
@@ -142,21 +148,28 @@ class Ragged:
 
     @classmethod
     def merge(cls, count: int, parts: Sequence[tuple[IntArray, Ragged, IntArray]]) -> Ragged:
-        """``count`` arrays, of parts that are (targets, arrays, rows): array ``rows[i]`` becomes number ``targets[i]``.
-
-        Each array is copied once, by itself: for arrays of some hundred numbers that is faster than indexing them.
-        """
+        """``count`` arrays, of parts (targets, arrays, rows): array ``rows[i]`` becomes number ``targets[i]``."""
         offsets = np.zeros(count + 1, np.int64)
         for targets, part, rows in parts:
             offsets[targets + 1] = np.diff(part.offsets)[rows]
         np.cumsum(offsets, out=offsets)
-        values = np.empty(int(offsets[-1]), np.result_type(*(part.values.dtype for _, part, _ in parts)))
+        dtype = np.result_type(*(part.values.dtype for _, part, _ in parts))
+        slices = [memoryview(b"")] * count
         for targets, part, rows in parts:
-            source = part.values
-            ends = (offsets[targets], offsets[targets + 1], part.offsets[rows], part.offsets[rows + 1])
-            for low, high, first, last in zip(*(each.tolist() for each in ends), strict=True):
-                values[low:high] = source[first:last]
-        return cls(values, offsets)
+            source = np.ascontiguousarray(part.values, dtype).data
+            ends = (targets, part.offsets[rows], part.offsets[rows + 1])
+            for target, first, last in zip(*(each.tolist() for each in ends), strict=True):
+                slices[target] = source[first:last]
+        return cls(join_slices(slices, dtype), offsets)
+
+
+def join_slices(slices: Iterable[memoryview], dtype: np.dtype[Any]) -> AnyArray:
+    """Slices of arrays of ``dtype``, end to end, as an array of its own.
+
+    For slices of some hundred numbers that is faster than indexing them. And where numpy would release the GIL for each
+    slice and wait for it again, while other threads have it, this does so once at most.
+    """
+    return np.frombuffer(bytearray().join(slices), dtype)
 
 
 Column = ArrayColumn | BytesColumn | ObjectColumn

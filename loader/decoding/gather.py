@@ -174,7 +174,7 @@ def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:
 
 
 def _cut(values: Values, start: int, stop: int) -> Values:
-    return values.take(np.arange(start, stop)) if isinstance(values, Ragged) else values[start:stop]
+    return values.cut(start, stop) if isinstance(values, Ragged) else values[start:stop]
 
 
 def _pick(values: Values, rows: Sequence[int]) -> Values:

@@ -66,7 +66,7 @@ class RowTask:
     def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
         """A part of the rows; without the fields that are not decoded, unless ``with_plain``."""
         fields = {
-            name: values.take(np.arange(start, stop)) if isinstance(values, Ragged) else values[start:stop]
+            name: values.cut(start, stop) if isinstance(values, Ragged) else values[start:stop]
             for name, values in self.fields.items()
             if with_plain or name in self.encoded
         }

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..columns import AnyArray, IntArray
+from ..columns import AnyArray, IntArray, join_slices
 from .config import Packing
 from .documents import Documents
 from .layout import Layout, lay_out
@@ -127,8 +127,9 @@ def pack_documents(documents: Documents, packing: Packing) -> Packed:
     rows = np.arange(samples, dtype=np.int64)
     if packing.split_at is not None:
         documents, rows = documents.split_after(packing.split_at)
+    assert not isinstance(packing.eos, str), "a packer names tokens by id"
+    assert not isinstance(packing.pad, str), "a packer names tokens by id"
     if packing.eos is not None:
-        assert not isinstance(packing.eos, str), "a packer names tokens by id"
         documents = documents.end_with(packing.eos)
     layout = lay_out(documents.lengths, packing.seq_len, packing.method, packing.long_documents)
     row_of = rows[layout.pieces.document]
@@ -137,16 +138,11 @@ def pack_documents(documents: Documents, packing: Packing) -> Packed:
     is_out = np.ones(samples, np.bool_)
     is_out[row_of] = False
     segments, sources, segment_bounds, is_padded = _lay_segments(documents, layout, packing.seq_len)
-    where = np.arange(layout.sequences * packing.seq_len) + np.repeat(
-        sources - np.cumsum(segments) + segments, segments
-    )
-    shape = (layout.sequences, packing.seq_len)
-    # Padding points at any token that there is, and is overwritten.
     dtype = np.result_type(_narrow(documents.tokens).dtype, np.min_scalar_type(packing.pad))
-    tokens = documents.tokens.take(where, mode="clip").astype(dtype, copy=False).reshape(shape)
-    mask = None if documents.loss_mask is None else documents.loss_mask.take(where, mode="clip").reshape(shape)
-    for row in np.flatnonzero(is_padded).tolist():
-        tokens[row, packing.seq_len - segments[segment_bounds[row + 1] - 1] :] = packing.pad
+    tokens = _rearrange(documents.tokens.astype(dtype, copy=False), sources, segments, packing.pad, packing.seq_len)
+    mask = None
+    if documents.loss_mask is not None:
+        mask = _rearrange(documents.loss_mask, sources, segments, 0, packing.seq_len)
     return Packed(
         tokens,
         mask,
@@ -169,48 +165,71 @@ def _narrow(tokens: AnyArray) -> AnyArray:
 
 
 def _lay_segments(documents: Documents, layout: Layout, seq_len: int) -> tuple[IntArray, IntArray, IntArray, AnyArray]:
-    """The lengths of pieces and paddings in the order of sequences, where each begins among the documents' tokens,
-    the bounds of sequences among them, and which sequences have padding."""
+    """The lengths of pieces and paddings in the order of sequences, where each begins among the documents' tokens (-1
+    for padding), the bounds of sequences among them, and which sequences have padding."""
     pieces, bounds = layout.pieces, layout.bounds
     totals = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces.length, out=totals[1:])
     missing = seq_len - np.diff(totals[bounds])
     partly = np.flatnonzero(missing)
     segments = np.insert(pieces.length, bounds[partly + 1], missing[partly])
-    sources = np.insert(documents.offsets[pieces.document] + pieces.start, bounds[partly + 1], 0)
+    sources = np.insert(documents.offsets[pieces.document] + pieces.start, bounds[partly + 1], -1)
     is_padded = missing > 0
     segment_bounds = bounds + np.concatenate([[0], np.cumsum(is_padded)])
     return segments, sources, segment_bounds, is_padded
 
 
+def _rearrange(values: AnyArray, sources: IntArray, segments: IntArray, pad: int, seq_len: int) -> AnyArray:
+    """(n, seq_len) of the segments of ``values`` that begin at ``sources``, and of ``pad`` for those at -1."""
+    given, padding = np.ascontiguousarray(values).data, np.full(seq_len, pad, values.dtype).data
+    slices = [
+        given[source : source + length] if source >= 0 else padding[:length]
+        for source, length in zip(sources.tolist(), segments.tolist(), strict=True)
+    ]
+    return join_slices(slices, values.dtype).reshape(-1, seq_len)
+
+
 def fill(rows: Sequence[tuple[Packed, int]], seq_len: int) -> dict[str, AnyArray]:
     """The arrays of a batch of sequences, (m, seq_len) each; see ``Packing`` for what they hold."""
     count = len(rows)
-    tokens = np.empty((count, seq_len), np.int64)
-    for place, (packed, row) in enumerate(rows):
-        tokens[place] = packed.tokens[row]
-    lengths = [packed.segments[packed.segment_bounds[row] : packed.segment_bounds[row + 1]] for packed, row in rows]
-    numbers = np.fromiter(map(len, lengths), np.int64, count)
-    segments = np.concatenate([np.empty(0, np.int64), *lengths])
-    documents = np.arange(len(segments)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    segments = join_segments(rows)
+    numbers = np.fromiter(
+        (packed.segment_bounds[row + 1] - packed.segment_bounds[row] for packed, row in rows), np.int64, count
+    )
+    stops = np.cumsum(numbers)
+    documents = np.arange(len(segments)) - np.repeat(stops - numbers, numbers)
     is_padded = np.fromiter((packed.is_padded[row] for packed, row in rows), np.bool_, count)
-    documents[(np.cumsum(numbers) - 1)[is_padded]] = -1
-    document_ids = np.repeat(documents.astype(np.int32), segments).reshape(count, seq_len)
-    begins = (np.cumsum(segments) - segments).astype(np.int32)  # half the bytes to move, and no batch has 2**31 tokens
-    positions = (np.arange(count * seq_len, dtype=np.int32) - np.repeat(begins, segments)).reshape(count, seq_len)
-    loss_mask = (positions > 0) & (document_ids >= 0)
+    documents[stops[is_padded] - 1] = -1
+    document_ids = np.repeat(documents.astype(np.int32), segments)
+    upwards = np.arange(segments.max(initial=0), dtype=np.int64).data
+    positions = join_slices([upwards[:length] for length in segments.tolist()], np.dtype(np.int64))
+    loss_mask = document_ids >= 0
+    loss_mask[np.cumsum(segments) - segments] = False
+    loss_mask = loss_mask.reshape(count, seq_len)
     for place, (packed, row) in enumerate(rows):
         if packed.loss_mask is not None:
             loss_mask[place] &= packed.loss_mask[row]
-    made = (tokens, positions.astype(np.int64), document_ids, loss_mask)
-    return dict(zip(FIELDS, made, strict=True))
+    made = (_join_tokens(rows), positions, document_ids, loss_mask)
+    return {name: values.reshape(count, seq_len) for name, values in zip(FIELDS, made, strict=True)}
 
 
-def cumulative_lengths(position_ids: AnyArray) -> tuple[AnyArray, int]:
-    """``cu_seqlens`` (D + 1,) int32 of all tokens of (B, seq_len) rows laid end to end, and the longest of D documents.
+def _join_tokens(rows: Sequence[tuple[Packed, int]]) -> AnyArray:
+    """The tokens of some sequences end to end, int64."""
+    tokens = [packed.tokens[row] for packed, row in rows]
+    dtypes = {one.dtype for one in tokens}
+    if len(dtypes) == 1:
+        return join_slices([one.data for one in tokens], dtypes.pop()).astype(np.int64)
+    return np.concatenate([np.empty(0, np.int64), *tokens], dtype=np.int64)
 
-    A document, or a sequence's padding, begins wherever positions begin again.
-    """
-    begins = np.flatnonzero(position_ids.reshape(-1) == 0)
-    bounds = np.append(begins, position_ids.size)
-    return bounds.astype(np.int32), int(np.diff(bounds).max(initial=0))
+
+def join_segments(rows: Sequence[tuple[Packed, int]]) -> IntArray:
+    """(D,) int64: the lengths of the documents in some sequences, laid end to end, and of each sequence's padding."""
+    lengths = [packed.segments[packed.segment_bounds[row] : packed.segment_bounds[row + 1]] for packed, row in rows]
+    return np.concatenate([np.empty(0, np.int64), *lengths])
+
+
+def cumulative_lengths(segments: IntArray) -> tuple[AnyArray, int]:
+    """``cu_seqlens`` (D + 1,) int32 of D documents of these lengths, and the longest."""
+    bounds = np.zeros(len(segments) + 1, np.int32)
+    np.cumsum(segments, out=bounds[1:])
+    return bounds, int(segments.max(initial=0))

@@ -114,6 +114,7 @@ class LaneFeed:
         self._least_kept = 0
         self._room = Room(0)
         self._has_gap = False  # between blocks and ends
+        self._outputs: LaneOutputs | None = None  # of the blocks as they are
 
     @property
     def is_over(self) -> bool:
@@ -152,6 +153,7 @@ class LaneFeed:
                 self._has_gap = True
         else:
             self.blocks.append(block)
+            self._outputs = None
         self.done, self.found = block.stop, block.first + block.count
         return block
 
@@ -161,12 +163,15 @@ class LaneFeed:
 
     def outputs(self) -> LaneOutputs:
         """What is at hand. There must be some inputs."""
-        return join_blocks(self.blocks)
+        if self._outputs is None:
+            self._outputs = join_blocks(self.blocks)
+        return self._outputs
 
     def pass_by(self, output: int) -> None:
         """Drop what comes before an output; the one before it stays, which says where the next one's inputs begin."""
         while len(self.blocks) > 1 and self.blocks[0].first + self.blocks[0].count < output:
             self.blocks.popleft()
+            self._outputs = None
 
     def next_input(self, output: int) -> int:
         """The input that an output comes from, if it is found; else the first input whose outcome is not known."""

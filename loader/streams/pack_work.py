@@ -179,4 +179,4 @@ def cut_units(bounds: IntArray, unit: int) -> IntArray:
 
 
 def _cut(values: Values, low: int, high: int) -> Any:
-    return values.take(np.arange(low, high)) if isinstance(values, Ragged) else values[low:high]
+    return values.cut(low, high) if isinstance(values, Ragged) else values[low:high]

@@ -14,7 +14,7 @@ from ..columns import AnyArray, IntArray
 from ..decoding.batch import IDS, VALID, BatchMaker, UnfinishedBatch
 from ..errors import LoaderClosedError
 from ..metrics import Counters
-from ..packing.packed import Packed, add_counts, cumulative_lengths, fill
+from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class PackedBatch(UnfinishedBatch):
                 if options.pad:
                     sample[VALID] = bool(sample[VALID])
             return options.collate(samples), counted
-        bounds, longest = cumulative_lengths(batch["position_ids"])
+        bounds, longest = cumulative_lengths(join_segments([(row.packed, row.row) for row in rows[: self._num_rows]]))
         if options.with_ids:
             batch[IDS] = lay_side_by_side([row.ids for row in rows[: self._num_rows]])
         batch["cu_seqlens"] = bounds

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from penstock.loader.columns import Ragged
 from penstock.loader.packing.config import Packing, PackingMethod
 from penstock.loader.packing.documents import Documents
-from penstock.loader.packing.packed import Packed, cumulative_lengths, fill, pack_documents
+from penstock.loader.packing.packed import Packed, cumulative_lengths, fill, join_segments, pack_documents
 
 METHODS: tuple[PackingMethod, ...] = ("best_fit", "concat")
 
@@ -116,6 +116,15 @@ def test_any_sequences_are_filled_as_all_are(
         assert some[name].tolist() == values[which].tolist() if which else some[name].shape == (0, case[2].seq_len)
 
 
+def test_a_batch_has_sequences_of_narrow_and_of_wide_tokens() -> None:
+    tokens = [np.array([1, 2, 3], np.uint16), np.array([70_000, 5], np.int32), np.array([1 << 40], np.int64)]
+    packing = Packing(seq_len=4, pad=9)
+    packs = [pack_documents(Documents(one, np.array([0, len(one)])), packing) for one in tokens]
+    filled = fill([(one, 0) for one in packs], 4)["tokens"]
+    assert filled.dtype == np.int64
+    assert filled.tolist() == [[1, 2, 3, 9], [70_000, 5, 9, 9], [1 << 40, 9, 9, 9]]
+
+
 def log_normal(count: int, seed: int = 0) -> Documents:
     rng = np.random.default_rng(seed)
     lengths = np.maximum(1, rng.lognormal(np.log(500), 1.0, count)).astype(np.int64)
@@ -163,7 +172,7 @@ def test_document_ids_make_flex_attention_attend_each_document_alone() -> None:
 def test_cu_seqlens_cut_a_batch_into_its_documents() -> None:
     documents = join([range(1, n + 1) for n in (7, 40, 64, 3, 21, 90)])
     packed = pack_documents(documents, Packing(seq_len=128))
-    bounds, longest = cumulative_lengths(packed.fields["position_ids"])
+    bounds, longest = cumulative_lengths(join_segments([(packed, row) for row in range(len(packed))]))
     assert bounds.dtype == np.int32
     assert bounds[-1] == packed.fields["tokens"].size
     assert longest == np.diff(bounds).max()

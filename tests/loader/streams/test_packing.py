@@ -6,6 +6,7 @@ import json
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 
 from penstock import DistributedDataLoader, Packing, TokenDocumentsFormat, TokensFormat
 from penstock.loader import ConfigError, DecodeError, Keep, PartitionError, StateMismatchError
-from penstock.loader.packing.packed import cumulative_lengths
 
 DOCUMENTS = [[10 * i + j for j in range(1 + i * 7 % 9)] for i in range(1, 60)]
 TOTAL = sum(map(len, DOCUMENTS))
@@ -139,9 +139,10 @@ def test_a_batch_has_what_attention_over_documents_needs(tmp_path: Path) -> None
 def check_batch(batch: dict[str, Any]) -> None:
     tokens, positions, documents = batch["tokens"], batch["position_ids"], batch["document_ids"]
     assert (tokens.dtype, positions.dtype, documents.dtype) == (torch.int64, torch.int64, torch.int32)
-    bounds, longest = cumulative_lengths(positions.numpy())
-    assert batch["cu_seqlens"].tolist() == bounds.tolist()
-    assert batch["max_seqlen"] == longest
+    bounds = [*torch.nonzero(positions.reshape(-1) == 0).reshape(-1).tolist(), positions.numel()]
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["cu_seqlens"].tolist() == bounds
+    assert batch["max_seqlen"] == max(high - low for low, high in pairwise(bounds))
     assert (tokens[documents < 0] == 7).all()
     assert torch.equal(batch["loss_mask"], (documents >= 0) & (positions > 0))
     for row in range(3):
