@@ -2,9 +2,10 @@
 
 python -m penstock.benchmarks.simulation [--results benchmarks/results]
 
-Real processes read shards from a real S3 server through a proxy that delays each answer; a step is a sleep, after which
-all ranks meet. So runs are bounded by latency or by sleeps, and a busy machine matters little. Fails if samples/s differ
-by more than 15%, or the share of time that ranks wait by more than 0.15 of the whole.
+Real processes read shards from a real S3 server through a proxy that delays each answer; a step is a sleep, after
+which all ranks meet. The simulation is given the seconds that a lone
+request and a step were measured to take. Runs are bounded by latency or by sleeps, so a busy machine matters little. Fails if
+samples/s differ by more than 15%, or the share of time that ranks wait by more than 0.15 of the whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +42,7 @@ from .machine import describe_machine, list_versions
 from .subprocesses import MeasurementError
 
 TOLERANCE = 0.15
-_SHARDS, _SAMPLES, _SAMPLE_BYTES = 768, 16, 4096  # each shard is one chunk
+_SHARDS, _SAMPLES, _SAMPLE_BYTES = 1024, 16, 16_384  # each shard is one chunk
 _BUCKET = "penstock-simulation"
 _TIMEOUT_S = 240.0
 
@@ -54,15 +55,15 @@ class Case:
     delay_s: float
     step_s: float
     batch_size: int = 64
-    memory_limit: int = 256 << 20
-    steps: int = 40
+    memory_limit: int = 512 << 20
+    steps: int = 45
 
 
 CASES = (
     Case(name="step", delay_s=0.2, step_s=0.25),
     Case(name="latency", delay_s=0.4, step_s=0.02),
     Case(name="step and latency", delay_s=0.4, step_s=0.08),
-    Case(name="little memory", delay_s=0.4, step_s=0.15, memory_limit=5 << 20),
+    Case(name="little memory", delay_s=0.4, step_s=0.15, memory_limit=48 << 20),
 )
 
 
@@ -85,7 +86,7 @@ def set_scene() -> Iterator[Scene]:
         rows = ({"bin": rng.bytes(_SAMPLE_BYTES)} for _ in range(_SHARDS * _SAMPLES))
         pack(rows, folder, shard_bytes=_SAMPLES * (_SAMPLE_BYTES + 512), progress=False)
         url = f"s3://{_BUCKET}/data/"
-        with open_store(url, server | {"allow_http": "true"}) as store:
+        with closing(open_store(url, storage_options=server | {"allow_http": "true"})) as store:
             for path in sorted(Path(folder).iterdir()):
                 store.put(path.name, path.read_bytes())
         options = server | {"endpoint": proxy.url, "allow_http": "true"}
@@ -95,7 +96,7 @@ def set_scene() -> Iterator[Scene]:
 def measure_latency(scene: Scene) -> float:
     """The seconds of a request, one at a time: the delay, and what proxy and server take; the median of some."""
     took = []
-    with open_store(scene.url, scene.options) as store:
+    with closing(open_store(scene.url, storage_options=scene.options)) as store:
         for number in range(8):
             started = time.perf_counter()
             store.get(scene.manifest.chunk(number).shard.key)
@@ -103,14 +104,14 @@ def measure_latency(scene: Scene) -> float:
     return statistics.median(took)
 
 
-def run_real(scene: Scene, case: Case, ranks: int) -> dict[str, float]:
-    """Real processes: samples/s and share of waits in the second half of their steps, and the first batch.
+def run_real(scene: Scene, case: Case, ranks: int, *, steps: int, warm_up_steps: int) -> dict[str, float]:
+    """Real processes: samples/s and share of waits after the warm-up, and the first batch.
 
     Raises:
         MeasurementError: a rank failed, or all took too long.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = asdict(case) | {"url": scene.url, "options": scene.options, "folder": folder}
+        job = asdict(case) | {"steps": steps, "url": scene.url, "options": scene.options, "folder": folder}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = os.environ | {"PENSTOCK_SIMULATED": json.dumps(job), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
@@ -124,17 +125,18 @@ def run_real(scene: Scene, case: Case, ranks: int) -> dict[str, float]:
         if done.returncode:
             raise MeasurementError(f"{case.name}, {ranks} ranks: {done.stderr[-1500:]}")
         told = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    since = case.steps // 2
-    took = np.array([each["took"][since:] for each in told])
-    waits = np.array([each["waits"][since:] for each in told])
+    took = np.array([each["took"][warm_up_steps:] for each in told])
+    waits = np.array([each["waits"][warm_up_steps:] for each in told])
     return {
+        # Of the rank whose data came last: others spend a part of it on waiting for that one.
+        "step_s": float((took - waits).min(axis=0).mean()),
         "samples_per_s": case.batch_size * ranks * took.shape[1] / float(took.sum(axis=1).mean()),
         "data_wait": float(waits.sum() / took.sum()),
         "first_batch_s": max(each["first_batch_s"] for each in told),
     }
 
 
-def run_simulated(scene: Scene, case: Case, ranks: int, latency_s: float) -> Simulation:
+def run_simulated(scene: Scene, case: Case, ranks: int, *, latency_s: float, step_s: float) -> Simulation:
     """The same job, simulated."""
     manifest = scene.manifest
     order = choose_order(
@@ -153,7 +155,7 @@ def run_simulated(scene: Scene, case: Case, ranks: int, latency_s: float) -> Sim
         Machines(
             latency_s=latency_s,
             latency_spread=0.02,
-            step_s=case.step_s,
+            step_s=step_s,
             step_spread=0.01,
             ranks_per_node=ranks,
             memory_limit=case.memory_limit,
@@ -168,13 +170,17 @@ def compare(scene: Scene, case: Case, ranks: int) -> dict[str, Any]:
     """One row: what was measured, what was simulated, and how far they are apart."""
     scene.proxy.choose(lambda request: Delay(seconds=case.delay_s) if request.method == "GET" else None)
     latency_s = measure_latency(scene)
-    real = run_real(scene, case, ranks)
-    simulated = run_simulated(scene, case, ranks, latency_s)
+    drawn_up = run_simulated(scene, case, ranks, latency_s=latency_s, step_s=case.step_s)
+    real = run_real(scene, case, ranks, steps=drawn_up.steps, warm_up_steps=drawn_up.warm_up_steps)
+    # A sleep and the ranks' meeting take longer on a busy machine: that is an input, as the latency is.
+    step_s = real.pop("step_s")
+    simulated = run_simulated(scene, case, ranks, latency_s=latency_s, step_s=step_s)
     return {
         "case": case.name,
         "ranks": ranks,
         "delay_s": case.delay_s,
         "step_s": case.step_s,
+        "measured_step_s": step_s,
         "measured_latency_s": latency_s,
         "load_1m": os.getloadavg()[0],
         "real": real,

@@ -53,8 +53,10 @@ def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
     if given.simulate:
         if given.cost is not None or given.batch_tokens is not None or given.last_batch != "drop":
-            raise ConfigError("--simulate is of an epoch's first steps, of equal samples; leave out --cost, "
-                              "--batch-tokens and --last-batch")
+            raise ConfigError(
+                "--simulate is of an epoch's first steps, of equal samples; leave out --cost, "
+                "--batch-tokens and --last-batch"
+            )
         return run_simulation(given)
     refuse_unused(given)
     name, chunks = ("hypothetical", made_up(given).listed()) if given.samples is not None else list_chunks(given)

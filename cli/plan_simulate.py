@@ -237,8 +237,8 @@ def _report(
 
 
 _ADVICE = {
-    "latency": "Bound by latency: a rank's requests in flight are too few for what it needs. Raise --request-bytes-per-s, "
-    "write larger chunks, or use more ranks for the same global batch.",
+    "latency": "Bound by latency: a rank's requests in flight are too few for what it needs. Write larger chunks, or "
+    "use more ranks for the same global batch.",
     "request rate": "Bound by the request rate: the store takes fewer requests a second than the steps need. Spread "
     "shards over more prefixes, write larger chunks, or keep a node cache over epochs.",
     "node network": "Bound by the nodes' network: the ranks of a node need more bytes than it carries. Store samples "

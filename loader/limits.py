@@ -8,7 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from .errors import ConfigError
 
-_UNITS = {"": 1} | {letter + i: base**power for power, letter in enumerate("kmgtp", 1) for i, base in (("", 1000), ("i", 1024))}
+_UNITS = {"": 1} | {
+    letter + i: base**power for power, letter in enumerate("kmgtp", 1) for i, base in (("", 1000), ("i", 1024))
+}
 _HIERARCHIES = ("cgroup2", "cgroup")  # the filesystems of version 2 and of version 1
 _MOUNT = r"^\d+ \d+ \S+ (\S+) (\S+) .*? - (\S+) \S+ (\S+)$"  # root, mount point, filesystem, its options
 _USUAL_MOUNT = PurePosixPath("/sys/fs/cgroup")

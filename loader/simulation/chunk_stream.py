@@ -21,10 +21,13 @@ class ChunkStream(Protocol):
     def num_chunks(self) -> int: ...
     def find(self, samples: IntArray) -> IntArray:
         """The places of the chunks that hold these samples of the stream."""
+
     def starts(self, places: IntArray) -> IntArray:
         """At which sample of the stream each place starts; that of ``num_chunks`` is the stream's end."""
+
     def sizes(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Bytes that are fetched, and that the chunk takes once opened."""
+
     def identities(self, places: IntArray) -> IntArray:
         """Numbers of the chunks, alike where the same bytes are read."""
 

@@ -1,7 +1,7 @@
 """Events of a simulated job, in order of time: reads of all ranks, what they share, and steps that wait for each other.
 
-A read takes a place of its rank's threads, waits for its turn in the store's request rate, and arrives after its latency
-and its transfer. Transfers share a node's network and the store's bandwidth first come, first served: a link is a queue
+A read takes a thread of its rank's, waits for its turn in the store's request rate, and arrives after its latency and
+its transfer. Transfers share a node's network and the store's bandwidth first come, first served: a link is a queue
 whose end moves by the read's bytes. With thousands of reads that is within a few percent of fair sharing, and one sum
 a read.
 """
@@ -149,7 +149,7 @@ class Engine:
             size = self._fetched[read]
             reserve = size if size == self._memory[read] else size + self._memory[read]
             held = self._held[rank]
-            # What the span at hand needs is read even beyond the budget, as the reader does when nothing can be evicted.
+            # What the span at hand needs is read even beyond the budget, as by a reader that can evict nothing.
             if held and held + reserve > self._budget and self._need[read] > self._span[rank]:
                 self.traffic.waited_for_memory += 1
                 return

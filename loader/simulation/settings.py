@@ -23,10 +23,10 @@ _FEWEST_WAITING = 2
 class Machines:
     """The store, the nodes and the training step of a simulated job; 0 is "no limit" where a rate may be unlimited.
 
-    Seconds, bytes a second, and requests a second. Latencies are log-normal with mean ``latency_s`` and ``latency_spread``
-    as the standard deviation of their logarithm, and so are steps around ``step_s``; ``slow_ranks`` is the share of the
-    ranks whose steps take ``slow_factor`` times as long. ``decode_rate`` is samples a second of one rank, 0 where
-    decoding costs nothing.
+    Seconds, bytes a second, and requests a second. Latencies are log-normal with mean ``latency_s`` and
+    ``latency_spread`` as the standard deviation of their logarithm, and so are steps around ``step_s``;
+    ``slow_ranks`` is the share of the ranks whose steps take ``slow_factor`` times as long. ``decode_rate`` is samples
+    a second of one rank, 0 where decoding costs nothing.
     """
 
     latency_s: float = 0.03
@@ -110,8 +110,8 @@ def choose_read_ahead(
     if open_bytes > limit - batch_budget:
         raise ConfigError(
             f"memory_limit={limit:,}: the {own_lanes} lanes of a rank keep about {open_bytes:,} bytes of chunks open, "
-            f"and it has room for {limit - batch_budget:,}: chunks would be read several times, which is not simulated. "
-            f"Give at least {open_bytes * 4 // 3 + 1:,} bytes, or fewer lanes or a smaller window"
+            f"and it has room for {limit - batch_budget:,}: chunks would be read several times, which is not "
+            f"simulated. Give at least {open_bytes * 4 // 3 + 1:,} bytes, or fewer lanes or a smaller window"
         )
     span_steps = int(min(_MOST_SPAN, max(1, min(_SPAN_BYTES, batch_budget // 2) // max(1.0, step_bytes))))
     waiting = int(min(_MOST_WAITING, max(_FEWEST_WAITING, batch_budget // 2 // max(1.0, step_bytes))))

@@ -13,8 +13,8 @@ from ..order.permutation import IntArray
 from ..order.plan import Order, require_steps
 from ..order.share import share_bounds
 from .chunk_stream import ChunkStream
-from .engine import Engine, Timeline
-from .schedule import NEVER, Schedule, schedule_reads
+from .engine import Engine, Seconds, Timeline
+from .schedule import schedule_reads
 from .settings import MOST_RANKS, Machines, ReadAhead, choose_read_ahead
 
 _MOST_READS = 600_000  # what decides how many steps are simulated, and so how long that takes
@@ -28,11 +28,11 @@ _HALF = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a job does in the second half of the steps that are simulated, on the machines that were given.
+    """What a job does after ``warm_up_steps``, about half of those simulated, on the machines that were given.
 
-    ``data_wait`` is the share of the ranks' time that they wait for a batch, ``data_wait_p99`` that share in the worst of
-    a hundred (step, rank) pairs; ``lost_to_data`` is the share of the job's time that it would not take if no rank ever
-    waited. ``ideal_samples_per_s`` is the rate then. ``read_amplification`` counts the requests to the store for a
+    ``data_wait`` is the share of the ranks' time that they wait for a batch, ``data_wait_p99`` that share in the worst
+    of a hundred (step, rank) pairs; ``lost_to_data`` is the share of the job's time that it would not take if no rank
+    ever waited. ``ideal_samples_per_s`` is the rate then. ``read_amplification`` counts the requests to the store for a
     chunk, lanes' cuts included; ``requests_per_s`` is what steps need in the long run, ``peak_requests_per_s`` that of
     the busiest second. ``skew`` is between ranks' samples of one step. Bytes are the peaks of chunks and waiting
     batches; ``limit_bytes`` is the rank's memory limit. ``shares`` are the parts of their time that what may bound
@@ -44,6 +44,7 @@ class Simulation:
     lanes: int
     window: int
     steps: int
+    warm_up_steps: int
     samples_per_s: float
     ideal_samples_per_s: float
     step_s: float
@@ -88,7 +89,7 @@ def simulate(
     if global_batch_size < world_size:
         raise ConfigError(f"global_batch_size={global_batch_size}: has no sample for each of {world_size} ranks")
     epoch = require_steps(stream.num_samples, global_batch_size, "drop", world_size=world_size)
-    total_bytes, mean_memory = _mean_sizes(stream)
+    mean_memory = _mean_memory(stream)
     batch = -(-global_batch_size // world_size)
     chunk_samples = stream.num_samples / stream.num_chunks
     read_ahead = choose_read_ahead(
@@ -104,7 +105,7 @@ def simulate(
         steps = _choose_steps(order, world_size, global_batch_size, chunk_samples)
     elif steps < 3:
         raise ConfigError(f"steps={steps}: simulate 3 or more, of which the first half is warm-up")
-    spans = span_of_steps(min(steps, epoch), read_ahead.span_steps)
+    spans = span_of_steps(steps, read_ahead.span_steps)[:epoch]
     schedule = schedule_reads(
         stream, order, world_size=world_size, global_batch_size=global_batch_size, spans=spans, seed=seed
     )
@@ -122,32 +123,33 @@ def simulate(
     cuts = 1.0 + (0 if order.piece else order.lanes - 1) / stream.num_chunks
     return _summarise(
         timeline,
-        schedule,
         machines,
         read_ahead,
+        since=int(np.searchsorted(spans, spans[len(spans) // 2])),
         order=order,
         world_size=world_size,
         global_batch_size=global_batch_size,
         amplification=schedule.amplification * cuts,
-        bytes_of_epoch=total_bytes,
         chunks_per_sample=stream.num_chunks / stream.num_samples,
         batch_bytes=batch * mean_memory / chunk_samples,
     )
 
 
 def span_of_steps(steps: int, most: int) -> IntArray:
-    """The span that each step is gathered in: one step at first, then twice as many, up to ``most``; (steps,)."""
+    """The span that each step is gathered in: one step at first, then twice as many, up to ``most``.
+
+    (n,) int64 of whole spans, and so of ``steps`` or more: a span waits for what its last step needs.
+    """
     lengths = [1]
     while sum(lengths) < steps:
         lengths.append(min(most, 2 * lengths[-1]))
-    return np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)[:steps]
+    return np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
 
 
-def _mean_sizes(stream: ChunkStream) -> tuple[float, float]:
-    """The bytes of an epoch and the mean memory of a chunk, from at most 100,000 of them."""
+def _mean_memory(stream: ChunkStream) -> float:
+    """The mean memory of a chunk, from at most 100,000 of them."""
     some = np.unique(np.linspace(0, stream.num_chunks - 1, 100_000).astype(np.int64))
-    fetched, memory = stream.sizes(some)
-    return float(fetched.mean()) * stream.num_chunks, float(memory.mean())
+    return float(stream.sizes(some)[1].mean())
 
 
 def _choose_steps(order: Order, world_size: int, global_batch_size: int, chunk_samples: float) -> int:
@@ -158,13 +160,11 @@ def _choose_steps(order: Order, world_size: int, global_batch_size: int, chunk_s
     return int(max(_FEWEST_STEPS, min(affordable, max(100.0, 3.0 * turn))))
 
 
-def _draw_steps(
-    machines: Machines, steps: int, world_size: int, seed: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _draw_steps(machines: Machines, steps: int, world_size: int, seed: int) -> Seconds:
     """The seconds that each rank computes in each step: (steps, ranks). Slow ranks are so for good."""
     rng = np.random.default_rng(seed + 2)
     spread = machines.step_spread
-    drawn = machines.step_s * np.exp(spread * rng.standard_normal((steps, world_size)) - spread**2 / 2)
+    drawn: Seconds = machines.step_s * np.exp(spread * rng.standard_normal((steps, world_size)) - spread**2 / 2)
     slow = rng.permutation(world_size)[: round(machines.slow_ranks * world_size)]
     drawn[:, slow] *= machines.slow_factor
     return drawn
@@ -172,20 +172,18 @@ def _draw_steps(
 
 def _summarise(
     timeline: Timeline,
-    schedule: Schedule,
     machines: Machines,
     read_ahead: ReadAhead,
     *,
+    since: int,
     order: Order,
     world_size: int,
     global_batch_size: int,
     amplification: float,
-    bytes_of_epoch: float,
     chunks_per_sample: float,
     batch_bytes: float,
 ) -> Simulation:
     steps = len(timeline.ends)
-    since = steps // 2  # reads begin from nothing: what comes before is no steady state
     lengths = np.diff(timeline.ends, prepend=0.0)[since:]
     waits, computing = timeline.waits[since:], timeline.computing[since:]
     took = float(lengths.sum())
@@ -216,6 +214,7 @@ def _summarise(
         lanes=order.lanes,
         window=order.window,
         steps=steps,
+        warm_up_steps=since,
         samples_per_s=rate,
         ideal_samples_per_s=global_batch_size * len(lengths) / ideal,
         step_s=took / len(lengths),
@@ -243,9 +242,7 @@ def _busiest(asked: list[float], until: float) -> float:
     return float(np.bincount((np.array(asked) / width).astype(np.int64)).max() / width) if asked and until else 0.0
 
 
-def _name_bound(
-    lost: float, shares: dict[str, float], computing: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-) -> str:
+def _name_bound(lost: float, shares: dict[str, float], computing: Seconds) -> str:
     if lost < _IS_BOUND:
         # The mean step beside that of the slowest rank: what ranks wait for one another.
         return "stragglers" if 1.0 - computing.mean() / computing.max(axis=1).mean() > 0.1 else "step"
