@@ -30,7 +30,6 @@ def main() -> None:
         storage_options=job["options"],
         cache_dir=None,
     ) as loader:
-        loader.state_dict()
         dist.all_reduce(flag)
         started = ended = time.perf_counter()
         for number, _ in enumerate(loader):
@@ -45,7 +44,9 @@ def main() -> None:
             ended = now
             if number + 1 == job["steps"]:
                 break
+        counts = loader.metrics()
     told = {"took": took, "waits": waits, "first_batch_s": first_s}
+    told |= {"fetch_s": counts.fetch_s, "fetches": counts.fetched_chunks}
     Path(job["folder"], f"rank-{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 

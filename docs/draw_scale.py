@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 
 from penstock.loader.order.auto import auto_lanes, auto_window
 from penstock.loader.order.plan import Order
@@ -30,7 +29,7 @@ PANELS = (
     ("time that the job loses to data", "lost_to_data", 100, "%"),
     ("requests/s that steps need", "requests_per_s", 1, ""),
     ("read amplification", "read_amplification", 1, ""),
-    ("memory of a rank", "rank_bytes", 2**-20, " MiB"),
+    ("memory of a rank, at most", "rank_bytes", 2**-20, " MiB"),
     ("first batch", "first_batch_s", 1, " s"),
 )
 
@@ -65,14 +64,15 @@ def main() -> None:
             axis.set_ylim(0.95, 1.3)
         else:
             axis.set_ylim(0, max(1.0, 1.08 * max(row[field] * scale for rows in found.values() for row in rows)))
-        axis.yaxis.set_major_formatter(lambda value, _, unit=unit: f"{value:,.4g}{unit}")
+        axis.yaxis.set_major_formatter(
+            lambda value, _, unit=unit: f"{value:,.{0 if value >= 2 or value == 0 else 2}f}{unit}"
+        )
         axis.set_title(title, loc="left", fontweight="bold", fontsize=8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes.flat[0].legend(title="1e9 samples of", frameon=False, loc="upper left")
     figure.supxlabel("ranks")
     figure.savefig(Path(__file__).with_name("scale.png"), dpi=110, metadata={"Software": None})
-    assert np.isfinite([row["data_wait"] for rows in found.values() for row in rows]).all()
 
 
 if __name__ == "__main__":

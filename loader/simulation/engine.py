@@ -25,18 +25,12 @@ _GATHERS = -1  # an event that is no read
 
 @dataclass(slots=True)
 class Traffic:
-    """What was read and what it took. ``asked`` are the times of requests; busy seconds are of all nodes or threads.
-
-    ``waited_for_memory`` counts the times that a rank had a thread free, and a chunk to read, and no room for it.
-    """
+    """What was read: when each request was sent and how many bytes it brought, and the seconds that threads took."""
 
     asked: list[float] = field(default_factory=list)
     asked_bytes: list[int] = field(default_factory=list)
     cache_hits: int = 0
     busy_threads_s: float = 0.0
-    waited_for_rate_s: float = 0.0
-    waited_for_memory: int = 0
-    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +145,10 @@ class Engine:
             held = self._held[rank]
             # What the span at hand needs is read even beyond the budget, as by a reader that can evict nothing.
             if held and held + reserve > self._budget and self._need[read] > self._span[rank]:
-                self.traffic.waited_for_memory += 1
                 return
             self._next[rank] = read + 1
             self._threads[rank] -= 1
             self._held[rank] = held + reserve
-            self.traffic.peak_bytes = max(self.traffic.peak_bytes, held + reserve)
             done = self._request(rank, read, size, now)
             self.traffic.busy_threads_s += done - now
             heappush(self._events, (done, rank, read))
@@ -175,7 +167,6 @@ class Engine:
         if machines.store_requests_per_s:
             start = max(now, self._rate_free)
             self._rate_free = start + 1.0 / machines.store_requests_per_s
-            self.traffic.waited_for_rate_s += start - now
         moved = start + size / machines.request_bytes_per_s
         self._node_free[node] = max(self._node_free[node], start) + size / machines.node_bytes_per_s
         moved = max(moved, self._node_free[node])

@@ -34,8 +34,8 @@ class Simulation:
     of a hundred (step, rank) pairs; ``lost_to_data`` is the share of the job's time that it would not take if no rank
     ever waited. ``ideal_samples_per_s`` is the rate then. ``read_amplification`` counts the requests to the store for a
     chunk, lanes' cuts included; ``requests_per_s`` is what steps need in the long run, ``peak_requests_per_s`` that of
-    the busiest second. ``skew`` is between ranks' samples of one step. Bytes are the peaks of chunks and waiting
-    batches; ``limit_bytes`` is the rank's memory limit. ``shares`` are the parts of their time that what may bound
+    the busiest second. ``skew`` is between ranks' samples of one step. Bytes are what a rank's loader
+    holds at most, of chunks and waiting batches; ``limit_bytes`` is its memory limit. ``shares`` are the parts of their time that what may bound
     the job is busy; ``bound_by`` names what does.
     """
 
@@ -132,6 +132,7 @@ def simulate(
         amplification=schedule.amplification * cuts,
         chunks_per_sample=stream.num_chunks / stream.num_samples,
         batch_bytes=batch * mean_memory / chunk_samples,
+        held_bytes=stream.num_chunks * mean_memory / (1 if order.piece else world_size),
     )
 
 
@@ -182,6 +183,7 @@ def _summarise(
     amplification: float,
     chunks_per_sample: float,
     batch_bytes: float,
+    held_bytes: float,
 ) -> Simulation:
     steps = len(timeline.ends)
     lengths = np.diff(timeline.ends, prepend=0.0)[since:]
@@ -203,9 +205,13 @@ def _summarise(
         "store bandwidth": requests * mean_bytes / machines.store_bytes_per_s if machines.store_bytes_per_s else 0.0,
         "decoding": rate / world_size / machines.decode_rate if machines.decode_rate else 0.0,
     }
+    # In few steps a job lives on what it read before them; in many, nothing is busy for more than all of the time.
+    over = max(1.0, *(share for name, share in shares.items() if name != "threads"))
+    requests, rate, took, idle = requests / over, rate / over, took * over, took * (over - 1.0) * world_size
+    shares = {name: share / over for name, share in shares.items()}
     lost = max(0.0, 1.0 - ideal / took)
     waiting = int(min(read_ahead.waiting_batches, steps) * batch_bytes)
-    rank_bytes = min(read_ahead.limit_bytes, traffic.peak_bytes + waiting)
+    rank_bytes = min(read_ahead.limit_bytes, min(read_ahead.chunk_budget_bytes, int(held_bytes)) + waiting)
     on_node = min(machines.ranks_per_node, world_size)
     sizes = np.diff(share_bounds(np.array([global_batch_size]), world_size)[0])
     return Simulation(
@@ -218,7 +224,7 @@ def _summarise(
         samples_per_s=rate,
         ideal_samples_per_s=global_batch_size * len(lengths) / ideal,
         step_s=took / len(lengths),
-        data_wait=float(waits.sum() / (took * world_size)),
+        data_wait=float((waits.sum() + idle) / (took * world_size)),
         data_wait_p99=float(np.quantile(waits / lengths[:, None], 0.99)),
         lost_to_data=lost,
         first_batch_s=timeline.first_batch_s,
