@@ -3,9 +3,9 @@
 python -m penstock.benchmarks.simulation [--results benchmarks/results]
 
 Real processes read shards from a real S3 server through a proxy that delays each answer; a step is a sleep, after
-which all ranks meet. The simulation is given the seconds that a request and a step took the ranks in the mean; what comes of
-them (threads, spans, memory, meeting) is its own. Runs are bounded by latency or by sleeps. Fails if samples/s differ by more than 15%, or the
-share of time that ranks wait by more than 0.15 of the whole.
+which all ranks meet. The simulation is given the mean seconds that a request and a step took the ranks; what comes of
+them (threads, spans, memory, meeting) is its own. Runs are bounded by latency or by sleeps. Fails if samples/s differ
+by more than 15%, or the share of time that ranks wait by more than 0.15 of the whole.
 """
 
 from __future__ import annotations

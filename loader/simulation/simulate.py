@@ -34,9 +34,9 @@ class Simulation:
     of a hundred (step, rank) pairs; ``lost_to_data`` is the share of the job's time that it would not take if no rank
     ever waited. ``ideal_samples_per_s`` is the rate then. ``read_amplification`` counts the requests to the store for a
     chunk, lanes' cuts included; ``requests_per_s`` is what steps need in the long run, ``peak_requests_per_s`` that of
-    the busiest second. ``skew`` is between ranks' samples of one step. Bytes are what a rank's loader
-    holds at most, of chunks and waiting batches; ``limit_bytes`` is its memory limit. ``shares`` are the parts of their time that what may bound
-    the job is busy; ``bound_by`` names what does.
+    the busiest second. ``skew`` is between ranks' samples of one step. Bytes are what a rank's loader holds at most, of
+    chunks and waiting batches; ``limit_bytes`` is its memory limit. ``shares`` are the parts of their time that what
+    may bound the job is busy; ``bound_by`` names what does.
     """
 
     world_size: int
