@@ -8,63 +8,36 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 
-from ..loader.columns import IntArray
-from ..loader.dataset.index import open_manifest
 from ..loader.errors import ConfigError, PartitionError
 from ..loader.formats.shard import CHUNK_BYTES
-from ..loader.order.auto import choose_order
 from ..loader.order.cost_forecast import CostForecast
 from ..loader.order.forecast import Forecast, forecast
-from ..loader.order.selection import Selection
 from ..loader.order.subset import Subset
 from ..storage.errors import PenstockError
-from .common import Flag, OptionalNumber, SourceArguments, in_option_words, parse, print_json
+from .common import OptionalNumber, in_option_words, parse, print_json
 from .plan_costs import costs_of_run, open_named_costs, refuse_made_up, report_costs
+from .plan_data import Chunks, list_chunks, made_up, order_for
+from .plan_simulate import SimulationArguments, refuse_unused, run_simulation
 from .screen import console, fact_table, format_bytes, format_count, print_columns, wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanArguments(SourceArguments):
+class PlanArguments(SimulationArguments):
     """Predict batches, skew, reads and memory of a run for one or several world sizes, without reading data.
 
     The data set may be an existing one, or a hypothetical one given by --samples, --shards and --sample-bytes.
 
     example:  penstock plan s3://bucket/train/ --world-size 8 64 1024 --batch-size 32
 
-    example:  penstock plan --samples 1000000000 --shards 100000 --sample-bytes 110000 --world-size 1024
+    example:  penstock plan --samples 1e9 --shards 100000 --sample-bytes 110000 --world-size 1024
+
+    With --simulate it plays the first steps on machines that are given by the options below it, and says how long ranks
+    will wait for data, what the store must answer and what bounds the job.
+
+    example:  penstock plan --samples 1e9 --bytes 1PB --world-size 8 512 4096 --simulate --store-requests-per-s 55000
     """
-
-    source: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE ...]", help_behavior_hint="")
-    ] = ()
-    """URL or path of a folder of shards or of one shard, or a quoted pattern; none for a hypothetical data set."""
-
-    world_size: tuple[int, ...] = (1, 8, 64)
-    """Numbers of ranks to compare."""
-
-    batch_size: int = 32
-    """Samples per batch on each rank."""
-
-    global_batch_size: OptionalNumber = None
-    """Samples per batch over all ranks, instead of --batch-size."""
-
-    lanes: OptionalNumber = None
-    """Lanes of the order, a power of two; chosen for each world size if not given."""
-
-    window: OptionalNumber = None
-    """Chunks of a lane (or pieces of --piece rows) to shuffle together; chosen if not given."""
-
-    piece: OptionalNumber = None
-    """Rows that a shuffle moves together, 0 for whole chunks; chosen if not given."""
-
-    shuffle: Flag = True
-    """Plan for sequential order."""
-
-    share: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="START STOP", help_behavior_hint="")] = None
-    """Part of the samples to plan for, such as 0 0.95: that of Subset.share."""
 
     last_batch: Literal["drop", "pad", "partial"] = "drop"
     """What happens to the samples that do not fill a global batch."""
@@ -75,19 +48,18 @@ class PlanArguments(SourceArguments):
     batch_tokens: OptionalNumber = None
     """With --cost, show batches under a budget of so many padded tokens a rank, with buckets."""
 
-    samples: OptionalNumber = None
-    """Samples of a hypothetical data set."""
-
-    shards: int = 1000
-    """Shards of a hypothetical data set."""
-
-    sample_bytes: int = 100_000
-    """Bytes per sample of a hypothetical data set."""
-
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
-    name, chunks = _hypothetical(given) if given.samples is not None else _existing(given)
+    if given.simulate:
+        if given.cost is not None or given.batch_tokens is not None or given.last_batch != "drop":
+            raise ConfigError(
+                "--simulate is of an epoch's first steps, of equal samples; leave out --cost, "
+                "--batch-tokens and --last-batch"
+            )
+        return run_simulation(given)
+    refuse_unused(given)
+    name, chunks = ("hypothetical", made_up(given).listed()) if given.samples is not None else list_chunks(given)
     costs = None
     if given.cost is not None:
         refuse_made_up(given.share is not None or given.samples is not None)
@@ -95,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     elif given.batch_tokens is not None:
         raise ConfigError("--batch-tokens without --cost; give the index of tokens too")
     if given.share is not None:
-        chunks = _part(chunks, Subset.share(*given.share))
+        chunks = chunks.part(Subset.share(*given.share))
     columns = [_column(given, chunks, world_size) for world_size in given.world_size]
     forecasts = [each for each in columns if isinstance(each, Forecast)]
     if not forecasts and (first := next((each for each in columns if isinstance(each, _Refused)), None)):
@@ -133,63 +105,15 @@ class _Refused:
         return {"world_size": self.world_size, "error": in_option_words(str(self.error))}
 
 
-def _column(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecast | _Refused:
+def _column(given: PlanArguments, chunks: Chunks, world_size: int) -> Forecast | _Refused:
     try:
         return _forecast(given, chunks, world_size)
     except (ConfigError, PartitionError) as exc:
         return _Refused(world_size, exc)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    samples: IntArray
-    bytes: IntArray
-    memory: IntArray
-    shards: int
-
-
-def _hypothetical(given: PlanArguments) -> tuple[str, _Chunks]:
-    if given.source:
-        raise ConfigError("give either a source, or --samples for a hypothetical data set")
-    samples, shards, size = given.samples or 0, given.shards, given.sample_bytes
-    if not (samples >= shards >= 1 and size >= 1):
-        raise ConfigError(f"--samples {samples} --shards {shards} --sample-bytes {size}: needs samples >= shards >= 1")
-    in_shard = samples // shards
-    chunks_of_shard = max(1, min(in_shard, round(in_shard * size / CHUNK_BYTES)))
-    count = shards * chunks_of_shard
-    in_chunk = np.full(count, samples // count, np.int64)
-    in_chunk[: samples % count] += 1
-    return "hypothetical", _Chunks(in_chunk, in_chunk * size, in_chunk * size, shards)
-
-
-def _existing(given: PlanArguments) -> tuple[str, _Chunks]:
-    manifest = open_manifest(
-        given.chosen_source(),
-        split=given.chosen_split(),
-        storage_options=given.options(),
-        format=given.chosen_format(),
-    )
-    return manifest.url, _Chunks(manifest.samples, manifest.lengths, manifest.memory, len(manifest.shards))
-
-
-def _part(chunks: _Chunks, subset: Subset) -> _Chunks:
-    """What a subset has of the chunks; those of which it has nothing are never read."""
-    counts = Selection(chunks.samples, subset).counts
-    used = counts > 0
-    return _Chunks(counts[used], chunks.bytes[used], chunks.memory[used], chunks.shards)
-
-
-def _forecast(given: PlanArguments, chunks: _Chunks, world_size: int) -> Forecast:
-    order = choose_order(
-        seed=0,
-        shuffle=given.shuffle,
-        lanes=given.lanes or "auto",
-        window=given.window or "auto",
-        piece="auto" if given.piece is None else given.piece,
-        world_size=world_size,
-        chunk_samples=chunks.samples,
-        chunk_memory=chunks.memory,
-    )
+def _forecast(given: PlanArguments, chunks: Chunks, world_size: int) -> Forecast:
+    order = order_for(given, chunks.samples, chunks.memory, world_size)
     return forecast(
         chunks.samples,
         chunk_bytes=chunks.bytes,

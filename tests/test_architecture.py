@@ -30,7 +30,7 @@ FLOORS = {
         {"advice", "errors", "progress"},
         {"metrics"},
         {"limits", "order", "ranks"},
-        {"columns"},
+        {"columns", "simulation"},
         {"formats"},
         {"dataset"},
         {"reading"},
@@ -194,13 +194,13 @@ def test_folders_of_a_room_import_only_what_lies_below_them(imports: list[Import
     assert find_wrong_floors(imports) == []
 
 
-def test_order_is_arithmetic_alone(imports: list[Import]) -> None:
+def test_order_and_simulation_are_arithmetic_alone(imports: list[Import]) -> None:
     allowed = {"numpy", "penstock.loader.errors", *sys.stdlib_module_names}
     outside = [
         one
         for one in imports
-        if one.module.startswith("penstock.loader.order")
-        and not one.target.startswith("penstock.loader.order")
+        if one.module.startswith(("penstock.loader.order", "penstock.loader.simulation"))
+        and not one.target.startswith(("penstock.loader.order", "penstock.loader.simulation"))
         and one.target not in allowed
         and one.target.partition(".")[0] not in allowed
     ]

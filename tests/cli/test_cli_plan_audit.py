@@ -220,3 +220,46 @@ def test_audit_of_a_folder_without_good_logs_is_refused(
     assert code not in (0, 1)
     assert str(tmp_path) in "".join(err.split())
     assert "Traceback" not in out + err
+
+
+def test_plan_simulates_ranks_of_a_made_up_data_set(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--samples", "1e8", "--bytes", "100TB", "--world-size", 8, 64, "--simulate", "--steps", 12)
+    code, told = call_json(capsys, *arguments, "--store-requests-per-s", 200)
+    assert code == 0
+    assert [each["world_size"] for each in told] == [8, 64]
+    assert told[1]["bound_by"] == "request rate"
+    assert told[1]["requests_per_s"] == pytest.approx(200, rel=0.01)
+    assert told[1]["lost_to_data"] > 0.5
+    out = call(capsys, *arguments)[1]
+    assert "bound by" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_plan_simulates_ranks_of_a_data_set_that_is_there(capsys: pytest.CaptureFixture[str], tokens: Path) -> None:
+    arguments = ("plan", tokens, "--seq-len", 8, "--world-size", 2, 400, "--batch-size", 5, "--simulate")
+    code, (good, bad) = call_json(capsys, *arguments, "--latency-s", 2, "--latency-spread", 0)
+    assert code == 0
+    assert good["first_batch_s"] == pytest.approx(2, rel=0.01)
+    assert good["read_amplification"] == pytest.approx(2, rel=0.01)  # by rows: each rank reads all
+    assert "--last-batch" in bad["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--simulate", "--step-s", 0), "--step-s 0: must be above 0"),
+        (("--step-s", 3), "--step-s without --simulate"),
+        (("--simulate", "--world-size", 5000), "--world-size 5000: simulated are 1 to 4,096 ranks"),
+        (("--simulate", "--memory-limit", "10MB"), "--memory-limit"),
+        (("--simulate", "--node-bytes-per-s", "fast"), "--node-bytes-per-s='fast' is not a size"),
+        (("--simulate", "--last-batch", "pad"), "leave out"),
+        (("--bytes", "1PB", "--sample-bytes", 7), "give one of them"),
+        (("--shards", 2_000_000), "needs samples >= shards"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_simulate(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[object, ...], message: str
+) -> None:
+    code, out, err = call(capsys, "plan", "--samples", "1e6", *arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
