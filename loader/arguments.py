@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -84,6 +84,8 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
         ConfigError: names the fields, and those that there are.
     """
     fields = fields_of(manifest)
+    if columns is not None and (isinstance(columns, str | bytes) or not isinstance(columns, Iterable)):
+        raise ConfigError(f"columns={columns!r}: give a list of names, of {sorted(fields)}")
     names = None if columns is None else list(columns)
     if names is not None:
         unknown = [name for name in names if name not in fields]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,9 @@ class Control:
                 "set_shares with batch_tokens= of padded tokens: a rank would have more rows than its budget holds; "
                 "give the loader TokenBudget(padded=False), or batch_size="
             )
-        share = replace(self._passes.share, weights=None if weights is None else tuple(weights))
+        if isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
+            weights = tuple(weights)
+        share = replace(self._passes.share, weights=weights)
         self._resources.check_open()
         self._change_share(share)
 

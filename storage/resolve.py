@@ -105,6 +105,8 @@ def open_store(
         CacheFullError, AccessDeniedError: the cache's folder can't be written, or belongs to another user; there is no
             key.
     """
+    if not isinstance(storage_options, Mapping | None):
+        raise UnsupportedURLError(f"storage_options of type {type(storage_options).__name__}: give a dict of options")
     options = dict(storage_options or {})
     key = options.pop(ENCRYPTION_OPTION, None)
     client = open_client(url, options)

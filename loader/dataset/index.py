@@ -66,6 +66,8 @@ def open_manifest(
             refuse_split_of_manifest(saved, split)
             return saved
     given = make_format(format) if isinstance(format, str) else format
+    if given is not None and (isinstance(given, type) or not hasattr(given, "open_shard")):
+        raise ConfigError(f"format={given!r}: give a format's name, or a format such as TokensFormat(seq_len=2048)")
     opening = _Opening(source, split, storage_options, given, IndexCache(cache_dir), progress, threads, rebuild)
     identity = repr(
         (source, *([] if split is None else [split]), given and (given.name, sorted(given.config().items())), rebuild)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError, open_store
 from ...storage.resolve import check_query
@@ -106,7 +106,8 @@ def resolve_split(
 
 def absolute_urls(source: Source) -> list[str]:
     """Every URL that a source names, with patterns expanded and local paths made absolute."""
-    parts: Sequence[object] = [source] if isinstance(source, (str, os.PathLike)) else source
+    is_one = isinstance(source, (str, bytes, os.PathLike)) or not isinstance(source, Iterable)
+    parts: Iterable[object] = [source] if is_one else cast("Iterable[object]", source)
     return [url for part in parts for url in _absolute(part)]
 
 

@@ -15,7 +15,7 @@ from ..decoding.decode import DecodeChoice
 from ..decoding.row_work import Sample
 from ..errors import ConfigError
 from ..formats.shard import ShardFormat
-from ..order.mixture import Stop, WeightChange
+from ..order.mixture import MOST_SAMPLES, Stop, WeightChange
 from ..order.subset import Subset
 
 _INHERITED: Any = type("Inherited", (), {"__repr__": lambda self: "<the loader's>"})()
@@ -89,6 +89,9 @@ class Mixture:
             raise ConfigError(f"Mixture({self.sources!r}): give a mapping from at least one name or URL to its weight")
         if self.stop is not None and self.stop not in get_args(Stop):
             raise ConfigError(f"stop={self.stop!r}: must be 'first_exhausted', 'all_exhausted' or 'never'")
+        if not isinstance(self.stratified, bool):
+            raise ConfigError(f"stratified={self.stratified!r}: must be True or False")
+        check_weight("Mixture(weight=)", self.weight)
         for name, value in self.sources.items():
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"Mixture: {name!r} is no name of a source; use its URL, or a name and a Source(url)")
@@ -101,9 +104,10 @@ class Mixture:
         names = [leaf for leaf, _ in self.leaves()]
         if len(names) > _MOST_SOURCES:
             raise ConfigError(f"Mixture: {len(names)} sources, of at most {_MOST_SOURCES}")
+        if not isinstance(self.schedule, Mapping):
+            raise ConfigError(f"schedule={self.schedule!r}: give a mapping from positions to the weights from there on")
         for position, weights in self.schedule.items():
-            if isinstance(position, bool) or not isinstance(position, int | np.integer) or position < 1:
-                raise ConfigError(f"schedule: {position!r} is no position; use whole numbers of samples from 1 on")
+            check_position("schedule", position, 1)
             for name, weight in _own_names(weights, list(self.sources), f"schedule[{position}]").items():
                 check_weight(name, weight)
         for change in self.changes():
@@ -151,6 +155,15 @@ def check_weight(name: str, weight: object) -> None:
     is_number = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
     if not is_number or not 0 <= float(weight) < float("inf"):  # type: ignore[arg-type]
         raise ConfigError(f"the weight of {name!r} is {weight!r}; weights are finite numbers of at least 0")
+
+
+def check_position(name: str, position: object, least: int) -> None:
+    """Raise ConfigError unless a position is a number of samples of a run, from ``least`` on."""
+    is_whole = isinstance(position, int | np.integer) and not isinstance(position, bool)
+    if not is_whole or not least <= int(position) < MOST_SAMPLES:  # type: ignore[call-overload]
+        raise ConfigError(
+            f"{name}: {position!r} is no position; use whole numbers of samples from {least} on, below 2**62"
+        )
 
 
 def check_weights(weights: Mapping[str, float], stratified: bool = False) -> None:

@@ -20,7 +20,7 @@ from ..order.permutation import IntArray, stream_key
 from ..order.plan import Order, Share
 from ..order.steps import Steps
 from ..position import RunPosition
-from .mixture import Mixture, update_weights
+from .mixture import Mixture, check_position, update_weights
 from .resuming import identity_of, match_sources, merge_changes
 from .sources import OpenSource, OpenSources
 
@@ -256,7 +256,9 @@ class MixturePosition(RunPosition):
     def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
         """Change weights by name, from the upcoming batch on or from the first at position ``at`` of the run on."""
         epoch, start, here = self.cursor()
-        position = here.position if at is None else at
+        if at is not None:
+            check_position("set_weights(at=)", at, 0)
+        position = here.position if at is None else int(at)
         if position < here.position:
             raise ConfigError(
                 f"set_weights(at={at}): the run is at {here.position:,} samples already; give a later one"

@@ -30,6 +30,7 @@ _ONE = 1 << _BITS
 _GOLDEN = 2654435769  # 2**32 / golden ratio, odd
 MOST_BATCH = 1 << 29  # so that a batch's shares, in units of 2**-32, are exact in int64
 _MOST_STEPS = 1 << 60
+MOST_SAMPLES = 1 << 62  # of a run
 
 
 def to_shares(weights: Sequence[float]) -> tuple[int, ...]:

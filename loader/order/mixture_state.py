@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
-from .mixture import Cursor, WeightChange
+from .mixture import MOST_SAMPLES, Cursor, WeightChange
 from .plan import Order
 
 VERSION = 5
-_MOST = 1 << 62
 _MOST_SOURCES = 1 << 13
 _PASS = "pass what DistributedDataLoader.state_dict() returned"
 
@@ -151,6 +150,10 @@ def _check(state: MixtureState) -> None:
         state.order_of(source)
         if not 0 <= source.start <= source.taken or not source.num_samples:
             raise ValueError(f"source {source.name!r}: {source.start} of {source.taken} samples")
+    everything = (*state.sources, *state.parted)
+    counted = sum(source.start for source in everything), sum(source.taken for source in everything)
+    if counted != (state.start[0], state.here[0]):
+        raise ValueError(f"its sources have {counted[1]} samples, and it is at {state.here[0]}")
 
 
 def _source(given: Mapping[str, Any]) -> SourceState:
@@ -177,7 +180,7 @@ def _pair(given: Sequence[Any]) -> tuple[int, int]:
     return _whole(first), _whole(second)
 
 
-def _whole(value: Any, most: int = _MOST) -> int:
+def _whole(value: Any, most: int = MOST_SAMPLES) -> int:
     if type(value) is not int or not 0 <= value < most:
         raise ValueError(f"{value!r} where a number of samples belongs")
     return value

@@ -34,8 +34,12 @@ def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | No
 
 def check_weights(weights: Sequence[float], world_size: int) -> None:
     """Raise PartitionError unless there is one positive, finite weight per rank."""
-    if len(weights) != world_size or not all(0 < weight < float("inf") for weight in weights):
-        raise PartitionError(f"shares={list(weights)}: needs {world_size} positive numbers, one a rank")
+    try:
+        fit = len(weights) == world_size and all(0 < weight < float("inf") for weight in weights)
+    except (TypeError, ValueError):  # what cannot be compared with a number
+        fit = False
+    if not fit or isinstance(weights, str | bytes):
+        raise PartitionError(f"shares={weights!r}: needs {world_size} positive numbers, one a rank")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ class TokenBudget:
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 1:
             raise ConfigError(f"batch_tokens={self.tokens!r}: must be a whole number of at least 1")
+        for name in ("whole", "padded"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"TokenBudget({name}={getattr(self, name)!r}): must be True or False")
 
     @staticmethod
     def read(given: int | TokenBudget) -> TokenBudget:

@@ -57,16 +57,16 @@ class Packing:
     buffer_size: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        _check_int("seq_len", self.seq_len, 2, "a sequence has at least two tokens, one of which is predicted")
-        if self.buffer_size != "auto":
-            _check_int("buffer_size", self.buffer_size, 1, "at least one sample is packed at a time, or 'auto'")
+        self._read_int("seq_len", 2, "a sequence has at least two tokens, one of which is predicted")
+        if not isinstance(self.buffer_size, str) or self.buffer_size != "auto":
+            self._read_int("buffer_size", 1, "at least one sample is packed at a time, or 'auto'")
         for name in ("eos", "split_at", "pad"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "split_at":
                 if self.tokenizer is None:
                     raise ConfigError(f"{name}={value!r} without a tokenizer that knows it; give the token's id")
             elif value is not None or name == "pad":
-                _check_int(name, value, 0, "token ids are whole numbers from 0 on")
+                self._read_int(name, 0, "token ids are whole numbers from 0 on")
         for name, kind in (("method", PackingMethod), ("long_documents", LongDocuments)):
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
@@ -83,11 +83,13 @@ class Packing:
         if self.mask_field == self.field:
             raise ConfigError(f"mask_field={self.mask_field!r} is the field of the tokens; name another")
 
-
-def _check_int(name: str, value: Any, least: int, why: str) -> None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool) or number > (1 << 31) - 1:
-        raise ConfigError(f"{name}={value!r}: {why}")
+    def _read_int(self, name: str, least: int, why: str) -> None:
+        """Take a setting, which may be one of numpy's integers, as one of Python's, as states keep it."""
+        value = getattr(self, name)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = least - 1
+        if number < least or isinstance(value, bool) or number > (1 << 31) - 1:
+            raise ConfigError(f"{name}={value!r}: {why}")
+        object.__setattr__(self, name, number)

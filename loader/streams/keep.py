@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,13 @@ class Keep:
     predicate: Callable[[Mapping[str, Any]], Any]
 
     def __post_init__(self) -> None:
-        if isinstance(self.columns, str) or not self.columns:
+        is_list = isinstance(self.columns, Iterable) and not isinstance(self.columns, str | bytes)
+        names = tuple(self.columns) if is_list else ()
+        if not names or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"Keep(columns={self.columns!r}): give a list of the names of columns")
         if not callable(self.predicate):
             raise ConfigError(f"Keep(predicate={self.predicate!r}) cannot be called; pass a function of columns")
-        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "columns", names)
 
 
 KeepChoice = Keep | Callable[[dict[str, Any]], Any]

@@ -13,7 +13,8 @@ import pytest
 from made_manifest import make_manifest
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, TokensFormat
+from penstock import DistributedDataLoader, PenstockError, TokenBudget, TokensFormat
+from penstock.loader import Keep
 from penstock.loader.arguments import check_names
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.errors import ConfigError
@@ -117,3 +118,28 @@ def test_what_is_a_number_is_told_by_the_type_that_a_format_writes(kind: str, is
             check_names(manifest, None, {"x": never_called})
     else:
         check_names(manifest, None, {"x": never_called})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda url: load(url, columns=3), r"columns=3: give a list of names, of \['at', 'flag'"),
+        (lambda url: load(url, columns="n"), "columns='n': give a list of names"),
+        (lambda url: load(url, format=TokensFormat), "format=.*give a format's name, or a format such as"),
+        (lambda url: load(url, storage_options="region"), "storage_options of type str: give a dict"),
+        (lambda url: load(url, keep=Keep(0, len)), r"Keep\(columns=0\): give a list"),
+        (lambda url: load(url, keep=Keep([1], len)), r"Keep\(columns=\[1\]\): give a list"),
+        (lambda url: load(url).set_shares(1.5), r"shares=1.5: needs 1 positive numbers"),
+        (lambda url: load(url).set_shares(["x"]), r"shares=\('x',\): needs 1 positive numbers"),
+        (lambda url: TokenBudget(tokens=9, whole="no"), r"TokenBudget\(whole='no'\): must be True or False"),
+        (lambda url: TokenBudget(tokens=9, padded=None), r"TokenBudget\(padded=None\): must be True or False"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_the_name_of_their_argument(table: Path, make: Any, message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        make(table)
+
+
+def test_a_source_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a source is a URL, a path or a list of them, not int \(3\)"):
+        DistributedDataLoader(3, batch_size=2)  # type: ignore[arg-type]

@@ -213,6 +213,10 @@ def test_unreadable_chunks_are_replaced_by_others_of_their_source_up_to_one_limi
         (lambda a, b: two(a, b, schedule={10: {"c": 1}}), r"schedule\[10\] names \['c'\], and the sources are"),
         (lambda a, b: two(a, b, schedule={10: {"a": 0, "b": 0}}), "all weights are 0"),
         (lambda a, b: two(a, b, schedule={-1: {"a": 1}}), "-1 is no position"),
+        (lambda a, b: two(a, b, schedule={1 << 62: {"a": 1}}), "schedule: 4611686018427387904 is no position"),
+        (lambda a, b: two(a, b, schedule=[10]), r"schedule=\[10\]: give a mapping"),
+        (lambda a, b: two(a, b, stratified="no"), "stratified='no': must be True or False"),
+        (lambda a, b: two(a, b, weight=float("nan")), r"the weight of 'Mixture\(weight=\)' is nan"),
         (lambda a, b: Mixture({"m": two(a, b)}), "'m' is a mixture inside another and has stop="),
         (lambda a, b: Mixture({"a": Source(a, weight=1.5)}, stratified=True), "stratified: 'a' has 1.5"),
         (lambda a, b: Mixture({"a": Source(a, subset=0.5)}), "give a Subset"),
@@ -280,11 +284,19 @@ def test_calls_on_a_running_mixture_that_cannot_work_are_refused(a, b):
                 loader.set_weights(weights)
         with pytest.raises(ConfigError, match="the run is at 4 samples already"):
             loader.set_weights({"a": 1}, at=3)
+        for at in (float("inf"), float("nan"), "9", True, 1 << 62, [9]):  # states could not hold some of these
+            with pytest.raises(ConfigError, match=r"set_weights\(at=\): .* is no position"):
+                loader.set_weights({"a": 1}, at=at)
         with pytest.raises(ConfigError, match="dataset of a mixture"):
             _ = loader.dataset
         for damage in ({"sources": []}, {"consumed": 5}, {"mixture": {}}, {"lanes": 3}, {"epoch": -1}):
             with pytest.raises(StateMismatchError, match="damaged"):
                 loader.load_state_dict({**before, **damage})
+        for name, value in (("taken", before["sources"][0]["taken"] + 1), ("start", 1)):
+            damaged = json.loads(json.dumps(before))
+            damaged["sources"][0][name] = value
+            with pytest.raises(StateMismatchError, match="damaged"):
+                loader.load_state_dict(damaged)
         with DistributedDataLoader(a, batch_size=4) as plain:
             with pytest.raises(StateMismatchError, match="version 5 is of a mixture"):
                 plain.load_state_dict(before)

@@ -272,3 +272,20 @@ def test_workers_in_processes_make_the_same_batches(tmp_path: Path) -> None:
         with DistributedDataLoader(str(tmp_path), batch_size=2, **options) as loader:
             found.append([batch["tokens"].tolist() for batch in loader])
     assert found[0] == found[1]
+
+
+def test_settings_may_be_numpys_integers_and_states_know_them_as_the_same(tmp_path: Path) -> None:
+    folder = write_parquet(tmp_path)
+    four = np.int64(4)
+    with DistributedDataLoader(folder, batch_size=2, packing=Packing(seq_len=4, eos=4, buffer_size=4)) as loader:
+        next(iter(loader))
+        state = json.dumps(loader.state_dict())
+        following = next(iter_again(loader, state))
+    other = Packing(seq_len=four, eos=four, buffer_size=four, pad=np.uint8(0))
+    with DistributedDataLoader(folder, batch_size=2, packing=other) as loader:
+        assert next(iter_again(loader, state))["tokens"].tolist() == following["tokens"].tolist()
+
+
+def iter_again(loader: DistributedDataLoader[Any], state: str) -> Any:
+    loader.load_state_dict(json.loads(state))
+    return iter(loader)
