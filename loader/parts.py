@@ -38,6 +38,7 @@ from .reading.bad_samples import BadSamples
 from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
+from .stream_position import StreamPosition
 from .views.mixed_peek import MixedLook
 from .views.peek import Look
 
@@ -161,6 +162,8 @@ def open_one(
         bucket_costs=bucket_costs,
         **common.ordering,
     )
+    if isinstance(position, StreamPosition):
+        common.resources.others.append(position.ledgers)
     names = check_names(manifest, common.columns, common.decode)
     names, batch_options = common.group.open(manifest, names, batch_options)
     read = names

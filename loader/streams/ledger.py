@@ -13,6 +13,7 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..dataset.exchange import RemoteError
-from ..errors import ConfigError, LoaderClosedError
+from ..errors import ConfigError, DatasetError, LoaderClosedError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, fillable, keeper_ranks, limit
 from ..order.plan import lane_offsets, lane_turns
@@ -28,6 +29,7 @@ from .channel import Channel
 
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
 _POLL_S = (0.0005, 0.05)
+_LEAVE_S = 2.0
 
 
 class EpochLedger:
@@ -108,6 +110,18 @@ class EpochLedger:
             known = self.known.tolist()
             text = {"lanes": [[lane, known[lane]] for lane in lanes], "error": asdict(_in_transit(error, self._rank))}
             self._channel.post(self._topic, b"E" + json.dumps(text).encode())
+
+    def leave(self) -> None:
+        """Tell the other ranks that the lanes whose end this one has not told go on no more."""
+        left = [lane for lane in range(len(self.turns)) if self.keeps(lane) and self.totals[lane] < 0]
+        if left and self._is_shared:
+            self.post_error(
+                left,
+                DatasetError(
+                    f"the loader of rank {self._rank} was closed, or its process ended, before its lanes did, and this "
+                    "rank's next batch needs them; leave an epoch after the same batch on all ranks"
+                ),
+            )
 
     # -- facts of all ranks ---------------------------------------------------------------------------------------
 
@@ -266,6 +280,19 @@ class Ledgers:
                 self._channel, f"{order}/{epoch}", lanes=lanes, rank=self._rank, world_size=self._world_size
             )
         return self._ledgers[key]
+
+    def close(self) -> None:
+        """Tell the other ranks what they will wait for in vain; does not wait long for a store that is gone."""
+
+        def leave() -> None:
+            with suppress(DatasetError):
+                for ledger in list(self._ledgers.values()):
+                    ledger.leave()
+
+        with suppress(RuntimeError):  # the interpreter ends, and starts no more threads
+            thread = threading.Thread(target=leave, name="penstock-leave", daemon=True)
+            thread.start()
+            thread.join(_LEAVE_S)
 
     def forget(self, before: int) -> None:
         """Drop the ledgers of epochs before one."""

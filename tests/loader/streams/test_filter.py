@@ -233,6 +233,29 @@ def test_a_chunk_that_cannot_be_read_stops_all_ranks_after_the_same_batches(tmp_
     assert got[0] == got[1]
 
 
+def test_a_rank_that_closes_its_loader_early_is_named_by_those_that_need_its_lanes(tars: str) -> None:
+    has_left = threading.Event()
+
+    def keep(sample: Any) -> bool:
+        if int(sample["txt"]) % (TOTAL // 2) > 60:  # far into either lane
+            has_left.wait(60)
+        return True
+
+    def read(loader: DistributedDataLoader[Any]) -> int:
+        if loader._parts.share.rank == 1:
+            return len(list(loader))
+        next(iter(loader))
+        loader.close()
+        has_left.set()
+        return 1
+
+    one, other = ThreadRanks(2, tars, batch_size=8, keep=keep, shuffle=False, lanes=2).run(read)
+    assert one == 1
+    assert isinstance(other, DatasetError)
+    assert "the loader of rank 0 was closed" in str(other)
+    assert "leave an epoch after the same batch on all ranks" in str(other)
+
+
 def test_none_without_may_drop_says_what_to_give(tars: str) -> None:
     with make(tars, transform=drop_odd, may_drop=False) as loader, pytest.raises(ConfigError, match="may_drop=True"):
         list(loader)
