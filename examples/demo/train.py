@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,9 @@ def position(loader: DistributedDataLoader) -> dict[str, int]:
 
 
 def report(**event: Any) -> None:
-    print(json.dumps(event), flush=True)
+    # In one write, for torchrun's ranks share a pipe and do not buffer: print() would write the line's end by itself.
+    sys.stdout.write(f"{json.dumps(event)}\n")
+    sys.stdout.flush()
 
 
 def parse_options() -> argparse.Namespace:
