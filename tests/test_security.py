@@ -68,6 +68,7 @@ def risky_calls(tree: ast.Module) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_or_run_but_what_processes_of_a_run_send_each_other() -> None:
     found = {path: calls for path, tree in sources() if (calls := risky_calls(tree))}
     assert found == ALLOWED

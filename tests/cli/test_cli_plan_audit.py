@@ -51,6 +51,7 @@ def test_plan_of_a_share_counts_its_samples_and_the_chunks_that_have_some(capsys
     assert "0 <= start < stop <= 1" in err
 
 
+@pytest.mark.slow
 def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *MADE_UP, "--world-size", 1, 8, 1024, "--batch-size", 32)
     assert code == 0

@@ -94,6 +94,7 @@ def test_shares_by_cost_heed_the_weights_of_ranks(docs):
     assert abs(totals[0] / sum(totals) - 0.75) * sum(totals) <= LENGTHS.max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [{}, {"piece": 0, "lanes": 4, "window": 2}, {"shuffle": False}])
 def test_buckets_pad_less_come_exactly_once_and_resume_on_another_number_of_ranks(docs, order):
     def padded(batches: list[list[int]]) -> int:
@@ -154,6 +155,7 @@ def test_batches_by_tokens_keep_within_the_budget_resume_and_are_counted_exactly
             assert len(list(loader)) == expected
 
 
+@pytest.mark.slow
 def test_a_whole_budget_makes_the_same_batches_on_every_number_of_ranks(docs):
     options = {"batch_tokens": TokenBudget(tokens=12_000, whole=True)}
     whole = joined(batches_of(docs, 1, **options))
@@ -165,6 +167,7 @@ def test_a_whole_budget_makes_the_same_batches_on_every_number_of_ranks(docs):
         assert max(costs) - min(costs) <= max(LENGTHS[part].max() for part in parts if part)
 
 
+@pytest.mark.slow
 def test_the_batch_size_changes_at_a_step_boundary_and_the_audit_knows(docs, tmp_path):
     options = {"audit_dir": tmp_path, "last_batch": "drop", "columns": ["n"]}
     seen: list[list[int]] = []

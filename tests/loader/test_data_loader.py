@@ -67,6 +67,7 @@ def test_an_epoch_is_every_sample_once_and_its_fields_belong_together(tars):
         assert seen == dict.fromkeys(range(sum(SIZES)), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_every_rank_gets_the_same_number_of_batches(tars, last_batch, world_size):
@@ -466,6 +467,7 @@ def test_bad_arguments_are_refused_at_once(tars, options, kind, message):
     assert penstock_threads() == []
 
 
+@pytest.mark.slow
 def test_a_world_larger_than_the_data_set_works_when_batches_may_be_padded(tmp_path):
     write_tars(tmp_path, [3])
     loaders = ranks(str(tmp_path), 8, batch_size=1, last_batch="pad", with_ids=True)

@@ -97,6 +97,7 @@ def fail(sample: dict[str, Any]) -> dict[str, Any]:
     raise ValueError("no such class")
 
 
+@pytest.mark.slow
 def test_an_error_that_another_rank_told_is_raised_once_and_names_rank_shard_and_reason(group, data):
     cause = r"rank 1 stopped: ChecksumError: a\.tar at byte 7: wrong bytes"
     with open_loader(data) as loader:

@@ -291,6 +291,7 @@ class Plain:
         return iter(self._loader)
 
 
+@pytest.mark.slow
 def test_batches_of_any_iterable_are_drawn_and_dropped(world: World, tmp_path: Path) -> None:
     bad = batches_to_rows(14)
     spike = {**SPIKE, "skip_batches": 28}

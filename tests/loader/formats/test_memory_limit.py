@@ -86,6 +86,7 @@ def write_packed_batch(folder: Path) -> None:
         writer.write_table(table)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
 @pytest.mark.parametrize(
     "write",

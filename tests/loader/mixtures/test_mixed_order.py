@@ -120,6 +120,7 @@ def test_a_pass_begun_anew_gives_the_same_batches_and_an_ended_one_the_next_epoc
         assert list(take(loader, None)) == second
 
 
+@pytest.mark.slow
 def test_the_batch_size_may_change_in_a_run_and_resumes_and_later_passes_go_on_with_it(sources):
     with DistributedDataLoader(mix(sources), batch_size=12, with_ids=True, **OPTIONS) as loader:
         run = take(loader, 200)

@@ -118,6 +118,7 @@ def test_lanes_without_samples_are_no_reads_saved():
     assert forecast_of(np.array([8]), Order(lanes=16), 1, 8).read_amplification == 1.0
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_lanes_of_a_rank():
     sizes = np.full(5000, 10)
     few, many = (forecast_of(sizes, Order(lanes=64, window=2), world_size, 64) for world_size in (16, 1))

@@ -136,6 +136,7 @@ def test_lane_offsets_count_the_positions_before(position, lanes):
     assert (lane_offsets(np.array(position), turns) == before[turns]).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(chunk_sizes, orders, st.integers(0, 3), st.data())
 def test_the_fast_path_agrees_with_the_definition(sizes, order, epoch, data):

@@ -173,6 +173,7 @@ def test_record_batches_become_parquet_without_rows_in_between(tmp_path: Path) -
     assert [sample["n"] for sample in read_samples(str(tmp_path / "out"))] == list(range(300))
 
 
+@pytest.mark.slow
 def test_a_failing_store_leaves_an_unfinished_data_set(memory_store: MemoryStore) -> None:
     memory_store.inject(Fault(), verb="put")
     memory_store.inject(Fault(error=AccessDeniedError), times=3, verb="put")

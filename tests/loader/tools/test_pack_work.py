@@ -99,6 +99,7 @@ def test_functions_and_processes_that_cannot_work_are_refused(rows: Path, tmp_pa
 FORMATS = ("tar", "parquet", "arrow", "jsonl", "mds", "tokens")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("bad_shard", [0, 1, 5])
 def test_a_pack_that_stopped_goes_on_and_gives_the_same_samples(

@@ -240,6 +240,7 @@ def test_damage_of_any_object_is_detected_and_passed_over(
     assert keys_in(bucket) == named_keys(bucket)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_read_is_not_taken_for_damage(
     alone: World,  # noqa: F811
     bucket: MemoryStore,
@@ -346,6 +347,7 @@ def fail_puts(monkeypatch: pytest.MonkeyPatch, of_step: int, error: type[Storage
     monkeypatch.setattr(MemoryStore, "put", put_or_fail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_a_save_that_the_store_refuses_is_noted_and_training_goes_on(
     world: World, bucket: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
@@ -373,6 +375,7 @@ def test_the_last_save_of_a_run_raises_where_the_store_refuses_it(
     assert keys_in(bucket) == named_keys(bucket)
 
 
+@pytest.mark.slow
 def test_what_a_failed_save_or_deletion_leaves_is_deleted_by_the_next_save(
     alone: World,  # noqa: F811
     bucket: MemoryStore,
@@ -406,6 +409,7 @@ def test_leftovers_are_deleted_at_the_start_and_foreign_objects_stay(
     assert keys_in(bucket) == sorted([*kept, *foreign]), "what an unreadable manifest may name stays"
 
 
+@pytest.mark.slow
 def test_a_store_that_will_not_do_is_refused_at_the_start(
     alone: World,  # noqa: F811
     bucket: MemoryStore,

@@ -150,6 +150,7 @@ def test_a_damaged_status_is_left_out(tmp_path: Path, text: str) -> None:
     assert parse_status(json.dumps({**known, "of_a_later_release": 1})) == make_status()
 
 
+@pytest.mark.slow
 def test_prometheus_serves_the_run_and_its_ranks_on_this_machine_alone(
     world: World, tmp_path: Path, table: Path, unused_tcp_port: int
 ) -> None:

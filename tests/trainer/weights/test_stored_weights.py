@@ -59,6 +59,7 @@ def train_into(world: World, output: Path, folder: str) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [{}, {"step": "best"}, {"step": 2}, {"weights": "ema"}], ids=str)
 def test_an_export_from_a_store_is_that_from_a_folder(
     world: World, bucket: MemoryStore, tmp_path: Path, choice: Any
@@ -116,6 +117,7 @@ def test_a_run_starts_with_the_weights_of_one_in_a_store(
             assert one[1:] == local[1:]
 
 
+@pytest.mark.slow
 def test_what_is_damaged_missing_or_no_run_is_refused(world: World, bucket: MemoryStore, tmp_path: Path) -> None:
     empty = f"mem://{uuid4().hex}/nothing"
     other = MemoryStore(empty).create()

@@ -203,6 +203,7 @@ def test_a_shard_that_is_truncated_after_the_index_is_refused_by_name(store: Fol
             assert caught.value.shard == ref.shard.key
 
 
+@pytest.mark.slow
 def test_flipped_bits_are_refused_by_name_or_change_values_alone(store: FolderStore, case: Case) -> None:
     path = shard_path(store, case)
     data = path.read_bytes()
