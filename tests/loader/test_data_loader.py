@@ -219,10 +219,12 @@ def test_a_decoder_for_a_field_that_is_not_there_is_refused_with_those_that_are(
         DistributedDataLoader(tars, batch_size=16, decode={"tyt": int})
 
 
-def test_a_rank_without_samples_of_the_last_batch_gets_empty_tensors_of_the_right_type(tmp_path):
+@pytest.mark.parametrize("transform", [None, dict])
+@pytest.mark.parametrize("batch_size", [1, 2])  # with 1 the rank has samples of steps that are gathered with the last
+def test_a_rank_without_samples_of_the_last_batch_gets_empty_tensors_of_the_right_type(tmp_path, batch_size, transform):
     write_tars(tmp_path, [9])
-    decode = {"txt": int, "bin": lambda data: np.frombuffer(data, np.uint8)}
-    loaders = ranks(str(tmp_path), 4, batch_size=2, last_batch="partial", decode=decode, with_ids=True)
+    options = {"decode": {"txt": int, "bin": lambda data: np.frombuffer(data, np.uint8)}, "transform": transform}
+    loaders = ranks(str(tmp_path), 4, batch_size=batch_size, last_batch="partial", with_ids=True, **options)
     first, *_, last = [list(loader)[-1] for loader in loaders]
     assert len(first["__id__"]) == 1
     assert (last["txt"].dtype, last["txt"].shape) == (torch.int64, (0,))
