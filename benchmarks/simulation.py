@@ -36,8 +36,8 @@ from ..loader.simulation.simulate import Simulation, simulate
 from ..storage import open_store
 from .faults.faults import Delay
 from .faults.proxy import FaultProxy
-from .faults.server import make_bucket, serve_s3
 from .machine import describe_machine, list_versions
+from .s3_server import make_bucket, serve_s3
 from .subprocesses import MeasurementError
 
 TOLERANCE = 0.15
@@ -78,7 +78,11 @@ class Scene:
 @contextmanager
 def set_scene() -> Iterator[Scene]:
     """Data on a real S3 server, behind a proxy that can delay."""
-    with serve_s3() as server, tempfile.TemporaryDirectory() as folder, FaultProxy(server["endpoint"]) as proxy:
+    with (
+        serve_s3(plain_http=True) as server,
+        tempfile.TemporaryDirectory() as folder,
+        FaultProxy(server["endpoint"]) as proxy,
+    ):
         make_bucket(_BUCKET, server)
         rng = np.random.default_rng(0)
         rows = ({"bin": rng.bytes(_SAMPLE_BYTES)} for _ in range(_SHARDS * _SAMPLES))

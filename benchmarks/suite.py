@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from ..loader.dataset.cache import cache_home
-from ..loader.errors import ConfigError
 from ..storage import PenstockError, open_store
 from .comparison import bench
 from .config import BenchConfig
@@ -32,9 +24,9 @@ from .datasets import CASES, Case, make_case
 from .plot import plot_ratios, short_number
 from .ratios import best_peer
 from .report import print_result
+from .s3_server import make_bucket, serve_s3
 
 _ROOT = Path(__file__).resolve().parent.parent
-_S3_SERVER = _ROOT / "tests" / "servers" / "s3_server.sh"
 _RESUME_TARGET = 1.2
 
 CaseName = Literal["raw", "tokens", "rows", "rows-packed", "images"]
@@ -117,9 +109,9 @@ def _place(store: Literal["local", "s3"], folder: Path) -> Iterator[tuple[str, M
     if store == "local":
         yield str(folder), {}
         return
-    with _s3_server() as options:
+    with serve_s3() as options:
         bucket = "penstock-bench"
-        _make_bucket(bucket, options)
+        make_bucket(bucket, options)
         url = f"s3://{bucket}/{folder.name}"
         source, target = open_store(folder), open_store(url, storage_options=options)
         try:
@@ -128,47 +120,6 @@ def _place(store: Literal["local", "s3"], folder: Path) -> Iterator[tuple[str, M
         finally:
             target.close()
         yield url, options
-
-
-@contextlib.contextmanager
-def _s3_server() -> Iterator[dict[str, str]]:
-    given = os.environ.get("PENSTOCK_TEST_S3_ENDPOINT")
-    if given:
-        keys = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY"}
-        yield {"endpoint": given} | {name: os.environ[word] for name, word in keys.items()}
-        return
-    if not shutil.which("radosgw") or not _S3_SERVER.exists():
-        raise ConfigError(
-            "--store s3: no S3 server; set PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-            "run tests/servers/s3_server.sh install of a checkout, as root on Debian"
-        )
-    folder = tempfile.mkdtemp(prefix="penstock-s3-")
-    try:
-        command = [str(_S3_SERVER), "start", folder]
-        started = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=180, check=False)
-        if started.returncode:
-            raise ConfigError(f"{_S3_SERVER} did not start a server; its messages are above")
-        yield {"endpoint": started.stdout.strip(), "access_key": "test", "secret_key": "testsecret"}
-    finally:
-        subprocess.run([_S3_SERVER, "stop", folder], timeout=60, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make_bucket(name: str, options: Mapping[str, str]) -> None:
-    """Create a bucket unless it exists: a PUT of its URL, signed by obstore, which has no call for it."""
-    import obstore
-    from obstore.store import S3Store
-
-    client = S3Store(
-        name,
-        endpoint=options["endpoint"],
-        access_key_id=options["access_key"],
-        secret_access_key=options["secret_key"],
-        region="us-east-1",
-        client_options={"allow_http": urlsplit(options["endpoint"]).scheme == "http"},
-    )
-    url = obstore.sign(client, "PUT", "", timedelta(minutes=1))
-    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=30).close()
 
 
 def judge(case: Case, summary: Mapping[str, Any]) -> tuple[str | None, float | None, bool]:

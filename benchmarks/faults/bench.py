@@ -14,11 +14,11 @@ from uuid import uuid4
 
 from ...loader.dataset.index import open_manifest
 from ...loader.errors import RankStoppedError
+from ..s3_server import make_bucket, serve_s3
 from .account import account, longest_gap_s
 from .case import LEFT_S, Case, Outcome
 from .data import plan_epoch, put_data
 from .proxy import FaultProxy
-from .server import make_bucket, serve_s3
 from .stage import Run, Stage, StageError
 
 
@@ -188,7 +188,7 @@ def _error_of(run: Run, rank: int | None = None) -> str:
 @contextmanager
 def open_bench(folder: Path, seed: int) -> Iterator[Bench]:
     """A bench on a real server, whose stages are below ``folder``."""
-    with serve_s3() as options:
+    with serve_s3(plain_http=True) as options:
         yield Bench(options, folder, seed)
 
 

@@ -210,8 +210,10 @@ def test_a_transform_that_always_fails_ends_the_run_at_its_first_batch(images: s
         return sample["nothing"]
 
     options: dict[str, Any] = {"transform": broken, "max_errors": 0.99, "threads": 1, "decode": None}
-    with make(images, **options) as loader, pytest.raises(DatasetError, match="KeyError: 'nothing'"):
-        next(iter(loader))
+    with make(images, **options) as loader:
+        with pytest.raises(DatasetError, match="KeyError: 'nothing'"):
+            next(iter(loader))
+        assert (loader.state_dict()["consumed"], loader.metrics().batches) == (0, 0)
 
 
 def test_what_is_no_fault_of_a_sample_still_stops(images: str) -> None:

@@ -1,4 +1,4 @@
-"""The real S3 server that the bench of faults reads from: the one that the environment names, or Ceph's gateway."""
+"""The real S3 server that benches read from: the one that the environment names, or Ceph's gateway."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ import shutil
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ...loader.errors import ConfigError
+from ..loader.errors import ConfigError
 
-_SCRIPT = Path(__file__).parents[2] / "tests" / "servers" / "s3_server.sh"
+_SCRIPT = Path(__file__).parents[1] / "tests" / "servers" / "s3_server.sh"
 _WHAT_TO_DO = (
-    "set PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to a server of your own that speaks "
-    "plain HTTP, or, on Debian and as root, run `tests/servers/s3_server.sh install` in a clone of the repository"
+    "set PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to a server of your own, or, on "
+    "Debian and as root, run `tests/servers/s3_server.sh install` in a clone of the repository"
 )
 
 
 @contextmanager
-def serve_s3() -> Iterator[dict[str, str]]:
+def serve_s3(*, plain_http: bool = False) -> Iterator[dict[str, str]]:
     """The storage options of a server, which is stopped at the end if it was started here.
+
+    With ``plain_http`` the one that the environment names must speak that, as a proxy which spoils answers does.
 
     Raises:
         ConfigError: there is no server and none can be started; says what to do.
     """
     given = os.environ.get("PENSTOCK_TEST_S3_ENDPOINT")
     if given:
-        if urlsplit(given).scheme != "http":
+        if plain_http and urlsplit(given).scheme != "http":
             raise ConfigError(f"PENSTOCK_TEST_S3_ENDPOINT={given}: the proxy can spoil plain http:// only")
         try:
             keys = (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
@@ -52,7 +54,7 @@ def serve_s3() -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_bucket(name: str, options: dict[str, str]) -> None:
+def make_bucket(name: str, options: Mapping[str, str]) -> None:
     """Create a bucket: a PUT of its URL, signed by obstore, which has no call for it."""
     import obstore
     from obstore.store import S3Store
@@ -63,7 +65,7 @@ def make_bucket(name: str, options: dict[str, str]) -> None:
         access_key_id=options["access_key"],
         secret_access_key=options["secret_key"],
         region="us-east-1",
-        client_options={"allow_http": True},
+        client_options={"allow_http": urlsplit(options["endpoint"]).scheme == "http"},
     )
     url = obstore.sign(client, "PUT", "", timedelta(minutes=1))
-    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=20).close()
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=30).close()
