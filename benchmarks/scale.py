@@ -10,7 +10,6 @@ import argparse
 import io
 import json
 import os
-import resource
 import shlex
 import sys
 import tarfile
@@ -24,6 +23,7 @@ from typing import Any
 
 from ..loader import DistributedDataLoader, open_manifest
 from ..loader.dataset.source import select
+from ..storage.process_usage import peak_resident_bytes
 from .machine import describe_machine, list_versions
 
 
@@ -44,7 +44,7 @@ def measured(row: dict[str, Any], name: str) -> Iterator[None]:
     """Note seconds, CPU seconds and the peak of this process's memory so far."""
     started, cpu = time.monotonic(), time.process_time()
     yield
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    peak = peak_resident_bytes() >> 20
     row[name] = {
         "seconds": round(time.monotonic() - started, 2),
         "cpu_seconds": round(time.process_time() - cpu, 2),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
+import sys
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATM, _IO, _NETWORK = "/proc/self/statm", "/proc/self/io", "/proc/net/dev"
+_STATM, _STATUS, _IO, _NETWORK = "/proc/self/statm", "/proc/self/status", "/proc/self/io", "/proc/net/dev"
+_RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def resident_bytes() -> int | None:
@@ -16,6 +20,20 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return pages * _PAGE_BYTES
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes of this process that were in memory at once.
+
+    ``getrusage`` is asked only where there is no /proc: Linux counts the process that started this one, too.
+    """
+    try:
+        peak = re.search(r"^VmHWM:\s+(\d+) kB", Path(_STATUS).read_text(), re.MULTILINE)
+    except OSError:
+        peak = None
+    if peak is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RUSAGE_UNIT
+    return int(peak[1]) * 1024
 
 
 def read_traffic() -> dict[str, int]:

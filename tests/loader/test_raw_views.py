@@ -192,13 +192,14 @@ def test_a_field_that_takes_little_of_its_chunk_is_copied(tmp_path):
 
 
 HOARD = """
-import resource, sys
+import sys
 from penstock.loader import DistributedDataLoader
+from penstock.storage.process_usage import peak_resident_bytes
 with DistributedDataLoader(sys.argv[1], batch_size=16, decode=None, raw="view", memory_limit="48MB") as loader:
     next(iter(loader))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_resident_bytes()
     kept = [batch["bin"] for _ in range(2) for batch in loader]
-    print(sum(views.nbytes for views in kept), 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    print(sum(views.nbytes for views in kept), peak_resident_bytes() - before)
 """
 
 

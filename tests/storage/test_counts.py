@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -10,7 +12,7 @@ import pytest
 
 from penstock.storage import Fault, MemoryStore, ThrottledError, open_store
 from penstock.storage.counts import StoreCounts, count_running, count_store
-from penstock.storage.process_usage import read_traffic, resident_bytes
+from penstock.storage.process_usage import peak_resident_bytes, read_traffic, resident_bytes
 
 KEY = bytes(range(32))
 
@@ -47,6 +49,14 @@ def test_local_files_have_no_counts_and_no_store_has_none(tmp_path: Path) -> Non
     for store in (open_store(tmp_path), None):
         assert count_store(store) == StoreCounts()
         assert count_running(store) == (0, 0)
+
+
+def test_the_peak_of_a_process_is_its_own_and_not_that_of_who_started_it() -> None:
+    held = bytearray(b"x") * (300 << 20)
+    code = "from penstock.storage.process_usage import peak_resident_bytes; print(peak_resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert peak_resident_bytes() > len(held)
+    assert 1 << 20 < int(done.stdout) < len(held)
 
 
 def test_memory_and_traffic_of_the_process_are_read(tmp_path: Path) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-
 import torch
 
-from ...storage.process_usage import resident_bytes
-
-_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB on Linux
+from ...storage.process_usage import peak_resident_bytes, resident_bytes
 
 
 def measure_memory(device: torch.device) -> dict[str, int]:
@@ -17,7 +12,7 @@ def measure_memory(device: torch.device) -> dict[str, int]:
 
     ``device_memory_bytes`` is what tensors hold, ``device_memory_reserved_bytes`` what torch has taken for them.
     """
-    peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT, resident_bytes()
+    peak, now = peak_resident_bytes(), resident_bytes()
     found = {"host_memory_peak_bytes": peak if now is None else max(peak, now)}  # the kernel's peak lags behind
     if now is not None:
         found["host_memory_bytes"] = now

@@ -191,10 +191,9 @@ def test_a_dictionary_pages_header_says_how_large_it_is_and_nothing_else_does(tm
 
 
 MEASURE = """
-import re, sys
+import sys
 from penstock import DistributedDataLoader
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) >> 10
+from penstock.storage.process_usage import peak_resident_bytes as peak
 def read(folder):
     with DistributedDataLoader(folder, batch_size=16, memory_limit="128MiB") as loader:
         for step, batch in zip(range(20), loader):
@@ -202,7 +201,7 @@ def read(folder):
 read(sys.argv[1])
 before = peak()
 read(sys.argv[2])
-print(peak() - before)
+print((peak() - before) >> 20)
 """
 
 

@@ -15,12 +15,10 @@ import pytest
 from tar_dataset import write_tars
 
 MEASURE = """
-import json, re, sys
+import json, sys
 from penstock import DistributedDataLoader
+from penstock.storage.process_usage import peak_resident_bytes as peak
 import torch, numpy
-
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
 
 options = json.loads(sys.argv[2])
 with DistributedDataLoader(sys.argv[1], batch_size=64, decode=None, with_ids=True, last_batch="partial", lanes=16,
