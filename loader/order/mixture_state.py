@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError, StateMismatchError
 from .mixture import MOST_SAMPLES, Cursor, WeightChange
 from .plan import Order
+from .sealed import check_seal, seal
 
 VERSION = 5
 _MOST_SOURCES = 1 << 13
@@ -68,7 +69,8 @@ class MixtureState:
         return Cursor(*self.here, tuple(taken))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        """The state for JSON, with a checksum of all other entries."""
+        entries = {
             "version": VERSION,
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -84,6 +86,7 @@ class MixtureState:
             "sources": [asdict(source) for source in self.sources],
             "parted": [asdict(source) for source in self.parted],
         }
+        return seal(entries)
 
     @staticmethod
     def from_dict(state: Mapping[str, Any]) -> MixtureState:
@@ -108,6 +111,7 @@ class MixtureState:
         except (LookupError, TypeError, ValueError, ConfigError, AttributeError) as exc:
             what = f"lacks {exc}" if isinstance(exc, KeyError) else str(exc)
             raise StateMismatchError(f"a damaged loader state of a mixture: {what}; {_PASS}") from exc
+        check_seal(state, loaded.to_dict())
         return loaded
 
 

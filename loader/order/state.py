@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError, StateMismatchError
 from .buckets import BucketedOrder
 from .plan import Order
+from .sealed import check_seal, seal
 
 # A state without pieces is of version 1, which every penstock reads. One with pieces, or with a selection of samples,
 # must not be read by a penstock that does not know these.
@@ -59,6 +60,10 @@ class LoaderState:
         return Order(seed=self.seed, shuffle=self.shuffle, lanes=self.lanes, window=self.window, piece=self.piece)
 
     def to_dict(self) -> dict[str, Any]:
+        """The state for JSON, with a checksum of all other entries."""
+        return seal(self._entries())
+
+    def _entries(self) -> dict[str, Any]:
         state = asdict(self)
         piece, selection, bucket, stream = (state.pop(name) for name in ("piece", "selection", "bucket", "stream"))
         if bucket:
@@ -76,7 +81,8 @@ class LoaderState:
         """Read what ``to_dict`` returned.
 
         Raises:
-            StateMismatchError: it is no such state, or has another version; names the fields that are wrong.
+            StateMismatchError: it is no such state, has another version, or was changed; names the fields that are
+                wrong. States of versions of penstock that wrote no checksum are read without one.
         """
         if not isinstance(state, Mapping):
             raise StateMismatchError(f"a loader state is a dict, not {type(state).__name__}; {_PASS}")
@@ -122,6 +128,7 @@ class LoaderState:
                 f"a damaged loader state: epoch={loaded.epoch}, consumed={loaded.consumed} "
                 f"of {loaded.num_samples} samples, piece={loaded.piece}"
             )
+        check_seal(state, loaded.to_dict())
         return loaded
 
     def check(self, *, fingerprint: str, num_samples: int, **order: object) -> None:

@@ -136,6 +136,7 @@ def test_files_without_one_whole_state_are_refused(capsys, saved, tmp_path):
         ("{}", "holds no state of a loader"),
         (json.dumps({"loader": {"version": 5, "consumed": 8, "mixture": {}}}), "the state of a mixture"),
         (json.dumps({**state, "consumed": 101}), "damaged"),
+        (json.dumps({**state, "consumed": state["consumed"] + 1}), "checksum"),
         (json.dumps({**state, "lanes": "16"}), "lanes of the wrong type"),
         (json.dumps({**state, "version": 99}), "version 99"),
         (json.dumps([state, {**state, "consumed": 3}]), "2 different states of loaders, at 0, 1"),

@@ -206,7 +206,9 @@ def test_the_audit_finds_a_tail_that_a_smaller_batch_size_should_have_delivered(
         for _ in range(4):
             next(iterator)
         loader.set_batch_size(50)
-        loader.load_state_dict({**loader.state_dict(), "epoch": 1, "consumed": 0})  # 300 samples are left out
+        state = {**loader.state_dict(), "epoch": 1, "consumed": 0}  # 300 samples are left out
+        del state["checksum"]
+        loader.load_state_dict(state)
         next(iter(loader))
     assert audit(tmp_path).epochs[0].missing == 300
 

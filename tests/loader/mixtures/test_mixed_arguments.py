@@ -292,8 +292,12 @@ def test_calls_on_a_running_mixture_that_cannot_work_are_refused(a, b):
         for damage in ({"sources": []}, {"consumed": 5}, {"mixture": {}}, {"lanes": 3}, {"epoch": -1}):
             with pytest.raises(StateMismatchError, match="damaged"):
                 loader.load_state_dict({**before, **damage})
+        with pytest.raises(StateMismatchError, match="checksum"):
+            loader.load_state_dict({**before, "seed": 1})
+        old = {name: value for name, value in before.items() if name != "checksum"}
+        loader.load_state_dict(old)
         for name, value in (("taken", before["sources"][0]["taken"] + 1), ("start", 1)):
-            damaged = json.loads(json.dumps(before))
+            damaged = json.loads(json.dumps(old))
             damaged["sources"][0][name] = value
             with pytest.raises(StateMismatchError, match="damaged"):
                 loader.load_state_dict(damaged)

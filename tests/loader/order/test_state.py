@@ -31,6 +31,7 @@ def test_a_state_without_pieces_is_what_it_was_before_there_were_any():
         "epoch": 3,
         "consumed": 640,
         "version": 1,
+        "checksum": "e4c5382101e7d051",
     }
     assert LoaderState.from_dict(STATE.to_dict()).order.piece == 0
 
@@ -58,6 +59,19 @@ def test_an_order_of_other_than_whole_numbers_is_refused(wrong):
         replace(Order(), **wrong)
 
 
+def test_a_state_that_was_saved_before_there_were_checksums_is_read():
+    old = {name: value for name, value in STATE.to_dict().items() if name != "checksum"}
+    assert LoaderState.from_dict({**old, "consumed": 641}) == replace(STATE, consumed=641)
+
+
+@pytest.mark.parametrize(
+    "change", [{"epoch": 2}, {"consumed": 641}, {"fingerprint": "ba" * 16}, {"checksum": "0" * 16}, {"checksum": None}]
+)
+def test_a_state_that_was_changed_is_refused_by_its_checksum(change):
+    with pytest.raises(StateMismatchError, match=r"checksum is .*penstock state skip"):
+        LoaderState.from_dict({**STATE.to_dict(), **change})
+
+
 def test_fields_of_a_later_kind_are_passed_over():
     assert LoaderState.from_dict({**STATE.to_dict(), "cursors": [1, 2]}) == STATE
 
@@ -74,14 +88,14 @@ def test_what_is_no_dict_is_refused_by_its_type(state):
         LoaderState.from_dict(state)
 
 
-@pytest.mark.parametrize("name", list(STATE.to_dict()))
+@pytest.mark.parametrize("name", [name for name in STATE.to_dict() if name != "checksum"])
 def test_a_field_that_is_missing_is_named(name):
     lacking = {key: value for key, value in STATE.to_dict().items() if key != name}
     with pytest.raises(StateMismatchError, match=f"missing: {name};"):
         LoaderState.from_dict(lacking)
 
 
-@pytest.mark.parametrize("name", [name for name in STATE.to_dict() if name != "version"])
+@pytest.mark.parametrize("name", [name for name in STATE.to_dict() if name not in ("version", "checksum")])
 def test_a_field_of_a_wrong_type_is_named(name):
     for wrong in (None, 1.5):
         damaged = {**STATE.to_dict(), name: wrong}
