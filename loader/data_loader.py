@@ -288,7 +288,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 manifest=self._manifest,
                 rank=share.rank,
                 world_size=share.world_size,
-                subset=subset,
+                selection=self._parts.selection,
                 may_drop=reshaping is not None,
                 is_packed=packing is not None,
                 bad=self._parts.bad,

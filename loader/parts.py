@@ -29,6 +29,7 @@ from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import MixtureParts, open_mixture
 from .order.plan import Order, Share
+from .order.selection import Selection
 from .order.subset import Subset
 from .passes import Passes
 from .pipeline.pipeline import Pipeline
@@ -110,6 +111,7 @@ class Parts:
     make_pipeline: Callable[..., Pipeline]
     mixture: MixtureParts | None = None
     bad: BadSamples | None = None
+    selection: Selection | None = None
 
     def passes(self, common: Common, check_rank: Callable[[], None]) -> Passes:
         return Passes(
@@ -224,6 +226,7 @@ def open_one(
         tune=partial(tune, manifest, is_local=reads_locally(store), **common.tuning),
         make_pipeline=make_pipeline,
         bad=policy.bad,
+        selection=selection,
     )
 
 

@@ -31,7 +31,15 @@ def stream_key(*words: int) -> int:
 
 def random_numbers(start: int, stop: int, key: int) -> UIntArray:
     """Numbers ``start`` to ``stop`` of a stream, (stop - start,) uint64; no two numbers of one stream are equal."""
-    numbers = np.arange(start + 1, stop + 1, dtype=np.uint64)
+    return _hash(np.arange(start + 1, stop + 1, dtype=np.uint64), key)
+
+
+def random_numbers_at(places: IntArray, key: int) -> UIntArray:
+    """The numbers of a stream at ``places`` from 0 on, in any order: the same shape, uint64."""
+    return _hash(places.astype(np.uint64) + np.uint64(1), key)
+
+
+def _hash(numbers: UIntArray, key: int) -> UIntArray:
     numbers *= np.uint64(_GOLDEN)
     numbers += np.uint64(key)
     return mix64(numbers)

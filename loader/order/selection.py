@@ -74,6 +74,11 @@ class Selection:
             **({"weights": self.weights.digest} if self.weights is not None else {}),
         }
 
+    @property
+    def members(self) -> list[int]:
+        """How many samples the subset has, and their lowest and highest random number."""
+        return [int(self.counts.sum()), *(self._bounds or ())]
+
     def rows_of(self, chunk: int) -> IntArray:
         """The rows of a chunk whose samples are in the subset, in increasing order: (counts[chunk],) int64."""
         start, stop = int(self._starts[chunk]), int(self._starts[chunk + 1])

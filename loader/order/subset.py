@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from .permutation import IntArray, UIntArray, random_numbers, stream_key
+from .permutation import IntArray, UIntArray, random_numbers, random_numbers_at, stream_key
 
 BLOCK = 1 << 18  # samples that are decided at once
 _FOR_SUBSETS = 3  # plan.py's streams are 1 and 2
@@ -130,14 +130,21 @@ class Subset:
 
     def holds(self, start: int, stop: int, bounds: tuple[int, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
         """Whether the samples from id ``start`` to ``stop`` belong to it, (stop - start,); ``bounds`` as of the set."""
-        numbers = random_numbers(start, stop, self._key)
-        inside: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = numbers >= np.uint64(bounds[0])
-        inside &= numbers <= np.uint64(bounds[1])
-        return inside
+        return _within(random_numbers(start, stop, self._key), bounds)
+
+    def holds_ids(self, ids: IntArray, bounds: tuple[int, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """Whether the samples with these ids belong to it, (len(ids),)."""
+        return _within(random_numbers_at(ids, self._key), bounds)
 
     @property
     def _key(self) -> int:
         return stream_key(_FOR_SUBSETS, self.seed)
+
+
+def _within(numbers: UIntArray, bounds: tuple[int, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    inside: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = numbers >= np.uint64(bounds[0])
+    inside &= numbers <= np.uint64(bounds[1])
+    return inside
 
 
 def blocks(num_samples: int) -> Iterator[tuple[int, int]]:

@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..columns import IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
-from ..order.subset import Subset
+from ..order.selection import Selection
 from ..ranks import own_process
 from ..reading.bad_samples import BadSamples
 
@@ -61,7 +62,7 @@ class DeliveryLog:
         manifest: Manifest,
         rank: int,
         world_size: int,
-        subset: Subset | None = None,
+        selection: Selection | None = None,
         sources: Sequence[tuple[str, str, int, int]] = (),
         may_drop: bool = False,
         is_packed: bool = False,
@@ -81,7 +82,7 @@ class DeliveryLog:
             "process": own_process(),
             "started_ns": started_ns,
             "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
-            **({"subset": subset.to_dict()} if subset is not None else {}),
+            **_describe(selection),
             **({"sources": [list(source) for source in sources]} if sources else {}),
             **({"may_drop": True} if may_drop else {}),
             **({"is_packed": True} if is_packed else {}),
@@ -148,3 +149,10 @@ class DeliveryLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _describe(selection: Selection | None) -> dict[str, Any]:
+    """What a header tells of a subset; with its members, so that nobody needs to count them."""
+    if selection is None or selection.subset is None:
+        return {}
+    return {"subset": selection.subset.to_dict(), "members": selection.members}

@@ -13,23 +13,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ..columns import IntArray
-from ..errors import ConfigError, DatasetError
-from ..order.subset import Subset, blocks
+from ..errors import DatasetError
 from ..pipeline.delivery_log import SUFFIX
 from .attempts import settle, sort_attempts, split_passes
 from .delivery_records import Delivered, Log, read_log
+from .members import Members, read_members
 from .mixed_audit import MixtureAccount, account_mixture, read_sources, to_common
-
-BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _MOST_ABSENT = 10_000  # epochs
 _DENSE = 16
-_MOST_IN_SUBSET = 1 << 34  # each takes a byte of memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +98,9 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     fingerprints = {log.header["fingerprint"] for log in started}
     if len(fingerprints) > 1:
         raise DatasetError(f"{os.fspath(folder)}: logs of {len(fingerprints)} data sets; use one audit_dir= for each")
-    if any(log.header.get("subset") != started[0].header.get("subset") for log in started):
+    if any(log.header.get(name) != started[0].header.get(name) for log in started for name in ("subset", "members")):
         raise DatasetError(f"{os.fspath(folder)}: logs of several subsets; use one audit_dir= for each")
-    members = _members(int(started[0].header["num_samples"]), started[0].header.get("subset"))
+    members = read_members(started[0].header)
     groups = sort_attempts(started)
     attempts = [attempt for group in groups for attempt in split_passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
@@ -178,38 +173,9 @@ def _by_epoch(records: Iterable[Delivered]) -> defaultdict[int, list[Delivered]]
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Members:
-    """Which samples of a data set of ``total`` belong to the loader's subset: all, or those of ``chosen`` (total,)."""
-
-    total: int
-    chosen: BoolArray | None = None
-
-    @property
-    def count(self) -> int:
-        return self.total if self.chosen is None else int(np.count_nonzero(self.chosen))
-
-    def holds(self, ids: IntArray) -> BoolArray:
-        return np.ones(len(ids), np.bool_) if self.chosen is None else self.chosen[ids]
-
-
-def _members(total: int, subset: dict[str, Any] | None) -> _Members:
-    """The samples of the subset that a log's header names."""
-    if subset is None:
-        return _Members(total)
-    if total > _MOST_IN_SUBSET:
-        raise DatasetError(f"the logs' headers tell of a subset of {total:,} samples; they are damaged")
-    try:
-        chosen = Subset(**subset)
-        bounds = chosen.bounds(total)
-    except (TypeError, ConfigError) as exc:
-        raise DatasetError(f"the subset in the logs' headers is damaged: {exc}") from exc
-    return _Members(total, np.concatenate([chosen.holds(start, stop, bounds) for start, stop in blocks(total)]))
-
-
 def _account(
     epoch: int,
-    members: _Members,
+    members: Members,
     records: Sequence[Delivered],
     replayed: Sequence[Delivered],
     *,
@@ -228,7 +194,7 @@ def _account(
         reached = num_samples - num_samples % batch
     here = members.holds(ids)
     # Counting is faster than sorting, and takes memory for every sample of the data set.
-    is_dense = num_samples <= _DENSE * max(len(ids), 1)
+    is_dense = members.total <= _DENSE * max(len(ids), 1)
     unique = int(np.count_nonzero(np.bincount(ids[here]))) if is_dense else len(np.unique(ids[here]))
     stray = len(ids) - int(np.count_nonzero(here))
     skipped = _length_of_union((record.start, record.stop) for record in records if record.is_skip)
@@ -248,7 +214,7 @@ def _account(
 
 
 def _account_of_dropping(
-    epoch: int, members: _Members, records: Sequence[Delivered], replayed: Sequence[Delivered], *, is_last: bool
+    epoch: int, members: Members, records: Sequence[Delivered], replayed: Sequence[Delivered], *, is_last: bool
 ) -> EpochAccount:
     none = np.empty(0, np.int64)
     delivered = np.concatenate([none, *(record.ids for record in records)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,41 @@ def test_an_audit_finds_samples_from_outside_of_the_subset(tars, tmp_path):
         next(iter(loader))
     (log,) = tmp_path.iterdir()
     head, _, body = log.read_bytes().partition(b"\n")
-    header = json.dumps({**json.loads(head), "subset": SPLIT["val"].to_dict()})
+    header = json.dumps({**json.loads(head), "subset": SPLIT["val"].to_dict()})  # as logs were before they told members
     log.write_bytes(header.encode() + b"\n" + body)
     (account,) = audit(tmp_path).epochs
     assert account.stray > 0
     assert account.delivered == 20
     assert not audit(tmp_path).is_exact
+
+
+def change_header(log: Path, **changes: Any) -> None:
+    head, _, body = log.read_bytes().partition(b"\n")
+    log.write_bytes(json.dumps({**json.loads(head), **changes}).encode() + b"\n" + body)
+
+
+def test_the_audit_of_a_subset_takes_the_time_of_what_was_delivered(tars, tmp_path):
+    part, total = Subset.share(0, 0.5), 4_000_000_000
+    with DistributedDataLoader(tars, batch_size=20, audit_dir=tmp_path, subset=part) as loader:
+        next(iter(loader))
+    (log,) = tmp_path.iterdir()
+    before = time.process_time()
+    change_header(log, num_samples=total, members=[total // 2 + 1, *part.bounds(total)])
+    (account,) = audit(tmp_path).epochs
+    assert (account.samples, account.delivered, account.stray) == (total // 2 + 1, 20, 0)
+    for members in ([total // 3, *part.bounds(total)], [total // 2, 5, 6], [1], None, [total // 2, "", 0]):
+        change_header(log, members=members)
+        with pytest.raises(DatasetError, match="subset in the logs' headers is damaged"):
+            audit(tmp_path)
+    part = Subset.take(20)  # their ids may be anywhere
+    change_header(log, num_samples=total, subset=part.to_dict(), members=[20, 0, 20 * (1 << 64) // total])
+    assert audit(tmp_path).epochs[0].samples == 20
+    head, _, body = log.read_bytes().partition(b"\n")
+    old = {name: value for name, value in json.loads(head).items() if name != "members"}
+    log.write_bytes(json.dumps(old).encode() + b"\n" + body)
+    with pytest.raises(DatasetError, match="subset of 4,000,000,000 samples"):
+        audit(tmp_path)
+    assert time.process_time() - before < 5
 
 
 def test_a_state_of_another_selection_is_refused_and_says_which(tars):
