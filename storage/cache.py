@@ -56,6 +56,7 @@ class CacheStore:
         self._disk = CacheDisk(Path(folder), limit_bytes)
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(CacheCounts.__slots__, 0)
+        self._told = 0  # of the corrupt entries, by ``close``
 
     def __reduce__(self) -> tuple[Callable[..., CacheStore], tuple[Store, str, int | None, str]]:
         return (_rebuild, (self._inner, *self._arguments, self._identity))
@@ -148,6 +149,9 @@ class CacheStore:
     def close(self) -> None:
         self._inner.close()
         self._disk.close()
+        corrupt, self._told = self.counts.corrupt - self._told, self.counts.corrupt
+        if corrupt > 1:
+            _LOG.warning("the cache of %s had %d corrupt entries; check its disk", self.url, corrupt)
 
     def _name(self, key: str, byte_range: ByteRange | None, etag: str) -> str:
         span = "whole" if byte_range is None else f"{byte_range.start}-{byte_range.stop}"
@@ -156,9 +160,8 @@ class CacheStore:
 
     def _look(self, name: str) -> memoryview | None:
         data, corrupt = self._disk.read(name)
-        if corrupt:
-            self._count("corrupt")
-            _LOG.warning("the cache of %s had a corrupt entry; it is fetched again", self.url)
+        if corrupt and self._count("corrupt") == 1:
+            _LOG.warning("the cache of %s has a corrupt entry; it is fetched again, as are others", self.url)
         if data is not None:
             self._count("hits", "hit_bytes", len(data))
         return data
@@ -168,11 +171,13 @@ class CacheStore:
         if not self._disk.write(name, data):
             self._count("uncached")
 
-    def _count(self, what: str, bytes_what: str | None = None, size_bytes: int = 0) -> None:
+    def _count(self, what: str, bytes_what: str | None = None, size_bytes: int = 0) -> int:
+        """Add one to a count, which is returned, and to another one the bytes."""
         with self._lock:
             self._counts[what] += 1
             if bytes_what is not None:
                 self._counts[bytes_what] += size_bytes
+            return self._counts[what]
 
 
 def _rebuild(inner: Store, folder: str, limit_bytes: int | None, identity: str) -> CacheStore:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import xxhash
 
-from .errors import CacheFullError
+from .errors import AccessDeniedError, CacheFullError
 from .files import try_flock, write_all
 from .own_folder import OwnFolder
 
@@ -37,6 +37,7 @@ _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"penstck2"
 _OLD_MAGIC = b"penstck1"  # of entries that were not bound to their names: misses
 _ENTRIES, _LOCKS, _TEMPORARY, _USED_BYTES = "v1/entries", "v1/locks", "v1/temporary", "v1/used"
+_PARTS = ("v1", _ENTRIES, _LOCKS, _TEMPORARY)
 _USED = struct.Struct("<q")
 
 STRIPES = 4096
@@ -48,25 +49,22 @@ KEEP_SHARE = 0.9
 # After a failed write, writing pauses for this long, so that a full disk is not tried again for every chunk.
 PAUSE_S = 30.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# The folder was deleted, or the cache was closed, while a thread was fetching.
-_GONE = frozenset({errno.ENOENT, errno.EBADF})
 
 
 class CacheDisk:
-    """One user's cache below a folder. Mutable state in memory: when writing may resume; the rest is in files."""
+    """One user's cache below a folder. Mutable state in memory: the folder that is held, and when writing may resume,
+    both under a lock; the rest is in files."""
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"a cache of {limit_bytes} bytes: the limit has to be 1 or more, or None")
         self._folder = folder
         self._paused_until = 0.0
-        self._warned = False
+        self._warned = self._is_closed = False
         self._lock = threading.Lock()
         self._root = OwnFolder.nowhere()
         try:
-            self._root = OwnFolder(folder / f"uid-{os.geteuid()}")
-            for part in ("v1", _ENTRIES, _LOCKS, _TEMPORARY):
-                self._root.make(part)
+            self._root = self._open_root()
             self._clean_temporary()
             self.limit_bytes = limit_bytes or self._choose_limit()
             if not self._root.has(_USED_BYTES):
@@ -114,7 +112,11 @@ class CacheDisk:
                 self._account(size)
                 return True
             except OSError as exc:
-                if exc.errno in _GONE:
+                if self._is_closed:
+                    return False
+                if exc.errno == errno.ENOENT:  # deleted while it was in use
+                    if attempt == 1 and self._make_again():
+                        continue
                     return False
                 if attempt == 2 or exc.errno not in _FULL or not self._make_room(size):
                     self._pause(exc)
@@ -165,7 +167,9 @@ class CacheDisk:
 
     def close(self) -> None:
         """Let go of the folder; what a thread still reads or writes afterwards is a miss."""
-        self._root = OwnFolder.nowhere()
+        with self._lock:
+            self._is_closed = True
+            self._root = OwnFolder.nowhere()
 
     @property
     def used_bytes(self) -> int:
@@ -180,6 +184,27 @@ class CacheDisk:
             return 0
         finally:
             os.close(fd)
+
+    def _open_root(self) -> OwnFolder:
+        root = OwnFolder(self._folder / f"uid-{os.geteuid()}")
+        for part in _PARTS:
+            root.make(part)
+        return root
+
+    def _make_again(self) -> bool:
+        """Make the folder that was deleted while the cache was in use; False where that failed, or it was closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            is_new = not all(map(self._root.has, _PARTS))  # else another thread was first
+            if is_new:
+                try:
+                    self._root = self._open_root()
+                except (OSError, AccessDeniedError):  # another's folder, or a link, took its place
+                    return False
+        if is_new:
+            _LOG.warning("the cache folder %s was deleted while it was in use; it was made again", self._folder)
+        return True
 
     def _write_entry(self, name: str, data: memoryview) -> None:
         path = _path(name)

@@ -187,7 +187,7 @@ DISK_CASES: list[Case] = [
     _cache_case("cache-swapped", "cache entries take each other's place under way, all the time", harm_entries(swap),
                 sees=_DAMAGED),
     _cache_case("cache-gone", "the whole cache folder is deleted under way", delete_folder,
-                sees="nothing: the rest of the run is not cached"),
+                sees="a warning; the folder is made again"),
     _cache_case("two-jobs", "two jobs on one cache, whose entries are deleted under both", start_second),
     _cache_case("two-users", "another user's job on the same cache folder", start_other_user,
                 sees="nothing: each has its own part", skip=needs_root),

@@ -263,6 +263,62 @@ def test_a_link_that_takes_the_place_of_a_cache_in_use_is_not_followed(memory: M
     assert _files(tmp_path / "forged") == before
 
 
+def test_a_cache_folder_that_is_deleted_under_way_is_made_again(
+    memory: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    store, etag = CacheStore(memory, folder, 10**9), memory.head("x").etag
+    store.get("x", _chunk(0), etag=etag)
+    for _ in range(2):
+        shutil.rmtree(folder)
+        assert store.get("x", _chunk(1), etag=etag) == DATA[CHUNK : 2 * CHUNK]
+        gets = _gets(memory)
+        assert store.get("x", _chunk(1), etag=etag) == DATA[CHUNK : 2 * CHUNK]
+        assert (_gets(memory), len(_entries(folder))) == (gets, 1)
+    (root,) = folder.glob("uid-*")
+    assert root.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(root / "v1" / "entries")
+    store.get("x", _chunk(2), etag=etag)
+    assert len(_entries(folder)) == 1
+    assert store.counts.uncached == 0
+    assert {record.getMessage() for record in caplog.records} == {
+        f"the cache folder {folder} was deleted while it was in use; it was made again"
+    }
+    store.close()
+    shutil.rmtree(folder)
+    store.get("x", _chunk(2), etag=etag)
+    assert not folder.exists()
+
+
+def test_a_link_in_place_of_a_deleted_cache_is_not_followed(memory: MemoryStore, tmp_path: Path) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    (root,) = tmp_path.glob("uid-*")
+    shutil.rmtree(root)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    root.symlink_to(tmp_path / "elsewhere")
+    assert store.get("x", _chunk(1), etag=etag) == DATA[CHUNK : 2 * CHUNK]
+    assert store.counts.uncached == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_damaged_cache_is_told_once_and_in_the_end_with_how_much_of_it(
+    memory: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
+    for i in range(5):
+        store.get("x", _chunk(i), etag=etag)
+    for entry in _entries(tmp_path):
+        entry.write_bytes(b"damaged")
+    for i in range(5):
+        assert store.get("x", _chunk(i), etag=etag) == DATA[i * CHUNK : (i + 1) * CHUNK]
+    assert len(caplog.records) == 1
+    store.close()
+    store.close()
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        f"the cache of {memory.url} had 5 corrupt entries; check its disk"
+    ]
+
+
 def test_entries_that_changed_places_are_misses_and_never_data(memory: MemoryStore, tmp_path: Path) -> None:
     store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
     for i in range(4):
