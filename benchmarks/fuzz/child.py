@@ -12,13 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from .limits import judge, limit_process, name_of_case, time_limit
+from .limits import judge, limit_memory, limit_process, name_of_case, time_limit
 from .mutation import MOST_BYTES, Mutator
 from .structured import strategies
 from .targets import TARGETS
 
 # What the file holds: cases so far, the length of the running one (0: none runs), and its bytes.
 _HEAD = struct.Struct("<QQ")
+# The fuzzer itself takes memory for each input that reached new lines: the limit is set anew after so many cases.
+_LIMITED_ANEW = 1024
 # Inputs that are kept of one fault: the shortest.
 _KEPT = 3
 
@@ -58,6 +60,8 @@ class Case:
     def __call__(self, data: bytes) -> None:
         data = bytes(data[: 2 * MOST_BYTES])
         self._number += 1
+        if self._number % _LIMITED_ANEW == 0:
+            limit_memory()
         self._stage.begin(self._number, data)
         with time_limit():
             fault = judge(self._run, data)

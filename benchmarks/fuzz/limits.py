@@ -19,7 +19,7 @@ from ...storage import PenstockError
 
 CASE_CPU_S = 10.0
 CASE_WALL_S = 120.0
-# Beyond what is mapped when the first case begins; a chunk may take 64 MiB, and is held twice while it is opened.
+# Beyond what is mapped some cases before; a chunk may take 64 MiB, and is held twice while it is opened.
 MEMORY_BYTES = 1 << 30
 _ROOT = str(Path(__file__).parents[2])
 _OWN = str(Path(__file__).parent)
@@ -27,14 +27,19 @@ _OWN = str(Path(__file__).parent)
 
 def limit_process(log: IO[str]) -> None:
     """Bound this process's memory from now on; have crashes and time-outs write a traceback to ``log``."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
+    limit_memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
     faulthandler.enable(log, all_threads=False)
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
         faulthandler.register(number, log, all_threads=False, chain=True)
+
+
+def limit_memory() -> None:
+    """Bound this process's memory beyond what is mapped now."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
 @contextlib.contextmanager

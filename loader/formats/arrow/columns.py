@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,11 @@ _NUMPY = {
     pa.float32(): np.float32,
     pa.float64(): np.float64,
 }
+# Thousands of shards have the same few types.
+_TYPES_KEPT = 256
 
 
+@lru_cache(_TYPES_KEPT)
 def describe_type(kind: pa.DataType) -> str:
     """A type's name, the same for types that differ in encoding only (string and large_string, a dictionary and its
     values, the names inside of a list)."""
@@ -74,6 +78,7 @@ def check_names(schema: pa.Schema) -> None:
         _ = field.name, describe_type(field.type)
 
 
+@lru_cache(_TYPES_KEPT)
 def marks_nulls(kind: pa.DataType) -> bool:
     """Whether a column of this type needs ``NAME__null`` beside it where a value may be null."""
     if pt.is_dictionary(kind):
@@ -85,6 +90,7 @@ def marks_nulls(kind: pa.DataType) -> bool:
     return pt.is_integer(kind) or pt.is_boolean(kind) or _is_temporal(kind)
 
 
+@lru_cache(_TYPES_KEPT)
 def value_bytes(kind: pa.DataType) -> int | None:
     """Bytes that one value takes as an ArrayColumn; None for columns of other kinds."""
     if pt.is_dictionary(kind):

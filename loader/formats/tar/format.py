@@ -25,6 +25,7 @@ from .blocks import BLOCK
 from .census import refuse_duplicates, take_census
 from .headers import read_members, refuse_truncation
 from .names import RESERVED_FIELDS, NameTable, group_names
+from .small import take_small_census
 
 _SMALL_BYTES = 64
 
@@ -54,7 +55,9 @@ class TarFormat(BaseFormat):
             chunks = [ChunkSpan(0, info.size, samples, census.length)] if samples else []
         else:
             with ShardWindows(store, info) as windows:
-                census = take_census(windows, info.key)
+                whole = windows.read(0, BLOCK)
+                small = take_small_census(whole) if len(whole) == info.size else None
+                census = small or take_census(windows, info.key)
             chunks = cut_samples(census.starts, census.stops, self.chunk_bytes)
         return ShardIndex(chunks, {"fields": sorted(census.fields)})
 

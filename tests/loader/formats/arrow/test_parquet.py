@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,9 @@ from folder_store import FolderStore, index_all, open_all
 
 from penstock.loader.columns import ArrayColumn, Block, BytesColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
+from penstock.loader.formats.arrow import parquet_footer
 from penstock.loader.formats.arrow.parquet import ParquetFormat
+from penstock.loader.formats.arrow.parquet_footer import read_footer
 from penstock.loader.formats.shard import ChunkRef, ShardTask
 
 
@@ -311,6 +314,50 @@ def test_many_threads_open_chunks_at_once(parquet_store: FolderStore) -> None:
     with ThreadPoolExecutor(16) as pool:
         found = [i for ids in pool.map(open_ids, range(len(index.chunks))) for i in ids]
     assert found == list(range(4000))
+
+
+def test_footers_are_judged_alike_with_and_without_a_file_in_python(
+    parquet_store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros in place of the data take the place of a slow file in Python, for sound footers alone."""
+    write(parquet_store, "a.parquet", pa.table({"n": range(6), "text": list("abcdef")}), row_group_size=2)
+    whole = (parquet_store.root / "a.parquet").read_bytes()
+    start = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    assert not judge(parquet_store, whole, monkeypatch, in_python=False)
+    rng = random.Random(3)
+    judged = []
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 3))):
+            data[rng.randrange(start, len(data) - 8)] = rng.choice((0, 1, 12, 21, 25, 127, 255, rng.randrange(256)))
+        slow = judge(parquet_store, bytes(data), monkeypatch, in_python=True)
+        assert judge(parquet_store, bytes(data), monkeypatch, in_python=False) == slow
+        judged.append(slow)
+    assert 20 < sum(map(bool, judged)) < 130
+
+
+def judge(store: FolderStore, data: bytes, monkeypatch: pytest.MonkeyPatch, *, in_python: bool) -> str:
+    """What is said of a footer, '' for nothing."""
+    (store.root / "a.parquet").write_bytes(data)
+    with monkeypatch.context() as patch:
+        if in_python:
+            patch.setattr(parquet_footer, "_ZEROS", b"")
+        try:
+            read_footer(store, store.head("a.parquet"))
+        except FormatError as error:
+            return str(error)
+    return ""
+
+
+def test_a_plain_footer_is_checked_without_a_file_in_python(
+    parquet_store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a file in Python, which dozens of threads would wait for")
+
+    monkeypatch.setattr(parquet_footer, "_DatalessFile", refuse)
+    write(parquet_store, "a.parquet", mixed_table(10))
+    assert read_footer(parquet_store, parquet_store.head("a.parquet"))[0].num_rows == 10
 
 
 def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store: FolderStore) -> None:
