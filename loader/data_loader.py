@@ -20,7 +20,6 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
-from .assembly import Reshaping
 from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.manifest import Manifest
@@ -54,6 +53,7 @@ from .sequence_cut import SequenceCut
 from .stages import FieldsByStage
 from .standing import Standing
 from .streams.keep import KeepChoice
+from .streams.reshaping import Reshaping
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:

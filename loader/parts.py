@@ -12,7 +12,7 @@ import torch
 
 from ..storage import open_store
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
-from .assembly import Reshaping, make_assembler, make_position, peek_alone
+from .assembly import make_assembler, make_position, peek_alone
 from .cost_arguments import CostArguments
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
@@ -40,6 +40,7 @@ from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 from .stream_position import StreamPosition
+from .streams.reshaping import Reshaping
 from .views.mixed_peek import MixedLook
 from .views.peek import Look
 

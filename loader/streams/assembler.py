@@ -15,6 +15,7 @@ from ..order.plan import EpochPlan, Order, next_power_of_two, share_bounds
 from ..order.selection import Selection
 from ..pipeline.assembler import Equipment, Start
 from .epoch_run import EpochRun, StreamOptions
+from .epoch_supply import FeedOptions
 from .ledger import Ledgers
 from .work import WindowWork, mean_row_bytes
 
@@ -52,8 +53,11 @@ class StreamAssembler:
         self._options = StreamOptions(
             last_batch=last_batch,
             steps_at_once=int(min(_MOST_AT_ONCE, max(1, span_bytes // share_bytes))),
-            spacing=anchor_spacing(row_bytes) if self._work.one_each else self._work.unit,
-            round_rows=round_rows,
+            feeding=FeedOptions(
+                spacing=anchor_spacing(row_bytes) if self._work.one_each else self._work.unit,
+                round_rows=round_rows,
+                room_bytes=equipment.options.batch_budget_bytes,
+            ),
             is_logged=is_logged,
         )
         sizes = np.diff(share_bounds(np.array([start.share.global_batch_size]), world_size, start.share.weights)[0])
@@ -77,7 +81,7 @@ class StreamAssembler:
         if self._next is None:
             assert self._running is not None
             self._next = self._make_run(self._running.epoch + 1, 0, None)
-        self._next.feeds.look_ahead()
+        self._next.supply.feeds.look_ahead()
 
     def _make_run(self, epoch: int, position: int, cursors: Cursors | None) -> EpochRun:
         order, manifest = self._start.order, self._equipment.source.manifest
@@ -95,16 +99,16 @@ class StreamAssembler:
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         assert self._running is not None
-        uses = self._running.next_uses()
+        uses = self._running.supply.next_uses()
         never = 1 << 62
         return {chunk: uses.get(chunk, never) for chunk in chunks}
 
     def fail(self, error: Exception) -> None:
         if self._running is not None:
-            self._running.tell_error(error)
+            self._running.supply.tell_error(error)
 
     def waiting_for(self) -> dict[str, Any] | None:
-        waiting = None if self._running is None else self._running.waiting
+        waiting = None if self._running is None else self._running.supply.waiting
         if waiting is None:
             return None
         what, since = waiting

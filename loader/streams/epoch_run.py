@@ -1,4 +1,4 @@
-"""One epoch of a stream on one rank: lanes are worked on, all ranks agree on how far they reach, batches are dealt."""
+"""One epoch of a data set whose samples are dropped or packed, on one rank: what lanes have is dealt in batches."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from ..order.spans import Span
 from ..pipeline.assembler import Equipment
 from ..pipeline.delivery_queue import Delivery
 from .deal import deal, find_dropped
-from .feed import LaneFeed, LaneOutputs, Room
-from .feeds import LaneFeeds
+from .epoch_supply import ALL_OUTPUTS, EpochSupply, FeedOptions
+from .feed import LaneOutputs
 from .ledger import EpochLedger
 from .work import WindowWork
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
-_ALL = 1 << 62  # more outputs than a lane can have
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
     """How the outputs of one rank are found and dealt.
 
-    ``steps_at_once``: the most steps that are gathered together. ``spacing``, ``round_rows``: see ``LaneFeeds``.
-    ``is_logged``: whether a log wants to know what is dropped.
+    ``steps_at_once``: the most steps that are gathered together. ``is_logged``: whether a log wants to know what is
+    dropped.
     """
 
     last_batch: str
     steps_at_once: int
-    spacing: int
-    round_rows: int
+    feeding: FeedOptions
     is_logged: bool
 
 
@@ -68,25 +66,17 @@ class EpochRun:
         self._options = options
         self._start = self._position = position
         self._cursors = Cursors.at_start(plan.order.lanes) if cursors is None else cursors
-        ledger.begin_at(self._cursors)
-        self.feeds = self._make_feeds(ledger)
         lanes = lanes_of_share(position, ledger.turns, self._size, share.rank, share.world_size, share.weights)
-        for lane in lanes.tolist():
-            self.feeds.add(lane, int(self._cursors.offsets[lane]), int(self._cursors.outputs[lane]))
-        self._tail_feeds = self._make_feeds(None)
-        self._held: dict[int, LaneFeed] = {}  # of the tail, the lanes that need not be worked on again
-        self._told: set[int] = set()  # lanes of which other ranks know that they failed
-
-    def _make_feeds(self, ledger: EpochLedger | None) -> LaneFeeds:
-        options = self._options
-        return LaneFeeds(
-            self._plan,
-            self._share,
-            self._work,
-            self._equipment,
-            spacing=options.spacing,
-            round_rows=options.round_rows,
-            ledger=ledger,
+        self.supply = EpochSupply(
+            plan,
+            share,
+            work,
+            equipment,
+            ledger,
+            options.feeding,
+            position=position,
+            cursors=self._cursors,
+            lanes=lanes.tolist(),
         )
 
     def run(self) -> bool:
@@ -112,7 +102,7 @@ class EpochRun:
             if is_end and steps <= 1:
                 return steps
             steps = min(at_once, max(1, steps - 1))
-            bounds = batch_bounds(self._position, steps, self._size, _ALL)
+            bounds = batch_bounds(self._position, steps, self._size, ALL_OUTPUTS)
             if not self._deliver(bounds, self._main_segments(bounds), is_last=False):
                 return None
             at_once = min(self._options.steps_at_once, 2 * at_once)
@@ -124,7 +114,7 @@ class EpochRun:
         """
         ledger, size = self._ledger, self._size
         goal = self._position + (at_once + 1) * size
-        self._reach(goal, goal + at_once * size)
+        self.supply.reach(goal, goal + at_once * size)
 
         def found() -> tuple[int, bool]:
             steps = (ledger.fillable - self._position) // size
@@ -136,43 +126,11 @@ class EpochRun:
             blocked = ledger.blocked
             return steps >= 2 or is_end or (blocked is not None and blocked[0] < self._position + (steps + 1) * size)
 
-        self._wait(is_enough, self._position + 2 * size)
+        self.supply.wait(is_enough, self._position + 2 * size)
         steps, is_end = found()
         if not steps and not is_end:
             ledger.raise_blocked()
         return steps, is_end
-
-    def _reach(self, goal: int, ahead: int) -> None:
-        targets, beyond = (dict(enumerate(self._ledger.taken_at(each).tolist())) for each in (goal, ahead))
-        lanes = self.feeds.feeds
-        self._timed_reach(self.feeds, {lane: targets[lane] for lane in lanes}, {lane: beyond[lane] for lane in lanes})
-        self._tell()
-
-    def _timed_reach(self, feeds: LaneFeeds, targets: dict[int, int], ahead: dict[int, int]) -> None:
-        counters = self._equipment.counters
-        waited, started = counters.totals().chunk_wait_s, time.perf_counter()
-        feeds.reach(targets, ahead)
-        waited = counters.totals().chunk_wait_s - waited
-        counters.add(since=started, assemble_s=max(0.0, time.perf_counter() - started - waited))
-
-    def _tell(self) -> None:
-        """Tell other ranks what was found here, and what failed."""
-        self._ledger.post()
-        for lane, feed in self.feeds.feeds.items():
-            if feed.failed is not None and lane not in self._told:
-                self._told.add(lane)
-                self._ledger.fail(lane, feed.found, feed.failed)
-
-    def tell_error(self, error: Exception) -> None:
-        """Tell other ranks that this one does not go on, beyond what they know of its lanes. Called by any thread."""
-        if error is self._ledger.raised:
-            return  # they know
-        self._ledger.post_error(list(self.feeds.feeds), error)
-
-    def _wait(self, is_enough: Callable[[], bool], position: int) -> None:
-        ranks = ", ".join(map(str, self._ledger.ranks_behind(position)))
-        what = f"what rank {ranks} keeps of its lanes, in epoch {self._plan.epoch} before position {position}"
-        self._ledger.wait(is_enough, what, self._equipment.stopping.is_set)
 
     def _main_segments(self, bounds: IntArray) -> Segments:
         share = self._share
@@ -184,7 +142,7 @@ class EpochRun:
         """Find out how much is left of all lanes, deliver the last step of rule 4, then lane after lane."""
         start = self._position + main_steps * self._size
         taken = self._cursors.taken if self._cursors.in_tail else self._ledger.taken_at(start)
-        bounds = batch_bounds(self._position, main_steps, self._size, _ALL)
+        bounds = batch_bounds(self._position, main_steps, self._size, ALL_OUTPUTS)
         try:
             self._count(taken)
         except LoaderClosedError:
@@ -202,23 +160,17 @@ class EpochRun:
             return False
         if not self._run_tail(tail, left, stop):
             return False
-        self.feeds.end()
-        self._tail_feeds.end()
+        self.supply.end()
         end = Delivery(self._plan.epoch, stop, stop, _NO_IDS, 0, None)
         if self._options.is_logged and not (left or main_steps):  # no batch was known to be the last
-            dropped, unused = self._rest(stop)
+            dropped, unused = self.supply.rest(stop)
             end = replace(end, dropped=dropped, left=unused)
         return self._equipment.deliver(end)
 
     def _count(self, taken: IntArray) -> None:
         """Find all lanes' totals, without keeping what is found beyond ``taken``."""
-        room = Room(self._equipment.options.batch_budget_bytes)
-        for lane, feed in self.feeds.feeds.items():
-            feed.count_from(int(taken[lane]), self._size, room)
-        everything = dict.fromkeys(self.feeds.feeds, _ALL)
-        self._timed_reach(self.feeds, everything, everything)
-        self._tell()
-        self._wait(lambda: self._ledger.has_totals or self._ledger.blocked is not None, _ALL)
+        self.supply.count(taken, self._size)
+        self.supply.wait(lambda: self._ledger.has_totals or self._ledger.blocked is not None, ALL_OUTPUTS)
         if not self._ledger.has_totals:
             self._ledger.raise_blocked()
 
@@ -243,13 +195,12 @@ class EpochRun:
 
     def _run_tail(self, tail: Tail, left: int, stop: int) -> bool:
         position = tail.start
-        self._held = {lane: feed for lane, feed in self.feeds.feeds.items() if feed.holds_from(int(tail.taken[lane]))}
-        self.feeds.release(lambda feed: self.first_needed(feed) if feed.lane in self._held else feed.size)
+        self.supply.hold_from(tail.taken)
         while left:
             steps = min(left, self._options.steps_at_once)
             bounds = batch_bounds(position, steps, self._size, stop)
             segments = self._tail_segments(tail, bounds)
-            self._reach_tail(segments)
+            self.supply.reach_parts(segments)
             if self._equipment.stopping.is_set():
                 return False
             left -= steps
@@ -271,27 +222,6 @@ class EpochRun:
                 slot += end - start
         return Segments(*np.array(found, np.int64).T)
 
-    def _reach_tail(self, segments: Segments) -> None:
-        """Work on the lanes of the segments, from the last anchors before them on."""
-        feeds, targets = self._tail_feeds, {}
-        for lane, start, stop in zip(
-            *(each.tolist() for each in (segments.lane, segments.start, segments.stop)), strict=True
-        ):
-            if lane in self._held:
-                continue
-            if lane not in targets:  # else it is a later part of a lane that is worked on from an earlier one on
-                feed = feeds.feeds.get(lane)
-                offset, outputs = self._ledger.anchor_before(lane, start)
-                if feed is None or feed.asked < offset:
-                    feeds.add(lane, offset, outputs)
-            targets[lane] = stop
-        for lane in [lane for lane in feeds.feeds if lane not in targets]:
-            feeds.drop(lane)
-        self._timed_reach(feeds, targets, targets)
-        for feed in feeds.feeds.values():
-            if feed.failed is not None and feed.found < targets[feed.lane]:
-                raise feed.failed
-
     # -- batches --------------------------------------------------------------------------------------------------
 
     def _deliver(self, bounds: IntArray, segments: Segments, *, is_last: bool) -> bool:
@@ -301,26 +231,14 @@ class EpochRun:
         row_starts = np.zeros(len(bounds), np.int64)
         np.cumsum(np.maximum(num_valid, 1), out=row_starts[1:])
         span = Span(self._plan.epoch, bounds, segments, row_starts, num_valid)
-        lanes = np.unique(segments.lane).tolist()
-        at_hand = {lane: (self._tail_feeds.feeds.get(lane) or self.feeds.feeds[lane]).outputs() for lane in lanes}
-        if not self._deliver_span(span, at_hand, is_last=is_last):
+        if not self._deliver_span(span, self.supply.at_hand(segments), is_last=is_last):
             return False
         self._position = int(bounds[-1])
-        taken = self._ledger.taken_at(self._position)
-        for feeds in (self.feeds, self._tail_feeds):
-            for feed in feeds.feeds.values():
-                feed.pass_by(int(taken[feed.lane]))
-            feeds.release(self.first_needed)
-        self.feeds.look_ahead()
-        if self.feeds.is_requested:
+        self.supply.pass_by(self._position)
+        self.supply.feeds.look_ahead()
+        if self.supply.feeds.is_requested:
             self._read_next()
         return True
-
-    def first_needed(self, feed: LaneFeed) -> int:
-        """The first input of a lane whose chunk is still needed."""
-        if self._work.gives_samples:
-            return feed.done
-        return feed.next_input(int(self._ledger.taken_at(self._position)[feed.lane]))
 
     def _deliver_span(self, span: Span, at_hand: dict[int, LaneOutputs], *, is_last: bool) -> bool:
         started, waited = time.perf_counter(), self._equipment.counters.totals().chunk_wait_s
@@ -357,17 +275,6 @@ class EpochRun:
         self._equipment.counters.add(backpressure_s=time.perf_counter() - started)
         return True
 
-    # -- what others ask ------------------------------------------------------------------------------------------
-
-    def next_uses(self) -> dict[int, int]:
-        """When each chunk is used next; see ``LaneFeeds.next_uses``."""
-        return self.feeds.next_uses(self.first_needed) | self._tail_feeds.next_uses(self.first_needed)
-
-    @property
-    def waiting(self) -> tuple[str, float] | None:
-        """What the next batch waits for besides chunks, and since when."""
-        return self._ledger.waiting or self.feeds.waiting or self._tail_feeds.waiting
-
     # -- what was not delivered -----------------------------------------------------------------------------------
 
     def _account(
@@ -379,16 +286,5 @@ class EpochRun:
         dropped = find_dropped(span, step, at_hand)
         if not is_last:
             return dropped, None
-        after, left = self._rest(int(span.bounds[-1]))
+        after, left = self.supply.rest(int(span.bounds[-1]))
         return np.concatenate([dropped, after]), left
-
-    def _rest(self, position: int) -> tuple[IntArray, IntArray]:
-        """The ids of all inputs beyond an epoch's last batch, in the lanes that this rank answers for; and outputs."""
-        dropped, left = [_NO_IDS], [_NO_IDS]
-        taken = self._ledger.taken_at(position)
-        for lane, feed in self.feeds.feeds.items():
-            if self._ledger.keeps(lane):
-                after, unused = feed.after(int(taken[lane]))
-                dropped.append(after)
-                left.append(unused)
-        return np.concatenate(dropped), np.concatenate(left)
