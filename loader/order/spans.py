@@ -176,12 +176,12 @@ class EpochSpans:
         by_chunk = np.argsort(self._narrow(chunks), kind="stable")
         chunks, rows, targets = chunks[by_chunk], rows[by_chunk], targets[by_chunk]
         starts = np.flatnonzero(np.diff(chunks, prepend=-1))
-        groups = [
-            ChunkRows(int(chunks[low]), rows[low:high], targets[low:high])
-            for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(rows)], strict=True)
+        by_use = np.argsort(np.minimum.reduceat(targets, starts), kind="stable")
+        lows, highs, names = starts[by_use], np.append(starts[1:], len(rows))[by_use], chunks[starts[by_use]]
+        return [
+            ChunkRows(chunk, rows[low:high], targets[low:high])
+            for chunk, low, high in zip(names.tolist(), lows.tolist(), highs.tolist(), strict=True)
         ]
-        groups.sort(key=lambda group: int(group.targets.min()))
-        return groups
 
     def _narrow(self, chunks: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
         """Numbers of chunks in a type that sorts fast: numpy sorts 16 bits by radix, several times faster than more."""

@@ -1,7 +1,7 @@
 """Chunks in memory: fetched in the order of first use, opened as columns, dropped after last use, within a budget.
 
 Mutable state: the slots, the queues and the byte counts, all under one lock. Fetch threads fill slots, the assembler
-thread asks for them.
+thread asks for them. Nobody is woken in vain: a thread that wakes takes the GIL from one that works.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ..columns import Block
 from ..errors import LoaderClosedError
@@ -65,7 +66,9 @@ class ChunkReader:
         self._requested_bytes = 0
         self._closed = False
         self._failure: BaseException | None = None  # of a fetch thread itself, not of a chunk
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # what fetch threads wait for: a chunk that has room
+        self._arrived = threading.Condition(self._lock)  # what the assembler waits for: a chunk that it needs
         self._threads = [
             threading.Thread(target=self._fetch_loop, name=f"penstock-fetch-{i}", daemon=True) for i in range(threads)
         ]
@@ -79,7 +82,7 @@ class ChunkReader:
 
     def request(self, chunks: Sequence[int]) -> None:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in."""
-        with self._changed:
+        with self._lock:
             for chunk in chunks:
                 slot = self._slots.setdefault(chunk, _Slot())
                 slot.uses += 1
@@ -88,7 +91,7 @@ class ChunkReader:
                     if slot.block is None and not slot.in_flight:
                         slot.queued = True
                         self._ahead.append(chunk)
-            self._changed.notify_all()
+            self._wake()
 
     @property
     def has_room(self) -> bool:
@@ -97,7 +100,7 @@ class ChunkReader:
 
     def release(self, chunks: Sequence[int]) -> None:
         """Withdraw one request for each of these chunks; a chunk without requests is dropped."""
-        with self._changed:
+        with self._lock:
             for chunk in chunks:
                 slot = self._slots[chunk]
                 slot.uses -= 1
@@ -105,29 +108,29 @@ class ChunkReader:
                     self._requested_bytes -= self._source.reserve(chunk)
                     if not slot.in_flight:
                         self._drop(chunk)
-            self._changed.notify_all()
+            self._wake()
 
     def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
         """Yield each of these chunks once, as soon as it is in memory, or what its fetch raised."""
-        with self._changed:
+        with self._lock:
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
                 slot = self._slots[chunk]
                 if slot.block is None and slot.error is None and not slot.in_flight:
                     slot.queued = False  # it leaves the queue ahead, where its entry is passed over
                     self._urgent.append(chunk)
-            if self._urgent:
-                self._changed.notify_all()
+            self._wake()
         while self._current:
-            with self._changed:
-                chunk, block = self._wait_for_any()
-            yield chunk, block
-            with self._changed:
-                del self._current[chunk]
-                if self._urgent:
-                    self._changed.notify_all()  # the chunk just used may now be evicted
+            with self._lock:
+                loaded = self._wait_for_some()
+            yield from loaded
+            with self._lock:
+                for chunk, _ in loaded:
+                    del self._current[chunk]
+                self._wake()  # the chunks just used may now be evicted
 
-    def _wait_for_any(self) -> tuple[int, Block | BaseException]:
+    def _wait_for_some(self) -> list[tuple[int, Block | BaseException]]:
+        """The current chunks that are in memory: one where others wait for its room, else all. Holds the lock."""
         started = self._waiting_since = time.perf_counter()
         try:
             while True:
@@ -135,23 +138,24 @@ class ChunkReader:
                     raise LoaderClosedError("the loader was closed while a batch was being read")
                 if self._failure is not None:
                     raise self._failure
-                for chunk in self._current:
-                    slot = self._slots[chunk]
-                    loaded = slot.block or slot.error
-                    if loaded is not None:
-                        self._counters.add(chunk_wait_s=time.perf_counter() - started)
-                        return chunk, loaded
-                self._changed.wait()
+                slots = ((chunk, self._slots[chunk]) for chunk in self._current)
+                found = ((chunk, loaded) for chunk, slot in slots if (loaded := slot.block or slot.error) is not None)
+                loaded = list(islice(found, 1 if self._urgent else None))
+                if loaded:
+                    self._counters.add(chunk_wait_s=time.perf_counter() - started)
+                    return loaded
+                self._arrived.wait()
         finally:
             self._waiting_since = None
 
     def stop(self) -> None:
         """Start no more fetches, and wake all waiting threads."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._ahead.clear()
             self._urgent.clear()
             self._changed.notify_all()
+            self._arrived.notify_all()
 
     def close(self, until: float) -> None:
         """Drop everything, and wait for the threads until ``time.monotonic()`` reaches ``until``.
@@ -162,7 +166,7 @@ class ChunkReader:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
-        with self._changed:
+        with self._lock:
             self._slots.clear()
             self._current.clear()
             self._reserved = self._requested_bytes = 0
@@ -171,7 +175,7 @@ class ChunkReader:
 
     def list_missing(self) -> tuple[list[int], float]:
         """The chunks that the assembler is waiting for, those in flight first, and how many seconds it has waited."""
-        with self._changed:
+        with self._lock:
             if self._waiting_since is None:
                 return [], 0.0
             missing = sorted(self._current, key=lambda chunk: not self._slots[chunk].in_flight)
@@ -196,7 +200,7 @@ class ChunkReader:
 
     def levels(self) -> Levels:
         """How much is asked for, on its way and in memory; any thread may ask."""
-        with self._changed:
+        with self._lock:
             in_flight = sum(slot.in_flight for slot in self._slots.values())
             resident = sum(slot.block is not None for slot in self._slots.values())
             return Levels(
@@ -213,16 +217,31 @@ class ChunkReader:
     def _fetch_loop(self) -> None:
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     while (chunk := self._next_admitted()) is None:
                         if self._closed:
                             return
                         self._changed.wait()
+                    self._wake()
                 self._fetch(chunk)
         except BaseException as exc:  # noqa: BLE001 - raised by the assembler, which would wait forever
-            with self._changed:
+            with self._lock:
                 self._failure = exc
-                self._changed.notify_all()
+                self._arrived.notify_all()
+
+    def _wake(self) -> None:
+        """Wake one thread where there is a chunk for it, which wakes the next one. Holds the lock."""
+        if self._urgent or self._fits_ahead():
+            self._changed.notify()
+
+    def _fits_ahead(self) -> bool:
+        """Whether there is a chunk to fetch ahead of need, and room for it. Holds the lock."""
+        while self._ahead:
+            slot = self._slots.get(self._ahead[0])
+            if slot is not None and slot.queued:
+                return not self._reserved or self._reserved + self._source.reserve(self._ahead[0]) <= self._budget
+            self._ahead.popleft()
+        return False
 
     def _next_admitted(self) -> int | None:
         """The chunk to fetch next, with its bytes reserved; None if there is none or no room for it. Holds the lock."""
@@ -242,19 +261,11 @@ class ChunkReader:
             self._urgent.popleft()
             self._admit(slot, size)
             return chunk
-        while self._ahead:
-            chunk = self._ahead[0]
-            slot = self._slots.get(chunk)
-            if slot is None or not slot.queued:
-                self._ahead.popleft()
-                continue
-            size = self._source.reserve(chunk)
-            if self._reserved and self._reserved + size > self._budget:
-                return None
-            self._ahead.popleft()
-            self._admit(slot, size)
-            return chunk
-        return None
+        if not self._fits_ahead():
+            return None
+        chunk = self._ahead.popleft()
+        self._admit(self._slots[chunk], self._source.reserve(chunk))
+        return chunk
 
     def _urgent_must_wait(self) -> bool:
         """Whether a chunk that is in flight or unused will make room without exceeding the budget."""
@@ -300,7 +311,7 @@ class ChunkReader:
             block = self._source.load(chunk)
         except BaseException as exc:  # noqa: BLE001 - handed to the assembler, which raises it
             error = exc
-        with self._changed:
+        with self._lock:
             slot = self._slots.get(chunk)
             if slot is not None:
                 slot.in_flight = False
@@ -310,4 +321,6 @@ class ChunkReader:
                 slot.block, slot.error = block, error
                 if slot.uses == 0:
                     self._drop(chunk)
-            self._changed.notify_all()
+            if chunk in self._current:
+                self._arrived.notify()
+            self._wake()
