@@ -37,6 +37,8 @@ _EVAL_MARGIN = 256 / 224
 _CROP_ATTEMPTS = 10
 # Scaling in libjpeg is a box filter. At least this ratio is left to the resampling, whose filter is better.
 _LEAST_RESAMPLING = 1.2
+_THREE_TAPS = 2.1
+_LEAST_WEIGHT = 1 / 512  # less is nothing in eight bits
 _BGR_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 # Warnings of libjpeg that cost no pixel; every other warning is damage.
 _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progression")
@@ -306,39 +308,40 @@ def scale_region(region: Region, factor_y: float, factor_x: float) -> Region:
 def _resample(source: Pixels, out: Pixels) -> None:
     """Resize ``source`` into ``out``, with a low-pass filter first if it shrinks.
 
-    PIL's antialiased bilinear filter is a triangle as wide as two output pixels: for a ratio r of source to output its
-    variance is r^2/6 source pixels, of which bilinear sampling itself does 1/6. Up to r = 1.5 the rest is done by
-    sampling at twice the size and averaging 2x2; above, by a Gaussian blur of variance (r^2 - 1)/6 before sampling.
-    Both take a third of the time of OpenCV's INTER_AREA and come closer.
+    PIL's antialiased bilinear filter is a triangle as wide as two output pixels, of which bilinear sampling itself does
+    a part. The rest is one separable blur of the source: of three taps for ratios up to 2.1, of a Gaussian's above.
+    It takes half of the time of OpenCV's INTER_AREA and comes closer.
     """
+    if source.shape == out.shape:
+        out[:] = source
+        return
     height, width = out.shape[:2]
     if max(source.shape[0] / height, source.shape[1] / width) > 4:
         # Area averaging over many pixels is exact enough, and the only one whose cost does not grow with the ratio.
         near = (min(source.shape[1], 2 * width), min(source.shape[0], 2 * height))
         source = cv2.resize(source, near, interpolation=cv2.INTER_AREA)
-    ratio_y, ratio_x = source.shape[0] / height, source.shape[1] / width
-    if source.shape == out.shape:
-        out[:] = source
-        return
-    if max(ratio_y, ratio_x) > 1.5:
-        kernel_y, sigma_y = _gaussian(ratio_y)
-        kernel_x, sigma_x = _gaussian(ratio_x)
+    kernel_y, sigma_y = _blur(source.shape[0] / height)
+    kernel_x, sigma_x = _blur(source.shape[1] / width)
+    if max(kernel_y, kernel_x) > 1:
         source = cv2.GaussianBlur(
             source, (kernel_x, kernel_y), sigmaX=sigma_x, sigmaY=sigma_y, borderType=cv2.BORDER_REPLICATE
         )
-    elif max(ratio_y, ratio_x) > 1:
-        double = cv2.resize(source, (2 * width, 2 * height), interpolation=cv2.INTER_LINEAR)
-        cv2.resize(double, (width, height), dst=out, interpolation=cv2.INTER_AREA)
-        return
     cv2.resize(source, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
 
 
-def _gaussian(ratio: float) -> tuple[int, float]:
-    """Kernel length and sigma of the blur before sampling every ``ratio``-th pixel; length 1 does nothing."""
-    if ratio <= 1:
+def _blur(ratio: float) -> tuple[int, float]:
+    """Kernel length and sigma of the blur before sampling every ``ratio``-th pixel; length 1 does nothing.
+
+    Up to 2.1 three taps suffice. Their outer weight is fitted to come closest to PIL's filter on photographs and noise;
+    what the variances of the two filters say, (r^2 - 1)/12, costs up to 4 dB. Above, the variance is (r^2 - 1)/6.
+    """
+    if ratio > _THREE_TAPS:
+        sigma = math.sqrt((ratio * ratio - 1) / 6)
+        return 2 * math.ceil(2 * sigma) + 1, sigma
+    weight = (ratio - 1) * (0.31 - 0.06 * (ratio - 1))
+    if weight < _LEAST_WEIGHT:
         return 1, 1.0
-    sigma = math.sqrt((ratio * ratio - 1) / 6)
-    return 2 * math.ceil(2 * sigma) + 1, sigma
+    return 3, math.sqrt(-0.5 / math.log(weight / (1 - 2 * weight)))
 
 
 def _flip(pixels: Pixels) -> Pixels:
