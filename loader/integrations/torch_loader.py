@@ -10,6 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..data_loader import DistributedDataLoader
 from ..errors import ConfigError
+from ..order.sealed import unseal
 
 
 class TorchLoader(DataLoader[Any]):
@@ -129,7 +130,7 @@ class _Batches(Dataset[Any]):
         if self._loaded not in (None, consumed):
             raise self._misplaced(step)
         if state["consumed"] != consumed or self._loaded is None:
-            self._loader.load_state_dict({**state, "consumed": consumed})
+            self._loader.load_state_dict({**unseal(state), "consumed": consumed})
         self._loaded = None
         return self._begin()
 

@@ -20,6 +20,11 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, CHECKSUM: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}
 
 
+def unseal(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the checksum, to be changed."""
+    return {name: value for name, value in state.items() if name != CHECKSUM}
+
+
 def check_seal(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     """Compare the checksum of a state, if it has one, with that of what was read from it, as ``seal`` returned it.
 

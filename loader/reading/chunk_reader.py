@@ -139,7 +139,7 @@ class ChunkReader:
                 if self._failure is not None:
                     raise self._failure
                 slots = ((chunk, self._slots[chunk]) for chunk in self._current)
-                found = ((chunk, loaded) for chunk, slot in slots if (loaded := slot.block or slot.error) is not None)
+                found = ((chunk, block) for chunk, slot in slots if (block := slot.block or slot.error) is not None)
                 loaded = list(islice(found, 1 if self._urgent else None))
                 if loaded:
                     self._counters.add(chunk_wait_s=time.perf_counter() - started)
