@@ -18,7 +18,7 @@ from ..order.spans import ChunkRows
 from ..packing.packed import Packed
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
-from ..reading.quarantine import Quarantine
+from ..reading.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 from .packed_batch import PackedBatch, PackedRow, count_packed
 from .work import PendingYield, Ready, RowReader, Yield, pick_rows
@@ -36,7 +36,7 @@ class PackWork:
         self,
         equipment: Equipment,
         *,
-        quarantine: Quarantine,
+        quarantine: ReplacesChunks,
         sieve: Sieve | None,
         columns: Sequence[str] | None,
         packer: Packer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,16 @@ class PackedRow:
 class PackedBatch(UnfinishedBatch):
     """The first ``num_rows`` of some sequences as a batch, of which ``num_valid`` count. Fields: see ``Packing``."""
 
-    def __init__(self, maker: BatchMaker, rows: Sequence[PackedRow], num_rows: int, num_valid: int) -> None:
+    def __init__(
+        self,
+        maker: BatchMaker,
+        rows: Sequence[PackedRow],
+        num_rows: int,
+        num_valid: int,
+        extra: Mapping[str, IntArray] | None = None,
+    ) -> None:
+        """``extra``: fields besides, (rows,) each."""
+        self._extra = extra or {}
         self._maker = maker
         self._rows = rows
         self._num_rows = num_rows
@@ -48,7 +57,8 @@ class PackedBatch(UnfinishedBatch):
         """The batch and what it adds to the metrics. On a thread of the pool."""
         rows, options = self._rows, self._maker.options
         fields, counted = self._fill()
-        batch: dict[str, Any] = {name: values[: self._num_rows] for name, values in fields.items()}
+        every: dict[str, Any] = {**fields, **self._extra}
+        batch: dict[str, Any] = {name: values[: self._num_rows] for name, values in every.items()}
         if options.pad:
             batch[VALID] = np.arange(self._num_rows) < self._num_valid
         if options.collate is not None:
