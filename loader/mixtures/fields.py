@@ -14,10 +14,12 @@ from ..decoding.batch import BatchMaker
 from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
-from .batch import Kind
+from ..reading.quarantine import DATA_ERRORS
+from .batch import Kind, group_kinds
 from .sources import OpenSource, OpenSources
 
 _MOST_LOOKED_AT, _MOST_TRIED = 256, 16  # samples that may all be dropped
+_MOST_CHUNKS = 4  # that may all be bad
 _CURE = (
     "give the sources the same fields with Source(columns=...), or the same fields and types with Source(transform=...)"
 )
@@ -61,7 +63,7 @@ def check_fields(sources: OpenSources, kinds: Sequence[Kind], maker: BatchMaker)
         ConfigError: names a field that differs, and the sources.
         What reading, decoding or transforming the samples raises.
     """
-    if sources.are_alike or (len(kinds) == 1 and len({_promise(source) for source in sources}) == 1):
+    if sources.are_alike or (len(group_kinds(sources)) == 1 and len({_promise(source) for source in sources}) == 1):
         return
     found = [
         (sources[number].name, _first_fields(sources, number, kind, maker))
@@ -109,9 +111,8 @@ def _promise(source: OpenSource) -> Any:
 def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMaker) -> dict[str, _Value] | None:
     """The fields of a source's first sample that stays, and what each is; None if none of the first few does."""
     source = sources[number]
-    chunk = int(np.flatnonzero(source.chunk_samples)[0])
+    chunk, block = _first_readable(source)
     numbers = np.arange(source.chunk_samples[chunk]) if source.selection is None else source.selection.rows_of(chunk)
-    block: Block = source.chunks.load(chunk)
     joint = chunk + sources.first_chunks[number]
     own = kind.maker(maker)
     own = replace(own, options=replace(own.options, collate=None, with_ids=False, pad=False, finish=None))
@@ -123,9 +124,7 @@ def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMak
         keys = np.zeros((1, 3), np.uint64)
         if kind.may_drop:
             samples, failed = own.work(rows, 0, keys).samples()
-            if failed is not None:
-                raise failed
-            if samples[0] is None:
+            if failed is not None or samples[0] is None:  # what it raised is raised again in its place
                 continue
             batch = own.join([samples[0]], rows.ids, 1, 1).result()
         else:
@@ -139,6 +138,18 @@ def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMak
     return None
 
 
+def _first_readable(source: OpenSource) -> tuple[int, Block]:
+    """The first chunk with samples that can be read; a few bad ones are passed over. Raises what the last one does."""
+    chunks = np.flatnonzero(source.chunk_samples)[:_MOST_CHUNKS].tolist()
+    for chunk in chunks:
+        try:
+            return chunk, source.chunks.load(chunk)
+        except DATA_ERRORS:
+            if chunk == chunks[-1]:
+                raise
+    raise AssertionError("a source has samples")
+
+
 def _kept(source: OpenSource, block: Block, rows: IntArray) -> IntArray:
     """Those of a chunk's rows that ``keep=`` keeps."""
     sieve = None if source.reshaping is None else source.reshaping.sieve
@@ -148,7 +159,10 @@ def _kept(source: OpenSource, block: Block, rows: IntArray) -> IntArray:
     looked = gather([(group, block)], len(rows), np.zeros(1, np.int64), sieve.decoders)
     if sieve.columns is not None:
         looked = replace(looked, fields={name: of for name, of in looked.fields.items() if name in sieve.columns})
-    kept: IntArray = rows[sieve.holds(looked)]
+    try:
+        kept: IntArray = rows[sieve.holds(looked)]
+    except Exception:  # noqa: BLE001 - raised again, with the sample's name, where its batch would have been
+        return rows[:0]
     return kept
 
 

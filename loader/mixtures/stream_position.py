@@ -175,6 +175,8 @@ class MixedStreamPosition(MixturePosition):
         if not self._sources[source].stream_kind:
             return super().count_epochs(source, taken)
         lap = self.laps_at(*self.upcoming)[source]
+        if lap.epoch:  # the epochs that are over tell about how many outputs one has
+            return lap.epoch + min(lap.outputs * lap.epoch / (taken - lap.outputs), 0.999)
         inputs = int(self._cursors_at(source, lap).offsets.sum())
         return float(lap.epoch + inputs / self._sources[source].num_samples)
 

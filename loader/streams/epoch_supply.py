@@ -76,6 +76,7 @@ class EpochSupply:
         self._patience = options.patience
         self._told: set[int] = set()  # lanes of which other ranks know that they failed
         self._position = position  # up to which outputs are dealt
+        self._before = ledger.taken_at(position)  # (lanes,): the outputs of each lane before it
 
     @property
     def one_each(self) -> bool:
@@ -111,6 +112,7 @@ class EpochSupply:
 
         Others are read again when they are taken.
         """
+        self._before = self.ledger.taken_at(self._position)
         self._held = {lane for lane, feed in self.feeds.feeds.items() if feed.holds_from(int(taken[lane]))}
         held = self._held
         self.feeds.release(lambda feed: self.first_needed(feed) if feed.lane in held else feed.size)
@@ -190,17 +192,17 @@ class EpochSupply:
     def pass_by(self, position: int) -> None:
         """Drop what comes before a position."""
         self._position = position
-        taken = self.ledger.taken_at(position)
+        self._before = self.ledger.taken_at(position)
         for feeds in (self.feeds, self._borrowed):
             for feed in feeds.feeds.values():
-                feed.pass_by(int(taken[feed.lane]))
+                feed.pass_by(int(self._before[feed.lane]))
             feeds.release(self.first_needed)
 
     def first_needed(self, feed: LaneFeed) -> int:
         """The first input of a lane whose chunk is still needed."""
         if self._work.gives_samples:
             return feed.done
-        return feed.next_input(int(self.ledger.taken_at(self._position)[feed.lane]))
+        return feed.next_input(int(self._before[feed.lane]))
 
     def rest(self, position: int) -> tuple[IntArray, IntArray]:
         """The ids of all inputs beyond a position, in the lanes that this rank answers for: the dropped; and outputs.
