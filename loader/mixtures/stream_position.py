@@ -11,6 +11,7 @@ from ..order.cursors import Cursors
 from ..order.laps import Lap, is_over
 from ..order.mixture import Cursor
 from ..order.mixture_state import MixtureState, SourceState
+from ..order.permutation import IntArray
 from ..order.plan import lane_sizes
 from ..order.source_stream import SourceStream
 from ..pipeline.delivery_queue import Delivery
@@ -177,8 +178,9 @@ class MixedStreamPosition(MixturePosition):
         lap = self.laps_at(*self.upcoming)[source]
         if lap.epoch:  # the epochs that are over tell about how many outputs one has
             return lap.epoch + min(lap.outputs * lap.epoch / (taken - lap.outputs), 0.999)
-        inputs = int(self._cursors_at(source, lap).offsets.sum())
-        return float(lap.epoch + inputs / self._sources[source].num_samples)
+        ledger = self.ledgers.find(self._key(source), 0)
+        whole = None if ledger is None else ledger.estimate(self._lane_sizes(source))
+        return min(lap.outputs / whole, 0.999) if whole else 0.0
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -209,6 +211,9 @@ class MixedStreamPosition(MixturePosition):
 
     def _read(self, source: OpenSource, state: SourceState, lanes: int) -> SourceStream:
         return SourceStream.from_dict(state.stream, name=source.name, lane_sizes=lane_sizes(source.num_samples, lanes))
+
+    def _lane_sizes(self, source: int) -> IntArray:
+        return lane_sizes(self._sources[source].num_samples, self._order.lanes)
 
     def _take_over(self, state: MixtureState, known: Sequence[SourceState | None]) -> None:
         starts, laps = [], []

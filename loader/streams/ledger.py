@@ -219,6 +219,15 @@ class EpochLedger:
     def has_totals(self) -> bool:
         return bool((self.totals >= 0).all())
 
+    def estimate(self, sizes: IntArray) -> float | None:
+        """How many outputs the epoch has, about; lanes have ``sizes`` (lanes,) inputs. None while nothing tells."""
+        with self._lock:
+            last = [(offsets[-1], counts[-1]) for offsets, counts in zip(self._offsets, self._outputs, strict=True)]
+        inputs, outputs = np.array(last, np.int64).T
+        ended = self.totals >= 0
+        worked = int(np.where(ended, sizes, inputs).sum())
+        return None if not worked else float(np.where(ended, self.totals, outputs).sum() / worked * sizes.sum())
+
     def ranks_behind(self, position: int) -> list[int]:
         """The ranks that answer for lanes that are not known to reach a position, nor to end."""
         short = (self.totals < 0) & (self.known * len(self.turns) + self.turns < position)
@@ -295,6 +304,10 @@ class Ledgers:
                 self._channel, f"{order}/{epoch}", lanes=lanes, rank=self._rank, world_size=self._world_size
             )
         return self._ledgers[key]
+
+    def find(self, order: str, epoch: int) -> EpochLedger | None:
+        """The ledger of an epoch, if it has been opened."""
+        return self._ledgers.get((order, epoch))
 
     def close(self) -> None:
         """Tell the other ranks what they will wait for in vain; does not wait long for a store that is gone."""
