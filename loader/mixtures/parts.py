@@ -177,7 +177,7 @@ def check_packed(sources: OpenSources) -> None:
         )
         raise ConfigError(
             f"the sources of the mixture differ in the tokens of their sequences: {said}; give all the same seq_len, "
-            "or the loader packing= for all"
+            "or the loader packing= for all. Packing(seq_len=..., buffer_size=1) makes a sequence of each sample"
         )
 
 

@@ -101,10 +101,14 @@ class SourceSupply:
 
     def _refuse_empty(self, supply: EpochSupply) -> NoReturn:
         inputs, epoch = supply.plan.num_samples, supply.plan.epoch
-        what = "keep= or transform= dropped" if supply.one_each else "packing= made no sequence of"
+        what = f"keep= or transform= dropped all {inputs:,} samples of its epoch {epoch}; check what it decides by"
+        if not supply.one_each:
+            what = (
+                f"no sequence was made of the {inputs:,} samples of its epoch {epoch}; check what keep=, transform= and "
+                "long_documents= leave out"
+            )
         raise PartitionError(
-            f"the source {self.name!r} of the mixture has nothing to give: {what} all {inputs:,} samples of its epoch "
-            f"{epoch}; check what it decides by, give it weight 0, or leave the source out"
+            f"the source {self.name!r} of the mixture has nothing to give: {what}, give it weight 0, or leave it out"
         )
 
     def _begin_next(self) -> None:

@@ -310,6 +310,15 @@ def test_sources_have_packings_of_their_own_but_sequences_of_one_length(tmp_path
         uneven = Mixture({"a": Source(texts["a"], packing=packings["a"]), "b": Source(texts["b"], packing=odd)})
         with pytest.raises(ConfigError, match=r"'b' (makes 16|does not pack)"):
             DistributedDataLoader(uneven, batch_size=4)
+    ready = Mixture(
+        {
+            "a": Source(texts["a"], packing=packings["a"]),
+            "b": Source(texts["b"], packing=Packing(seq_len=32, buffer_size=1)),
+        }
+    )
+    with DistributedDataLoader(ready, batch_size=4, with_ids=True) as loader:
+        for batch in itertools.islice(loader, 5):
+            assert (batch["document_ids"][batch["__source__"] == 1] <= 0).all()  # one document a sequence
 
 
 def test_states_of_8_sources_on_4096_lanes_are_small_and_load_fast() -> None:
