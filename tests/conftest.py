@@ -49,6 +49,23 @@ SLOW_FILES = {
     "test_restarts.py",
     "test_stall.py",
 }
+# Files whose few tests take a minute or more: begun first, so that no worker waits for one at the end.
+LONG_FILES = (
+    "test_nodes.py",
+    "test_continuation.py",
+    "test_restarts.py",
+    "test_bench.py",
+    "test_demo.py",
+    "test_stall.py",
+    "test_watchdog.py",
+    "test_memory.py",
+    "test_simulation_bench.py",
+    "test_integration_examples.py",
+    "test_bucket_s3.py",
+    "test_interrupts.py",
+    "test_filter_kills.py",
+    "test_gpu_bench.py",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             take_few_examples(item.function)
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
 
 def take_few_examples(function: Any) -> None:

@@ -26,8 +26,8 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
       is in the order (h, w, c) stay in it
     - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
     - arrays and tensors of different shapes or dtypes: a list of tensors
-    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits, or beyond floats among floats): the list
-      unchanged
+    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits, or beyond floats among floats): the
+      list unchanged
 
     With ``is_image`` the arrays are (h, w, c), and come out as (B, c, h, w) or a list of (c, h, w), without a copy:
     their memory format is channels_last.
