@@ -98,7 +98,7 @@ def loop(loader: DistributedDataLoader[dict[str, Any]]) -> Iterator[list[int]]:
 def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: Manifest, tmp_path: Path) -> None:
     def run(number: int) -> tuple[list[list[int]], bool]:
         folder = tmp_path / str(number)
-        options: dict[str, Any] = {"batch_size": 12, "with_ids": True, "threads": 1, "last_batch": "partial"}
+        options: dict[str, Any] = {"batch_size": 16, "with_ids": True, "threads": 1, "last_batch": "partial"}
         with DistributedDataLoader(tars, rank=0, world_size=1, audit_dir=folder, **options) as loader:
             interrupt = Interrupt(PARTS[part], number)
             with interrupt:
