@@ -104,8 +104,8 @@ class SourceSupply:
         what = f"keep= or transform= dropped all {inputs:,} samples of its epoch {epoch}; check what it decides by"
         if not supply.one_each:
             what = (
-                f"no sequence was made of the {inputs:,} samples of its epoch {epoch}; check what keep=, transform= and "
-                "long_documents= leave out"
+                f"no sequence was made of the {inputs:,} samples of its epoch {epoch}; check what keep=, transform= "
+                "and long_documents= leave out"
             )
         raise PartitionError(
             f"the source {self.name!r} of the mixture has nothing to give: {what}, give it weight 0, or leave it out"

@@ -99,6 +99,7 @@ def test_a_damaged_state_of_a_source_is_refused(rows: dict[str, Manifest]) -> No
             damaged = copy.deepcopy(state)
             assert name in damaged["sources"][0]["stream"]
             damaged["sources"][0]["stream"][name] = value
+            del damaged["checksum"]  # which refuses it sooner
             with pytest.raises(StateMismatchError, match="'a'"):
                 loader.load_state_dict(damaged)
         loader.load_state_dict(state)
