@@ -46,7 +46,7 @@ def ranks_folder(run_folder: Path) -> Path:
         if not (folder / "whole").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            done = run_ranks(Path(__file__).with_name("rank_program.py"), 4, str(folder))
+            done = run_ranks(Path(__file__).with_name("rank_program.py"), 4, str(folder), timeout_s=270)
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
             (folder / "whole").touch()
     return folder
