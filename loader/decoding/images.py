@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError, DecodeError
 from .image_kind import image_kind, image_size
+from .regions import Region, center_region, random_region, scale_region
 
 try:
     import cv2
@@ -36,8 +37,6 @@ MAX_PIXELS = 1 << 28
 
 _DEFAULT_SCALE = (0.08, 1.0)
 _DEFAULT_RATIO = (3 / 4, 4 / 3)
-_EVAL_MARGIN = 256 / 224
-_CROP_ATTEMPTS = 10
 # Scaling in libjpeg is a box filter. At least this ratio is left to the resampling, whose filter is better.
 _LEAST_RESAMPLING = 1.2
 _THREE_TAPS = 2.1
@@ -45,16 +44,6 @@ _LEAST_WEIGHT = 1 / 512  # less is nothing in eight bits
 _BGR_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 # Warnings of libjpeg that cost no pixel; every other warning is damage.
 _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progression")
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A rectangle of an image in whole pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,39 +177,6 @@ class ImageDecoder:
         return bool(_needed(rng).random() < self.flip)
 
 
-def center_region(height: int, width: int, out_height: int, out_width: int, resize: int | None) -> Region:
-    """The part of an image that remains when its short side is resized to ``resize`` and the centre is cropped."""
-    fit = max(out_height / height, out_width / width)
-    zoom = fit * _EVAL_MARGIN if resize is None else max(fit, resize / min(height, width))
-    cut_height = min(height, max(1, round(out_height / zoom)))
-    cut_width = min(width, max(1, round(out_width / zoom)))
-    return Region((height - cut_height) // 2, (width - cut_width) // 2, cut_height, cut_width)
-
-
-def random_region(
-    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
-) -> Region:
-    """A random part of an image, by the algorithm of torchvision's RandomResizedCrop (Szegedy et al., 2014).
-
-    Ten draws of area and aspect are tried; if none fits, it is the largest centred part whose aspect is in ``ratio``.
-    """
-    low, high = math.log(ratio[0]), math.log(ratio[1])
-    draws = rng.random((_CROP_ATTEMPTS, 2)).tolist()
-    place = rng.random(2).tolist()
-    for area_draw, aspect_draw in draws:
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
-        aspect = math.exp(low + (high - low) * aspect_draw)
-        cut_width, cut_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < cut_width <= width and 0 < cut_height <= height:
-            top = int(place[0] * (height - cut_height + 1))
-            left = int(place[1] * (width - cut_width + 1))
-            return Region(top, left, cut_height, cut_width)
-    aspect = min(max(width / height, ratio[0]), ratio[1])
-    cut_width = min(width, max(1, round(height * aspect)))
-    cut_height = min(height, max(1, round(width / aspect)))
-    return Region((height - cut_height) // 2, (width - cut_width) // 2, cut_height, cut_width)
-
-
 def _needed(rng: np.random.Generator | None) -> np.random.Generator:
     if rng is None:
         raise ConfigError("this ImageDecoder crops or flips at random: give it the sample's generator as rng")
@@ -301,13 +257,6 @@ def _cut(pixels: Pixels, region: Region, height: int, width: int) -> Pixels:
     """The view of ``region``, in pixels of the full (height, width) image, in its perhaps reduced ``pixels``."""
     part = scale_region(region, pixels.shape[0] / height, pixels.shape[1] / width)
     return pixels[part.top : part.top + part.height, part.left : part.left + part.width]
-
-
-def scale_region(region: Region, factor_y: float, factor_x: float) -> Region:
-    """The region in an image scaled by the factors, each edge on the nearest pixel."""
-    top, left = round(region.top * factor_y), round(region.left * factor_x)
-    stop, right = round((region.top + region.height) * factor_y), round((region.left + region.width) * factor_x)
-    return Region(top, left, max(1, stop - top), max(1, right - left))
 
 
 def _resample(source: Pixels, out: Pixels) -> None:

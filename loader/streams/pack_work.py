@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray, Ragged
-from ..decoding.batch import RowJob, UnfinishedBatch
+from ..decoding.batch import UnfinishedBatch
 from ..decoding.gather import Values
+from ..decoding.row_job import RowJob
 from ..decoding.row_work import RowError
 from ..errors import LoaderClosedError
 from ..order.spans import ChunkRows

@@ -10,11 +10,12 @@ import numpy as np
 
 from ..columns import Block, IntArray
 from ..dataset.manifest import Manifest
-from ..decoding.batch import RowJob, UnfinishedBatch
+from ..decoding.batch import UnfinishedBatch
 from ..decoding.byte_views import Lend
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import Rows, gather
 from ..decoding.row_errors import describe_row
+from ..decoding.row_job import RowJob
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..reading.quarantine import ReplacesChunks
