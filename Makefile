@@ -40,7 +40,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-gpu: $(VENV)/.bench $(VENV)/.test
+gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
 	$(BIN)/python -m penstock.benchmarks.gpu $(ARGS)
 
 bench: $(VENV)/.bench
@@ -76,6 +76,7 @@ $(VENV)/.test: HOLDS := $(VENV)/.demo
 $(VENV)/.lint: EXTRAS := test,lint
 $(VENV)/.lint: HOLDS := $(VENV)/.test $(VENV)/.demo
 $(VENV)/.bench: EXTRAS := bench,images
+$(VENV)/.gpu: EXTRAS := images-cuda
 
 clean:
 	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,6 +27,7 @@ from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
+from .device_arguments import open_image_codec
 from .error_arguments import ErrorArguments, OnError
 from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
@@ -245,6 +246,15 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             packs=packs,
             has_collate=collate is not None,
         )
+        on_device = None if device is None or str(device) == "cpu" else resolve_cuda(device)
+        needs_host = {
+            "transform=": transform,
+            "collate=": collate,
+            "processes=": processes or None,
+            "keep=, may_drop=, packing= or on_error='skip'": reshaping,
+            "a Mixture": source if isinstance(source, Mixture) else None,
+        }
+        codec = open_image_codec(decode, on_device, needs_host)
         self._counters = Counters()
         common = Common(
             share=share,
@@ -258,7 +268,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             processes=processes,
             errors=errors,
             threads=count_threads(threads),
-            device=None if device is None or str(device) == "cpu" else resolve_cuda(device),
+            device=on_device,
+            codec=codec,
             memory_bytes=None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit"),
             columns=columns,
             format=format,

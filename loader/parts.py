@@ -18,6 +18,7 @@ from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch import BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
+from .decoding.device_codec import DeviceCodec
 from .decoding.first_values import ImageFields
 from .decoding.row_work import RowWork
 from .decoding.worker_pool import WorkerPool
@@ -71,6 +72,7 @@ class Common:
     errors: ErrorArguments
     threads: int
     device: torch.device | None
+    codec: DeviceCodec | None
     memory_bytes: int | None
     columns: Sequence[str] | None
     format: ShardFormat | str | None
@@ -142,7 +144,7 @@ def open_one(
     weights: SampleWeights | None,
 ) -> Parts:
     """The parts of a loader of one data set."""
-    decoders = FieldDecoders(common.decode, common.raw, common.processes)
+    decoders = FieldDecoders(common.decode, common.raw, common.processes, common.codec)
     batch_options = common.batch_options
     common.start_workers(batch_options.work, common.decode)
     manifest = open_manifest(

@@ -46,6 +46,16 @@ _BGR_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progression")
 
 
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """An image's height and width, the region of it that is taken, and whether that is flipped."""
+
+    height: int
+    width: int
+    region: Region
+    flip: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageDecoder:
     """Decodes an image to (height, width, 3) uint8 RGB, with crop, resize and flip fused into the decoding.
@@ -74,6 +84,10 @@ class ImageDecoder:
     or better on photographs; an edge that is no multiple of 8 pixels can cost a little of that. A region is placed to
     within half a pixel of the output.
 
+    ``device="cuda"`` has a loader's batches decoded on the loader's device: JPEGs by nvJPEG, as whole images of which
+    the same regions as ever are cut, resized with an antialiased bilinear filter, and flipped there. PNGs, progressive
+    and CMYK JPEGs and others are decoded on the CPU, and copied. A call of the decoder itself stays on the CPU.
+
     An instance holds no mutable state; any number of threads may use it, and the heavy calls release the GIL.
     """
 
@@ -84,6 +98,7 @@ class ImageDecoder:
     ratio: tuple[float, float] = _DEFAULT_RATIO
     flip: float = 0.0
     layout: Literal["chw", "hwc"] = "chw"
+    device: Literal["cuda"] | None = None
 
     def __post_init__(self) -> None:
         if self.crop not in (None, "center", "random"):
@@ -106,6 +121,10 @@ class ImageDecoder:
             raise ConfigError(f"flip={self.flip!r} is no probability; use 0 to 1")
         if self.layout not in ("chw", "hwc"):
             raise ConfigError(f"layout={self.layout!r} is unknown; use 'chw' or 'hwc'")
+        if self.device not in (None, "cuda"):
+            raise ConfigError(f"device={self.device!r}: must be 'cuda', for the loader's device, or None for the CPU")
+        if self.device is not None and self.size is None:
+            raise ConfigError(f"device={self.device!r} needs a size, so that batches are one tensor; give size=224")
 
     is_image = True
 
@@ -150,16 +169,34 @@ class ImageDecoder:
             raise ConfigError(
                 f"the slot is {out.shape} {out.dtype}, but this decoder fills C-contiguous {self.shape} uint8"
             )
-        height, width, is_jpeg = _read_header(data)
-        if is_jpeg:
-            region = self._choose_region(height, width, rng)
-            pixels = _decode_jpeg(data, height, width, _choose_reduction(region, self.shape))
-        else:
-            pixels = _decode_other(data)
-            height, width = pixels.shape[:2]
-            region = self._choose_region(height, width, rng)
+        plan = self.plan(data, rng)
+        if plan is not None:
+            self.decode_planned(data, plan, out)
+            return
+        pixels = _decode_other(data)
+        height, width = pixels.shape[:2]
+        region = self._choose_region(height, width, rng)
         _resample(_cut(pixels, region, height, width), out)
         if self._draw_flip(rng):
+            _flip(out)
+
+    def plan(self, data: bytes | memoryview, rng: np.random.Generator | None) -> ImagePlan | None:
+        """What will be done to a JPEG, by its header; draws what is random. None, and nothing drawn, for all others.
+
+        Raises:
+            DecodeError: the header is damaged, or claims too many pixels.
+        """
+        height, width, is_jpeg = _read_header(data)
+        if not is_jpeg:
+            return None
+        return ImagePlan(height, width, self._choose_region(height, width, rng), self._draw_flip(rng))
+
+    def decode_planned(self, data: bytes | memoryview, plan: ImagePlan, out: Pixels) -> None:
+        """Decode a JPEG into ``out``, as in ``decode_into``, by its plan."""
+        assert self.shape is not None
+        pixels = _decode_jpeg(data, plan.height, plan.width, _choose_reduction(plan.region, self.shape))
+        _resample(_cut(pixels, plan.region, plan.height, plan.width), out)
+        if plan.flip:
             _flip(out)
 
     def _choose_region(self, height: int, width: int, rng: np.random.Generator | None) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -17,13 +18,14 @@ from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
+from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .collate import collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
-from .gather import Rows, Values
+from .gather import Rows
 from .replace import tell_bad
 from .row_errors import explain_row_error
-from .row_work import RowError, RowResults, RowTask, RowWork, Sample
+from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample
 from .worker_pool import WorkerPool
 
 
@@ -60,6 +62,9 @@ class RowJob:
         self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
         self._work = crew.work
         self.results = self._work.allocate(self.task)
+        self._is_joint = any(isinstance(values, BatchValues) for values in self.results.values.values())
+        self._lock = threading.Lock()
+        self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
         if encoded or crew.work.transform is not None or crew.work.avoided:
             count = len(rows.ids)
@@ -78,8 +83,16 @@ class RowJob:
         started = time.perf_counter()
         try:
             self._work.run(self.task, self.results, start, stop, self._crew.is_stopped)
+            if self._is_joint and self._is_last(stop - start):
+                self._work.finish(self.task, self.results, self._crew.is_stopped)
         finally:
             self._crew.counters.add(decode_s=time.perf_counter() - started, decoded_rows=stop - start)
+
+    def _is_last(self, rows: int) -> bool:
+        """Whether all others are done once these rows are; never where some failed."""
+        with self._lock:
+            self._rows_left -= rows
+            return not self._rows_left
 
     def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
         """Put a process's results into their places."""
@@ -156,9 +169,11 @@ class RowJob:
             future.cancel()
 
 
-def _collate(values: Values, *, is_image: bool) -> Any:
+def _collate(values: ResultValues, *, is_image: bool) -> Any:
     if isinstance(values, ByteViews):
         return values
+    if isinstance(values, BatchValues):
+        return values.tensor().movedim(-1, -3) if is_image else values.tensor()
     if isinstance(values, Ragged):
         return list(map(torch.from_numpy, values))
     if isinstance(values, list):

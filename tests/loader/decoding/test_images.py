@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_image
 
 from penstock.loader.decoding import images
 from penstock.loader.decoding.images import ImageDecoder
-from penstock.loader.decoding.regions import Region, center_region, random_region
+from penstock.loader.decoding.regions import Region, center_region, random_region, scale_region
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 
@@ -162,7 +162,7 @@ def test_random_crops_are_pils_resize_of_the_region_drawn():
         reduction = images._choose_reduction(region, (96, 96, 3))
         reductions.add(reduction)
         factor_y, factor_x = -(-height // reduction) / height, -(-width // reduction) / width
-        placed = images.scale_region(region, factor_y, factor_x)
+        placed = scale_region(region, factor_y, factor_x)
         assert abs(placed.top / factor_y - region.top) <= reduction / 2
         assert abs(placed.left / factor_x - region.left) <= reduction / 2
         box = (
