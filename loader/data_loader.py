@@ -20,6 +20,7 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
+from .calls import Calls
 from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.manifest import Manifest
@@ -44,6 +45,7 @@ from .order.steps import TokenBudget
 from .order.subset import Subset
 from .packing.config import Packing
 from .parts import Common, open_one, open_several
+from .peers import tell_of_failure
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .ranks import check_rank
@@ -139,6 +141,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
     """
 
     @refuse_foreign
+    @tell_of_failure
     def __init__(
         self,
         source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest | Mixture,
@@ -297,6 +300,9 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             common,
             partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
+        if share.world_size > 1:
+            processes_of_group = share.world_size if mesh is None else mesh.size()
+            self._resources.calls = Calls(self._manifest.fingerprint, processes_of_group)
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir,
@@ -309,6 +315,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 bad=self._parts.bad,
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
+        if share.world_size > 1:
+            self._resources.join_peers()
 
     # -- iteration ------------------------------------------------------------------------------------------------
 

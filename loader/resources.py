@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ..storage.counts import StoreCounts, count_running, count_store
 from ..storage.process_usage import resident_bytes
+from .calls import Calls
 from .decoding.worker_pool import WorkerPool
 from .errors import ForkedLoaderError, LoaderClosedError
 from .metrics import Levels
@@ -32,6 +33,7 @@ class Resources:
         self.workers: WorkerPool | None = None
         self.log: DeliveryLog | None = None
         self.peers: PeerWatch | None = None
+        self.calls: Calls | None = None  # which are compared with those of the other ranks
         self.others: list[Any] = []  # what its users want closed with it
         self._counts = StoreCounts()  # of the store, once it is closed
         self._is_closed = False
@@ -92,7 +94,7 @@ class Resources:
             if pipeline is not None:
                 pipeline.interrupt(error)
 
-        self.peers = join_peers(self, interrupt)
+        self.peers = join_peers(self, interrupt, self.calls)
 
     def check_peers(self) -> None:
         """Raise RankStoppedError where another rank's loader failed, once for each such error."""

@@ -30,7 +30,7 @@ FLOORS = {
         {"advice", "errors", "progress"},
         {"metrics"},
         {"limits", "order", "ranks"},
-        {"columns", "simulation"},
+        {"calls", "columns", "simulation"},
         {"formats"},
         {"dataset"},
         {"reading"},
