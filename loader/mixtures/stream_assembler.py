@@ -172,8 +172,12 @@ class MixedStreamAssembler:
             supply.rate = max(1.0, goals[number][0] - int(taken[0, number])) / at_once
             supply.work(*goals[number])
 
+        def settled(number: int) -> int:
+            # Where a source is now is known, whether or not other ranks have worked on what it gives to later steps.
+            return max(supplies[number].settled, int(taken[0, number]))
+
         def lacking() -> list[int]:
-            return [k for k in used if supplies[k].settled < taken[1, k]]
+            return [k for k in used if settled(k) < taken[1, k]]
 
         def look() -> None:
             for number in lacking():
@@ -188,8 +192,7 @@ class MixedStreamAssembler:
             self._wait(is_enough, look, [supplies[k].describe_wait(int(taken[1, k])) for k in lacking()])
         for number in lacking():
             supplies[number].raise_blocked(int(taken[1, number]))
-        settled = [np.searchsorted(taken[1 : at_once + 1, k], supplies[k].settled, side="right") for k in used]
-        return int(min(settled, default=at_once))
+        return int(min(np.searchsorted(taken[1 : at_once + 1, k], settled(k), side="right") for k in used))
 
     def _wait(self, is_enough: Callable[[], bool], look: Callable[[], None], what: Sequence[str | None]) -> None:
         self._waiting = next((text for text in what if text), "other ranks"), time.perf_counter()
@@ -279,12 +282,15 @@ class MixedStreamAssembler:
 
     def _look_ahead(self) -> None:
         """Request inputs of the sources that are the least far ahead, as long as the reader has room."""
+        horizons = {number: supply.horizon for number, supply in self._supplies.items()}
         for _ in range(_AHEAD_AT_ONCE * len(self._supplies)):
-            if not self._equipment.reader.has_room:
+            nearest = min(horizons, key=horizons.__getitem__, default=None)
+            if nearest is None or not self._equipment.reader.has_room:
                 return
-            by_horizon = sorted(self._supplies.values(), key=lambda supply: supply.horizon)
-            if not any(supply.look_ahead() for supply in by_horizon):
-                return
+            if self._supplies[nearest].look_ahead():
+                horizons[nearest] = self._supplies[nearest].horizon
+            else:
+                del horizons[nearest]
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         uses: dict[int, int] = {}

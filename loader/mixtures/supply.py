@@ -149,9 +149,9 @@ class SourceSupply:
 
     @property
     def horizon(self) -> float:
-        """How many steps ahead inputs have been requested, about; more than any number where all have been."""
-        running = self._epochs[-1].supply if self._next is None else self._next
-        return running.feeds.horizon * self._lanes / self.rate
+        """For how many steps inputs have been requested ahead, about."""
+        ahead = self._epochs[-1].supply.feeds.horizon + (0.0 if self._next is None else self._next.feeds.horizon)
+        return ahead * self._lanes / self.rate
 
     def look_ahead(self) -> bool:
         """Request some inputs more, also of the next epoch; whether there were any to be requested."""
