@@ -18,7 +18,7 @@ from ..order.laps import Lap, is_over
 from ..order.mixture import Cursor
 from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
-from ..pipeline.assembler import Equipment, Start
+from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
@@ -34,7 +34,8 @@ from .stream_position import StreamPlace
 from .supply import SourceSupply
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
-_MOST_AT_ONCE, _MOST_PARTS = 64, 64
+_STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
+_MOST_PARTS = 64  # epochs of sources that are dealt together
 _AHEAD_AT_ONCE = 8
 _PATIENCE = 16  # spans for which a lane of another rank is kept that was needed
 
@@ -83,7 +84,8 @@ class MixedStreamAssembler:
         self._supplies: dict[int, SourceSupply] = {}
         self._dealer = Dealer(equipment.maker, self._share, sources, self._seen, self._works, counts)
         self._waiting: tuple[str, float] | None = None
-        open_ledger(0, self._place.laps[0].epoch)  # refuses ranks without a channel
+        streaming = next(k for k, source in enumerate(sources) if source.reshaping is not None)
+        open_ledger(streaming, self._place.laps[streaming].epoch)  # refuses ranks without a channel
 
     def _make_work(self, number: int, quarantine: MixedQuarantine) -> WindowWork:
         source = self._sources[number]
@@ -127,8 +129,7 @@ class MixedStreamAssembler:
     def _choose_steps(self) -> int:
         """The most steps that are dealt together."""
         output_bytes = max(work.output_bytes for work in self._works)
-        share_bytes = max(1, self._share.batch_size) * output_bytes
-        return int(min(_MOST_AT_ONCE, max(1, self._equipment.options.span_bytes // share_bytes)))
+        return steps_at_once(self._equipment.options, self._share.batch_size, output_bytes)
 
     def _supply(self, number: int, taken: int, lap: Lap) -> SourceSupply:
         """A source's supply, begun where the run is when it is first taken of."""
@@ -140,7 +141,7 @@ class MixedStreamAssembler:
                 lap=lap,
                 taken=taken,
                 cursors=self._place.cursors[number],
-                stride=_MOST_AT_ONCE * self._share.global_batch_size,
+                stride=_STRIDE * self._share.global_batch_size,
             )
         return self._supplies[number]
 
@@ -246,10 +247,9 @@ class MixedStreamAssembler:
         for step in range(steps):
             item = self._make(dealt, step, epoch, bounds, taken, laps[step + 1])
             item = replace(item, is_last=is_end and step == steps - 1)
-            if not self._equipment.deliver(item):
-                item.batch.cancel()
+            if not hand_over(self._equipment, item, started):
                 return False
-        self._equipment.counters.add(backpressure_s=time.perf_counter() - started)
+            started = time.perf_counter()
         return True
 
     def _make(
@@ -297,8 +297,7 @@ class MixedStreamAssembler:
         for number, supply in list(self._supplies.items()):
             first = self._sources.first_chunks[number]
             uses |= {first + chunk: int(1024 * use) for chunk, use in supply.next_uses().items()}
-        never = 1 << 62
-        return {chunk: uses.get(chunk, never) for chunk in chunks}
+        return pick_uses(chunks, uses)
 
     def fail(self, error: Exception) -> None:
         for supply in list(self._supplies.values()):

@@ -49,6 +49,11 @@ def reads_locally(store: Store) -> bool:
     return isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore)
 
 
+def mean_row_bytes(manifest: Manifest) -> int:
+    """What a sample takes once opened, at least 1; the same on every rank."""
+    return max(1, int(manifest.memory.sum()) // manifest.num_samples)
+
+
 def tune(
     manifest: Manifest,
     order: Order,

@@ -358,3 +358,18 @@ def test_processes_of_one_rank_get_the_same(rows: dict[str, Manifest]) -> None:
     whole, _ = run_leg(mix(rows), 1, 15, None, batch_size=12, **OPTIONS)
     joined = [sorted([*one, *other]) for one, other in zip(results[0], results[2], strict=True)]
     assert joined == [sorted(output for _, output in batch) for _, batch in whole]
+
+
+def test_shares_change_in_mid_run_and_global_batches_do_not(rows: dict[str, Manifest]) -> None:
+    def read(loader: DistributedDataLoader) -> Any:
+        batches = iter(loader)
+        first = next(batches)["__id__"].tolist()
+        if loader.world_size > 1:
+            loader.set_shares([2, 1])
+        return [first, *(next(batches)["__id__"].tolist() for _ in range(12))]
+
+    options = {"with_ids": True, **OPTIONS}
+    whole = ThreadRanks(1, mix(rows), batch_size=12, **options).run(read)[0]
+    one, other = ThreadRanks(2, mix(rows), batch_size=6, **options).run(read)
+    assert [(len(a), len(b)) for a, b in zip(one, other, strict=True)] == [(6, 6), *[(8, 4)] * 12]
+    assert [sorted([*a, *b]) for a, b in zip(one, other, strict=True)] == [sorted(batch) for batch in whole]
