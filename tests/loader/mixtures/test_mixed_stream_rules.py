@@ -104,6 +104,13 @@ def test_a_damaged_state_of_a_source_is_refused(rows: dict[str, Manifest]) -> No
                 loader.load_state_dict(damaged)
         loader.load_state_dict(state)
         assert loader.state_dict() == state
+    moved = copy.deepcopy(state)
+    del moved["checksum"]
+    moved["sources"][0]["stream"] |= {"here": [1, 45], "offsets": [0] * 8, "outputs": [0] * 8}  # an epoch has 30
+    with DistributedDataLoader(mix(rows), batch_size=6) as loader:
+        loader.load_state_dict(moved)
+        with pytest.raises(StateMismatchError, match="'a' is at output 45 of its epoch 1 there, which has 30 here"):
+            next(iter(loader))
 
 
 def test_passes_epochs_and_looks(rows: dict[str, Manifest]) -> None:
@@ -330,7 +337,7 @@ def test_states_of_8_sources_on_4096_lanes_are_small_and_load_fast() -> None:
         offsets = 256 * rng.integers(2800, 3000, 4096)  # an anchor every 256 inputs, lanes far from each other
         outputs = rng.binomial(offsets, 0.5)
         streams.append(
-            SourceStream({"kind": "filter"}, Lap(3, 17), Lap(4, 1 << 35), Cursors(offsets, outputs, outputs))
+            SourceStream({"kind": "filter"}, Lap(3, 17), Lap(4, 1 << 31), Cursors(offsets, outputs, outputs))
         )
     text = json.dumps([stream.to_dict() for stream in streams])
     assert len(text) < 256 << 10
