@@ -17,7 +17,7 @@ help:
 	@echo 'make test             install what the tests need, and run them all; ARGS="-k resume" goes to pytest'
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
-	@echo 'make bench            throughput against other loaders on made-up data; ARGS="--store s3" from a real S3 server'
+	@echo 'make bench            penstock beside other loaders in some minutes; ARGS="--full" takes hours'
 	@echo 'make gpu              the tests that need a GPU, and loaders that feed one; says so where there is none'
 	@echo 'make clean            remove the virtual environment and everything that was made'
 
@@ -43,8 +43,9 @@ lint: $(VENV)/.lint
 gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
 	$(BIN)/python -m penstock.benchmarks.gpu $(ARGS)
 
+bench: ARGS ?= --quick
 bench: $(VENV)/.bench
-	$(BIN)/python -m penstock.benchmarks.suite $(ARGS)
+	$(BIN)/penstock bench $(ARGS)
 
 # A real S3 server and a real web server, where Debian's apt and root are there. Elsewhere their tests say what to do.
 servers:

@@ -104,7 +104,7 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
     rows = _SMALL_ROWS[name] if config.small else rows
     url = str(make_case(case, config.data, config.scale))
     manifest = open_manifest(url)
-    settings = BenchConfig(source=url, against=config.against, batch_size=rows, decode=case.decode)
+    settings = BenchConfig(source=url, against=config.against, batch_size=rows, decode=case.decode, environments="here")
     layout = find_layout(manifest, None, None)
     ours = Job(
         contender=OURS,
