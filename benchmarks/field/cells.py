@@ -88,7 +88,7 @@ def quick(config: FieldConfig) -> FieldConfig:
         rounds=3,
         seconds=1.0,
         trial_s=0.3,
-        timeout_s=60.0,
+        timeout_s=120.0,
         resume=False,
         environments=config.environments,
         workers=0,  # fastest for data this small, of which a pass takes less time than starting workers

@@ -155,7 +155,8 @@ def _prepare(case: Case, config: FieldConfig, data: Path, told: Told) -> _Worklo
     def prepare(name: str) -> Job | str:
         try:
             say = partial(_say_of, told, case)
-            return prepare_peer(name, settings, manifest, ours, truth, say, checked=data / "checked.json")
+            job = ours if config.workers is None else replace(ours, workers=config.workers)
+            return prepare_peer(name, settings, manifest, job, truth, say, checked=data / "checked.json")
         except (PenstockError, OSError) as exc:
             return clean(in_short(str(exc)))
 
