@@ -95,8 +95,7 @@ def _draw_row(cell: Mapping[str, Any], name: str, axis: Axis, top: float) -> lis
     steady = median(summary, "steady_per_s")
     if steady:
         parts.append(f'<circle class="steady" cx="{axis.x(steady):.1f}" cy="{y}" r="3.6"/>')
-    right = max(stop, axis.x(high), axis.x(steady) + 3.6 if steady else 0.0)
-    parts.append(f'<text class="value {kind}" x="{right + 5:.1f}" y="{y + 4}">{words.rate(middle)}</text>')
+    parts.append(f'<text class="end value {kind}" x="{WIDTH - 4}" y="{y + 4}">{words.rate(middle)}</text>')
     return parts
 
 
