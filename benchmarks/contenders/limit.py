@@ -117,9 +117,9 @@ def _tar_batches(data: Any, rows: int) -> list[dict[str, list[bytes]]]:
 
 
 def _token_batches(data: Any, name: str, length: int, dtype: str, rows: int, wide: bool) -> list[dict[str, Any]]:
-    tokens = torch.from_numpy(np.frombuffer(bytes(data), dtype).reshape(-1, length))
-    parts = tokens.split(rows)
-    return [{name: part.to(torch.int64) if wide else part.clone()} for part in parts]
+    tokens = np.frombuffer(data, dtype).reshape(-1, length)
+    parts = (tokens[start : start + rows] for start in range(0, len(tokens), rows))
+    return [{name: torch.from_numpy(part.astype(np.int64) if wide else part.copy())} for part in parts]
 
 
 def _read_parquet(data: Any) -> Any:
