@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..storage import open_store
+from ..storage.counts import fastest_response_s
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
 from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
@@ -231,7 +232,9 @@ def open_one(
         quarantine=quarantine,
         look=look,
         peek=look.peek if reshaping is None else partial(peek_alone, make_pipeline, decoders),
-        tune=partial(tune, manifest, is_local=reads_locally(store), **common.tuning),
+        tune=partial(
+            tune, manifest, is_local=reads_locally(store), response_s=fastest_response_s(store), **common.tuning
+        ),
         make_pipeline=make_pipeline,
         bad=policy.bad,
         selection=selection,

@@ -19,6 +19,8 @@ from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
 from .ranks import refuse_worker
 
+_process = os.getpid()  # this one's number: asking the kernel for each batch takes longer than all else about it
+
 
 class Resources:
     """Kept apart from the loader so that the loader's finalizer can hold it. ``close`` may be called by any thread.
@@ -38,7 +40,7 @@ class Resources:
         self._counts = StoreCounts()  # of the store, once it is closed
         self._is_closed = False
         self._closing = threading.RLock()
-        self._process = os.getpid()
+        self._process = _process
         _ALL.add(self)
 
     def check_open(self) -> None:
@@ -52,7 +54,7 @@ class Resources:
         if not self._is_ours:
             refuse_worker()  # a worker of a torch DataLoader is a fork too, and has a cure of its own
             raise ForkedLoaderError(
-                f"the loader was made in process {self._process}, from which this one, {os.getpid()}, was forked: its "
+                f"the loader was made in process {self._process}, from which this one, {_process}, was forked: its "
                 "threads and connections stayed there. Start processes with the method spawn or forkserver, and make a "
                 "loader in each"
             )
@@ -82,7 +84,7 @@ class Resources:
 
     @property
     def _is_ours(self) -> bool:
-        return os.getpid() == self._process
+        return self._process == _process
 
     def join_peers(self) -> None:
         """From now on hear of errors on other ranks, until ``close``."""
@@ -157,6 +159,8 @@ _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()
 
 def _let_go_in_child() -> None:
     """A copy of a worker's connection that a child holds would keep the worker after the parent's death."""
+    global _process
+    _process = os.getpid()
     for resources in list(_ALL):
         if resources.workers is not None:
             resources.workers.let_go()

@@ -217,6 +217,8 @@ class PendingBatch(UnfinishedBatch):
 
     @property
     def replaced(self) -> IntArray | None:
+        if self._ids is self._rows.planned_ids:
+            return None
         planned, ids = self._rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
         if not np.any(planned != ids):
             return None

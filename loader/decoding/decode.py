@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
+# Numbers that are handed out as int64.
+WIDENED = frozenset({"uint16", "uint32"})
+
 
 @runtime_checkable
 class FieldDecoder(Protocol):
@@ -337,5 +340,5 @@ class FieldDecoders:
 
         uint64 stays, as there is no wider type.
         """
-        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
+        wide = self.choice is not None and values.dtype.name in WIDENED
         return np.dtype(np.int64) if wide else values.dtype

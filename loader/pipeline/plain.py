@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..columns import Block, IntArray
+from ..decoding.decode import WIDENED
 from ..decoding.gather import Rows, gather
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
@@ -70,7 +72,7 @@ class PlainAssembler:
         global_batch = self._share.global_batch_size
         at_once = 1  # so that the first batch does not wait for others
         rows = global_batch // self._share.world_size
-        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest))
+        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest) + self._widened_bytes())
         while True:
             plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
             spans = EpochSpans(plan, self._share, self._last_batch)
@@ -81,6 +83,16 @@ class PlainAssembler:
                 at_once = min(most, 2 * at_once)
             yield spans, None, []
             self._epoch, self._position = self._epoch + 1, 0
+
+    def _widened_bytes(self) -> int:
+        """How many bytes a row has more when it is handed out than it has in its chunk."""
+        widened = 0
+        for column in self._source.manifest.schema.get("columns", {}).values():
+            if "shape" in column and column["type"] in WIDENED:
+                stored = np.empty(0, column["type"])
+                growth = self._maker.decoders.dtype_of(stored).itemsize - stored.itemsize
+                widened += growth * math.prod(column["shape"])
+        return widened
 
     def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
         if span is None:

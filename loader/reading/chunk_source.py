@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...storage import DiscardingStore, EncryptedStore, Store
+from ...storage import ByteRange, DiscardingStore, EncryptedStore, Store
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
@@ -19,6 +19,7 @@ from ..limits import usable_cores, usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
+from .layouts import Layouts
 from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
 from .records import pack_records
 
@@ -37,8 +38,8 @@ class AvoidedError(FormatError):
 class ChunkSource:
     """Reads and opens one chunk at a time. Called by the fetch threads.
 
-    Mutable state: the shards' headers, and the most that one chunk may take: until it is set, ``memory_limit`` bytes or
-    what the process may use.
+    Mutable state: the shards' headers, the layouts of chunks, and the most that one chunk may take: until it is set,
+    ``memory_limit`` bytes or what the process may use.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ChunkSource:
         self._counters = counters
         self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
+        self._layouts = Layouts(_HEADER_BYTES)
         # Nothing is decrypted onto a disk.
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
@@ -133,8 +135,7 @@ class ChunkSource:
             if is_large:
                 block = self._open_onto_disk(chunk, header, parts, needed)
             else:
-                block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
-                block = pack_records(block)
+                block = self._open(index, chunk, header, ranges, parts)
             self._counters.add(open_s=time.perf_counter() - started_opening)
         if block.samples != chunk.samples:
             raise FormatError(
@@ -152,14 +153,30 @@ class ChunkSource:
         pieces = self._format.open_pieces(chunk, header, parts, self.columns, self.manifest.schema, rows)
         return join_on_disk(map(pack_records, pieces), chunk, needed)
 
+    def _open(
+        self, index: int, chunk: ChunkRef, header: Any, ranges: Sequence[ByteRange], parts: Sequence[memoryview]
+    ) -> Block:
+        """The chunk as columns; where its values lie is not found out twice."""
+        sums = self.manifest.checksums  # what was read was compared with them
+        checksum = None if sums is None else int(sums[index])
+        is_whole = header is None and len(ranges) == 1 and ranges[0] == chunk.byte_range
+        block = self._layouts.find(index, parts[0], checksum) if is_whole else None
+        if block is None:
+            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+            if is_whole:
+                self._layouts.keep(index, block, parts[0], checksum)
+            block = pack_records(block)
+        return block
+
     @property
     def header_bytes(self) -> int:
-        """Bytes of the shards' headers that are kept, about."""
-        return self._headers.nbytes
+        """Bytes of the shards' headers, or of where values lie in chunks, that are kept, about."""
+        return self._headers.nbytes + self._layouts.nbytes
 
     def limit_headers(self, budget_bytes: int) -> None:
-        """Keep no more of the shards' headers than this."""
+        """Keep no more of the shards' headers than this, nor, where there are none, of the layouts of chunks."""
         self._headers.limit(budget_bytes)
+        self._layouts.limit(budget_bytes)
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Refuse a chunk that alone takes more than this, and more than 64 MiB, once opened."""
