@@ -32,7 +32,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _GROWTH = 2  # how much more than estimated a chunk may take, and a few MiB
 
 
-class DiskError(Exception):
+class _DiskError(Exception):
     """A temporary file cannot be written."""
 
 
@@ -42,7 +42,7 @@ class DiskFile(io.RawIOBase):
     Its descriptor is closed when it is mapped, or with the last reference.
 
     Raises:
-        DiskError: it cannot be made or written.
+        _DiskError: it cannot be made or written.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class DiskFile(io.RawIOBase):
             with tempfile.TemporaryFile(buffering=0) as file:
                 self._fd = os.dup(file.fileno())
         except OSError as exc:
-            raise DiskError(exc.strerror) from exc
+            raise _DiskError(exc.strerror) from exc
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False
         self.size = 0
@@ -62,7 +62,7 @@ class DiskFile(io.RawIOBase):
         try:
             write_all(self._fd, data)
         except OSError as exc:
-            raise DiskError(exc.strerror) from exc
+            raise _DiskError(exc.strerror) from exc
         self.size += data.nbytes
         return start
 
@@ -211,7 +211,7 @@ def join_on_disk(pieces: Iterable[Block], chunk: ChunkRef, needed: int) -> Block
         refuse_change(chunk, samples)
         found = {name: _finish(column) for name, column in columns.items()}
         return Block(samples, 0, found, tuple(one.finish() for one in records))
-    except DiskError as exc:
+    except _DiskError as exc:
         raise _no_room(chunk, needed, str(exc)) from exc
 
 
@@ -250,7 +250,7 @@ def fetch_onto_disk(
             some = pieces[first : first + _AT_ONCE]
             for data in store.get_ranges(chunk.shard.key, some, etag=chunk.shard.etag):
                 file.append(data)
-    except DiskError as exc:
+    except _DiskError as exc:
         raise _no_room(chunk, needed, str(exc)) from exc
     whole, parts, start = file.map(), [], 0
     for byte_range in ranges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections import namedtuple
@@ -145,9 +146,10 @@ def test_nothing_is_left_of_what_was_opened_onto_the_disk(
     source = write_parquet(tmp_path / "data")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    before = len(list(Path("/proc/self/fd").iterdir()))
     with DistributedDataLoader(source, batch_size=50, memory_limit="400kB") as loader:
         batches = iter(loader)
         next(batches)
         assert list((tmp_path / "temporary").iterdir()) == []
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+        del batches
+    gc.collect()
+    assert not [target for target in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "temporary" in target]
