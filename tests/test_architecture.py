@@ -46,7 +46,7 @@ FLOORS = {
             "sequence_cut",
             "stages",
         },
-        {"error_arguments"},
+        {"error_arguments", "tuning_arguments"},
         {"streams"},
         {"group_arguments", "position", "resources"},
         {"mixtures"},
