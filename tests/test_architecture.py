@@ -66,7 +66,7 @@ FLOORS = {
         {"checkpoint", "gradients"},
         {"evaluate", "schedule", "shares", "step", "weights"},
         {"report"},
-        {"config", "guard"},
+        {"config", "guard", "microbatches", "probe"},
         {"recipes", "run_length", "saver"},
         {"parts", "rewinder"},
         {"trainer"},
