@@ -22,6 +22,7 @@ _SPARE = 1.5  # threads that a stage keeps, relative to those that are busy
 _QUIET_TICKS = 5  # without waits, before threads are given back
 _BLAME_TICKS = 16  # after threads were given back, while waits are blamed on that
 _HOLD_TICKS, _LONGEST_HOLD = 32, 512
+_TRIAL_TICKS = 3  # one to settle, and two in which a change may show that it is of use
 _CHUNKS, _DECODING = "chunks", "decoding"
 _NAMES = {"fetch_threads": "fetch_threads", "decode_threads": "threads", "read_ahead_bytes": "read_ahead"}
 
@@ -89,7 +90,7 @@ class Trial:
     rate_name: str
     rate: float
     stage: str = ""
-    is_settled: bool = False
+    ticks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,14 @@ class State:
 def step(state: State, measured: Measured, bounds: Bounds) -> State:
     """The next state, whose settings are those of the next tick: always within ``bounds``."""
     state = replace(state, tick=state.tick + 1)
-    if state.trial is not None and not state.trial.is_settled:
-        return replace(state, trial=replace(state.trial, is_settled=True))
     if state.trial is not None:
-        judged = _judge(state, state.trial, measured)
-        if judged.settings != state.settings:
-            return judged
-        state = judged
+        trial = replace(state.trial, ticks=state.trial.ticks + 1)
+        if trial.ticks == 1:  # what was fetched and decoded before the change is still handed out
+            return replace(state, trial=trial)
+        if not _is_of_use(state.settings, trial, measured):
+            return replace(state, trial=trial) if trial.ticks < _TRIAL_TICKS else _take_back(state, trial, measured)
+        released = {name: hold for name, hold in state.holds.items() if name != f"raise {trial.knob}"}
+        state = replace(state, trial=None, holds=released)
     if measured.waited <= LITTLE:
         return _keeps_up(state, measured, bounds)
     state = replace(state, quiet=0, busiest=(0.0, 0.0))
@@ -148,17 +150,15 @@ def step(state: State, measured: Measured, bounds: Bounds) -> State:
     return _raise(state, measured, bounds)
 
 
-def _judge(state: State, trial: Trial, measured: Measured) -> State:
-    """Keep what was of use, and take back what was not."""
-    state = replace(state, trial=None)
-    rate = getattr(measured, trial.rate_name)
-    if measured.waited < MUCH or _has_moved(state.settings, trial, measured) or rate >= (1 + GAIN) * trial.rate:
-        released = {name: hold for name, hold in state.holds.items() if name != f"raise {trial.knob}"}
-        return replace(state, holds=released)
-    holds = state.hold(f"raise {trial.knob}")
-    gain = rate / trial.rate - 1 if trial.rate else 0.0
-    why = f"more changed the rate by {gain:+.0%}"
-    return _change(replace(state, holds=holds), trial.knob, trial.before, why)
+def _is_of_use(settings: Settings, trial: Trial, measured: Measured) -> bool:
+    rate: float = getattr(measured, trial.rate_name)
+    return measured.waited < MUCH or _has_moved(settings, trial, measured) or rate >= (1 + GAIN) * trial.rate
+
+
+def _take_back(state: State, trial: Trial, measured: Measured) -> State:
+    gain = getattr(measured, trial.rate_name) / trial.rate - 1 if trial.rate else 0.0
+    state = replace(state, trial=None, holds=state.hold(f"raise {trial.knob}"))
+    return _change(state, trial.knob, trial.before, f"more changed the rate by {gain:+.0%}")
 
 
 def _has_moved(settings: Settings, trial: Trial, measured: Measured) -> bool:
