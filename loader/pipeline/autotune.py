@@ -91,6 +91,16 @@ class Trial:
     rate: float
     stage: str = ""
     ticks: int = 0
+    seen: float = 0.0  # the highest rate since the change
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """A change that was of no use, to be compared with what it is like without it."""
+
+    trial: Trial
+    settings: Settings
+    is_settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,7 @@ class State:
     quiet: int = 0
     busiest: tuple[float, float] = (0.0, 0.0)  # (decoding, fetching) of the quiet ticks
     trial: Trial | None = None
+    taken_back: TakenBack | None = None
     given_back: tuple[Knob, Settings, int] | None = None  # what, the settings before, and the tick
     holds: Mapping[str, Hold] = field(default_factory=dict)
 
@@ -129,13 +140,20 @@ def step(state: State, measured: Measured, bounds: Bounds) -> State:
     """The next state, whose settings are those of the next tick: always within ``bounds``."""
     state = replace(state, tick=state.tick + 1)
     if state.trial is not None:
-        trial = replace(state.trial, ticks=state.trial.ticks + 1)
+        seen = max(state.trial.seen, getattr(measured, state.trial.rate_name)) if state.trial.ticks else 0.0
+        trial = replace(state.trial, ticks=state.trial.ticks + 1, seen=seen)
         if trial.ticks == 1:  # what was fetched and decoded before the change is still handed out
             return replace(state, trial=trial)
         if not _is_of_use(state.settings, trial, measured):
             return replace(state, trial=trial) if trial.ticks < _TRIAL_TICKS else _take_back(state, trial, measured)
-        released = {name: hold for name, hold in state.holds.items() if name != f"raise {trial.knob}"}
-        state = replace(state, trial=None, holds=released)
+        state = replace(state, trial=None, holds=_release(state, f"raise {trial.knob}"))
+    if state.taken_back is not None:
+        back = state.taken_back
+        if not back.is_settled:
+            return replace(state, taken_back=replace(back, is_settled=True))
+        state = replace(state, taken_back=None)
+        if measured.waited >= MUCH and back.trial.seen >= (1 + GAIN) * getattr(measured, back.trial.rate_name):
+            return _try_again(state, back, measured)
     if measured.waited <= LITTLE:
         return _keeps_up(state, measured, bounds)
     state = replace(state, quiet=0, busiest=(0.0, 0.0))
@@ -157,8 +175,20 @@ def _is_of_use(settings: Settings, trial: Trial, measured: Measured) -> bool:
 
 def _take_back(state: State, trial: Trial, measured: Measured) -> State:
     gain = getattr(measured, trial.rate_name) / trial.rate - 1 if trial.rate else 0.0
-    state = replace(state, trial=None, holds=state.hold(f"raise {trial.knob}"))
+    back = TakenBack(trial, state.settings)
+    state = replace(state, trial=None, taken_back=back, holds=state.hold(f"raise {trial.knob}"))
     return _change(state, trial.knob, trial.before, f"more changed the rate by {gain:+.0%}")
+
+
+def _try_again(state: State, back: TakenBack, measured: Measured) -> State:
+    """It is slower still without the change: what else the machine does has changed, and hid what it was of use."""
+    trial = replace(back.trial, rate=getattr(measured, back.trial.rate_name), ticks=0, seen=0.0)
+    state = replace(state, trial=trial, holds=_release(state, f"raise {trial.knob}"))
+    return _change(state, trial.knob, back.settings, f"the rate without it was {trial.rate / back.trial.seen - 1:+.0%}")
+
+
+def _release(state: State, name: str) -> Mapping[str, Hold]:
+    return {known: hold for known, hold in state.holds.items() if known != name}
 
 
 def _has_moved(settings: Settings, trial: Trial, measured: Measured) -> bool:
@@ -192,7 +222,7 @@ def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
     if measured.cores >= _CORES_BUSY * bounds.cores:
         return replace(state, reason=f"at rest: {measured.cores:.1f} of {bounds.cores} cores are in use")
     for knob, stage, rate_name in _wanted(state.settings, measured):
-        settings = _more(state.settings, knob, bounds)
+        settings = _more(state.settings, knob, bounds, decodes=measured.decoding > 0)
         if settings == state.settings or state.is_held(f"raise {knob}"):
             continue
         trial = Trial(knob, state.settings, rate_name, getattr(measured, rate_name), stage)
@@ -225,10 +255,11 @@ def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str,
     yield "all", "", "batches_per_s"
 
 
-def _more(settings: Settings, knob: Knob, bounds: Bounds) -> Settings:
+def _more(settings: Settings, knob: Knob, bounds: Bounds, *, decodes: bool = True) -> Settings:
     """The next larger settings. Threads that fetch need room for what they fetch."""
     if knob == "all":
-        return _more(_more(settings, "decode_threads", bounds), "fetch_threads", bounds)
+        settings = _more(settings, "fetch_threads", bounds)
+        return _more(settings, "decode_threads", bounds) if decodes else settings
     if knob == "decode_threads":
         return bounds.clamp(replace(settings, decode_threads=2 * settings.decode_threads))
     if knob == "fetch_threads" and settings.fetch_threads < bounds.most.fetch_threads:

@@ -118,8 +118,9 @@ def test_from_the_worst_settings_any_pipeline_comes_near_its_best_within_30_tick
     resting = max({state.settings for state in late}, key=[state.settings for state in late].count)
     assert plant.rate(resting) >= near
     away = [state for state in late if state.settings != resting]
-    assert len(away) <= 0.05 * len(late), "settings swing although nothing changes"
-    assert late[-1].changes - late[0].changes <= 12
+    # Each of four ways to raise is tried for three ticks, at most twice in so many: holds double.
+    assert len(away) <= 24, "settings swing although nothing changes"
+    assert late[-1].changes - late[0].changes <= 16
 
 
 @given(plant=PLANTS)
@@ -145,6 +146,18 @@ def test_what_is_of_no_use_is_taken_back_and_tried_again_ever_more_rarely() -> N
     assert sum(at >= 500 for at in tried) <= 2
     assert len(tried) <= 12
     assert threads[-1] == 8
+
+
+def test_a_change_that_others_hid_is_tried_again() -> None:
+    """While two more threads are on trial, others take half of the machine; so does it without them."""
+    state = State(settings=replace(WORST, decode_threads=2, fetch_threads=4, read_ahead_bytes=MOST.read_ahead_bytes))
+    quiet = Plant(consumer=1000, latency_s=0.001, bytes_per_s=1e9, decode_s=0.1, assemble=1000)
+    loud = replace(quiet, decode_s=0.2)
+    tried = run(quiet, 1, state)[-1]
+    assert tried.settings.decode_threads == 4
+    states = run(loud, 8, tried)
+    threads = [one.settings.decode_threads for one in states]
+    assert threads[:8] == [4, 4, 4, 2, 2, 4, 4, 8]
 
 
 def test_threads_given_back_too_early_return_at_once() -> None:
