@@ -126,14 +126,15 @@ class Tuner:
             assert self._state is not None
             assert self._bounds is not None
             decided = step(self._state, measure(before, now), self._bounds)
-            if decided.settings != self._state.settings:
+            is_changed, self._state = decided.settings != self._state.settings, decided
+            if is_changed:
                 try:
                     pipeline.apply(decided.settings)
                 except RuntimeError as exc:
-                    self._state = replace(self._state, reason=f"ended: {exc}")
+                    self._state = replace(decided, reason=f"ended: {exc}")
                     return
                 now = pipeline.sums()
-            self._state, before = decided, now
+            before = now
 
 
 def _is_over(before: Sums, now: Sums) -> bool:
