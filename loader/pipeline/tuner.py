@@ -111,9 +111,8 @@ class Tuner:
             cores=choice.cores_of_node,
         )
         settings = self._bounds.clamp(start if self._state is None else self._state.settings)
-        self._state = (
-            State(settings=settings) if self._state is None else replace(self._state, settings=settings, trial=None)
-        )
+        known = self._state or State(settings=settings)
+        self._state = replace(known, settings=settings, trial=None, taken_back=None, given_back=None)
         return replace(options, **asdict(settings))
 
     def run(self, pipeline: Tunable, stopping: threading.Event) -> None:
