@@ -66,8 +66,7 @@ class ChunkReader:
 
     def start(self) -> None:
         """Start the threads; called once. Whoever holds the reader can close it, however far this came."""
-        with self._lock:
-            self._threads.start()
+        self._threads.start()  # without the lock: an interrupt here may not leave it held
 
     def set_threads(self, threads: int) -> None:
         """Fetch so many chunks at a time from now on. Threads that are too many end with the chunk that they fetch."""

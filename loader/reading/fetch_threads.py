@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class FetchThreads:
-    """Daemon threads that all run ``loop``. Every method but ``join`` is called under the owner's lock.
+    """Daemon threads that all run ``loop``. Every method but ``start`` and ``join`` is called under the owner's lock.
 
     A thread of ``loop`` asks ``leaves`` between two chunks, and returns if it does.
     """
