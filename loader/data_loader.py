@@ -107,11 +107,9 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             which on some ranks may have 0 samples.
         device: None leaves batches in host memory; "cuda" copies them ahead of need, through pinned buffers, on a
             stream of the loader's own.
-        threads: how many threads decode and transform; "auto" begins with the node's cores divided by its ranks.
-        fetch_threads: how many chunks are fetched at a time; "auto" begins with 4 of a local disk, 16 of other stores.
-        read_ahead: bytes (or '64MiB') of chunks, and of batches, held ahead of need; "auto" begins with all there is.
-        autotune: "auto" changes what is not given of these three while the loader runs, by what it waits for; True also
-            what is given; False nothing. ``metrics().tuning`` says what and why.
+        threads, fetch_threads, read_ahead: how many threads decode and transform, how many chunks are fetched at a
+            time, and how many bytes are held ahead of need; "auto" begins with what fits machine and store.
+        autotune: "auto" changes those not given while the loader runs, True also those given, False none.
         processes: worker processes that decode and transform instead of threads, with the same results: for a
             transform in pure Python, which holds the GIL. It must be defined at the top level of a module. Samples
             are sent back and forth, and ``memory_limit`` does not cover the processes' own memory.
