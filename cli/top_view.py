@@ -161,11 +161,27 @@ def _remarks(view: View) -> Iterator[tuple[str, str]]:
         if found.advice:
             style = "green" if found.bound in ("devices", "unknown") else "red" if found.stale else "yellow"
             yield found.advice, style
+        tuned = _tell_tuning(view.ranks)
+        if tuned:
+            yield tuned, "dim"
     if found.missing and len(found.missing) < found.world_size:
         yield f"{_ranks(found.missing)}: not seen here. {_UNSEEN}", "dim"
 
 
 _UNSEEN = "They have not begun, or write to the disk of their own node; run `penstock top` there."
+
+
+def _tell_tuning(ranks: Sequence[RankStatus]) -> str:
+    """What the loader of the rank that waits most has changed of itself, and why."""
+    tuned = [one for one in ranks if isinstance(one.recent.get("tuning"), str) and one.recent["tuning"]]
+    if not tuned:
+        return ""
+    one = max(tuned, key=lambda each: each.data_wait_share or 0.0)
+    now = [one.recent.get(name, 0) for name in ("fetch_threads", "decode_threads", "read_ahead_bytes")]
+    if not all(isinstance(number, int) for number in now):
+        return ""
+    held = f"{format_count(now[0], 'fetch thread')}, {format_count(now[1], 'decode thread')}, {_bytes(now[2])} ahead"
+    return f"Loader of rank {one.rank}: {held}. Tuning: {one.recent['tuning']}."
 
 
 def _ranks(ranks: Sequence[int]) -> str:

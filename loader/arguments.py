@@ -14,12 +14,12 @@ from .columns import KEY_COLUMN
 from .dataset.manifest import Manifest
 from .decoding.decode import DecodeChoice, check_choice
 from .errors import ConfigError, PartitionError
-from .limits import parse_bytes, usable_cores
+from .limits import parse_bytes
 from .order.plan import Share
 from .order.selection import Selection
 from .order.subset import Subset
 from .order.weights import Weights
-from .ranks import find_rank, find_rank_in_mesh, local_world_size
+from .ranks import find_rank, find_rank_in_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -171,14 +171,6 @@ def check_shuffle(shuffle: object) -> None:
         raise ConfigError(
             f"shuffle={shuffle!r}: must be True or False; window= is how far samples mix, in chunks, and seed= the seed"
         )
-
-
-def count_threads(threads: int | Literal["auto"]) -> int:
-    """The number of threads that decode and transform; "auto" is the node's usable cores divided by its ranks."""
-    if threads == "auto":
-        return max(1, usable_cores() // local_world_size())
-    check_at_least("threads", threads, 1)
-    return threads
 
 
 def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:

@@ -116,6 +116,7 @@ def _peek(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Pas
         counters=Counters(),
         workers=None,
         bad=None,
+        tuner=None,
     )
     try:
         pipeline.start()

@@ -16,7 +16,6 @@ from .arguments import (
     check_last_batch,
     check_selection,
     check_shuffle,
-    count_threads,
     make_share,
     parse_cache_limit,
 )
@@ -33,7 +32,6 @@ from .error_arguments import ErrorArguments, OnError
 from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
 from .group_arguments import GroupArguments
-from .limits import parse_bytes
 from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import refuse_whole
@@ -57,6 +55,7 @@ from .stages import FieldsByStage
 from .standing import Standing
 from .streams.keep import KeepChoice
 from .streams.reshaping import Reshaping
+from .tuning_arguments import read_tuning
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:
@@ -108,7 +107,9 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             which on some ranks may have 0 samples.
         device: None leaves batches in host memory; "cuda" copies them ahead of need, through pinned buffers, on a
             stream of the loader's own.
-        threads: how many threads decode and transform; "auto" is the node's cores divided by its ranks.
+        threads, fetch_threads, read_ahead: how many threads decode and transform, how many chunks are fetched at a
+            time, and how many bytes are held ahead of need; "auto" begins with what fits machine and store.
+        autotune: "auto" changes those not given while the loader runs, True also those given, False none.
         processes: worker processes that decode and transform instead of threads, with the same results: for a
             transform in pure Python, which holds the GIL. It must be defined at the top level of a module. Samples
             are sent back and forth, and ``memory_limit`` does not cover the processes' own memory.
@@ -170,6 +171,9 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         last_batch: LastBatch = "drop",
         device: str | torch.device | None = None,
         threads: int | Literal["auto"] = "auto",
+        fetch_threads: int | Literal["auto"] = "auto",
+        read_ahead: int | str = "auto",
+        autotune: bool | Literal["auto"] = "auto",
         processes: int = 0,
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
@@ -258,6 +262,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             "a Mixture": source if isinstance(source, Mixture) else None,
         }
         codec = open_image_codec(decode, on_device, needs_host)
+        choice = read_tuning(threads, fetch_threads, read_ahead, autotune, memory_limit, processes)
         self._counters = Counters()
         common = Common(
             share=share,
@@ -270,10 +275,10 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             raw=raw,
             processes=processes,
             errors=errors,
-            threads=count_threads(threads),
+            tuning_choice=choice,
             device=on_device,
             codec=codec,
-            memory_bytes=None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit"),
+            memory_bytes=choice.memory_bytes,
             columns=columns,
             format=format,
             storage_options=storage_options,

@@ -11,7 +11,7 @@ from .errors import ConfigError
 _THREADS = "threads= for decoding and transforms ('auto' by default), or processes= for a transform in pure Python"
 _ORDER = "shuffle=, seed= and window= for the order; every rank finds its own share"
 _PINNED = "device='cuda', which copies batches ahead of need through pinned buffers"
-_AHEAD = "memory_limit= for how much is read ahead"
+_AHEAD = "read_ahead= for how much is read ahead, within memory_limit="
 
 CURES = {
     "workers": _THREADS,

@@ -66,6 +66,9 @@ class Levels:
     peak_bytes: int = 0
     fetch_threads: int = 0
     decode_threads: int = 0
+    read_ahead_bytes: int = 0
+    tuning_changes: int = 0
+    tuning: str = ""
     running_requests: int = 0
     request_limit: int = 0
     process_bytes: int = 0
@@ -127,6 +130,9 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         peak_bytes: the most that they have been since the pipeline was last started.
         fetch_threads: threads that fetch and open chunks.
         decode_threads: threads, or worker processes, that decode and transform.
+        read_ahead_bytes: how much of chunks, and of batches, may be held ahead of need.
+        tuning_changes: how often the last three were changed while the loader ran.
+        tuning: the last decision on them and its reason, for people to read.
         running_requests: requests of this process that run now at the store's host.
         request_limit: how many may; throttling lowers it.
         process_bytes: resident memory of this process now, without worker processes; 0 where there is no /proc.

@@ -37,7 +37,8 @@ from .order.subset import Subset
 from .packing.config import Packing
 from .passes import Passes
 from .pipeline.pipeline import Pipeline
-from .pipeline.tuning import PipelineOptions, reads_locally, tune
+from .pipeline.tuner import Tuner
+from .pipeline.tuning import PipelineOptions, TuningChoice, reads_locally, tune
 from .position import RunPosition
 from .reading.bad_samples import BadSamples
 from .reading.chunk_source import ChunkSource
@@ -71,7 +72,7 @@ class Common:
     raw: RawValues
     processes: int
     errors: ErrorArguments
-    threads: int
+    tuning_choice: TuningChoice
     device: torch.device | None
     codec: DeviceCodec | None
     memory_bytes: int | None
@@ -91,8 +92,15 @@ class Common:
             "world_size": self.share.world_size,
             "memory_limit": self.memory_bytes,
             "threads": self.threads,
+            "fetch_threads": self.tuning_choice.fetch_threads,
+            "read_ahead": self.tuning_choice.read_ahead_bytes,
             "device": self.device,
         }
+
+    @property
+    def threads(self) -> int:
+        """How many threads decode and transform, to begin with."""
+        return self.tuning_choice.decode_threads or self.tuning_choice.cores
 
     @property
     def max_bad_chunks(self) -> int | None:
@@ -213,6 +221,7 @@ def open_one(
         workers=common.resources.workers,
         replacer=policy.replacer(chunks.apart(names), batch_options.work),
         bad=policy.bad,
+        tuner=Tuner(common.tuning_choice),
         make_assembler=make_assembler(
             reshaping,
             position,
@@ -285,6 +294,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         decoders=parts.kinds[0].decoders,
         counters=common.counters,
         workers=common.resources.workers,
+        tuner=Tuner(common.tuning_choice),
         make_assembler=parts.make_assembler,
     )
     return Parts(

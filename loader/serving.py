@@ -67,8 +67,13 @@ def serve_metrics(loader: _Serveable, *, port: int = 0, address: str = LOOPBACK)
 
 
 def list_numbers(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[Number]:
-    """The metrics of one rank as Prometheus' numbers; the bottleneck is a 1 with the stage as a label."""
+    """The metrics of one rank as Prometheus' numbers; the bottleneck is a 1 with the stage as a label.
+
+    What is told in free words has no place there.
+    """
     for name, value in metrics.items():
+        if name == "tuning":
+            continue
         if isinstance(value, str):
             stage = {**labels, "stage": value}
             yield Number(name=f"{PREFIX}_{name}", value=1, help=_HELP.get(name, ""), labels=stage)

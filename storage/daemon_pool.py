@@ -19,6 +19,8 @@ Ts = TypeVarTuple("Ts")
 
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
+_LOOK = object()  # wakes a thread, so that it looks whether it is one too many
+
 
 class PoolClosedError(RuntimeError):
     """A job was submitted to a pool that is closed."""
@@ -42,7 +44,7 @@ class DaemonPool:
 
     def _forget_threads(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Any] = SimpleQueue()  # of jobs, _LOOK, and None, which ends a thread
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
 
@@ -56,13 +58,35 @@ class DaemonPool:
         with self._lock:
             if self._closed:
                 raise PoolClosedError(f"the threads of {self._name} are closed")
-            if self._unfinished >= len(self._threads) and len(self._threads) != self._max_threads:
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            if self._unfinished >= len(self._threads):
+                self._start_thread()
             self._unfinished += 1
             self._jobs.put((future, function, args))
         return future
+
+    def _start_thread(self) -> None:
+        if self._max_threads is None or len(self._threads) < self._max_threads:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    @property
+    def max_threads(self) -> int | None:
+        """How many jobs may run at a time."""
+        return self._max_threads
+
+    def limit(self, max_threads: int) -> None:
+        """Run at most so many jobs at a time from now on. Threads that are too many end with the job that they run."""
+        if max_threads < 1:
+            raise ValueError(f"max_threads={max_threads}: needs 1 or more")
+        with self._lock:
+            if self._closed:
+                return
+            self._max_threads = max_threads
+            for _ in range(len(self._threads) - max_threads):
+                self._jobs.put(_LOOK)
+            while len(self._threads) < min(max_threads, self._unfinished):
+                self._start_thread()
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the threads when the jobs submitted so far are done or cancelled; wait at most ``timeout_s`` in total.
@@ -81,6 +105,10 @@ class DaemonPool:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if job is _LOOK:
+                if self._leave():
+                    return
+                continue
             future, function, args = job
             if future.set_running_or_notify_cancel():
                 try:
@@ -93,6 +121,16 @@ class DaemonPool:
             del job, future, function, args  # an idle thread must not keep what they refer to alive
             with self._lock:
                 self._unfinished -= 1
+            if self._leave():
+                return
+
+    def _leave(self) -> bool:
+        """Whether the calling thread is one too many, and belongs to the pool no longer."""
+        with self._lock:
+            if self._closed or self._max_threads is None or len(self._threads) <= self._max_threads:
+                return False
+            self._threads.remove(threading.current_thread())
+            return True
 
 
 _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()

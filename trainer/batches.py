@@ -23,6 +23,18 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def find_rows(batch: Any) -> int:
+    """How many rows a batch has, with those of padding: as many as its first tensor or list."""
+    # Fields are a mapping's values or a sequence's items; each is a tensor, or a list where shapes differ.
+    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    for field in fields:
+        if isinstance(field, list) or (isinstance(field, torch.Tensor) and field.ndim):
+            return len(field)
+        if isinstance(field, (Mapping, tuple)):
+            return find_rows(field)
+    return 0
+
+
 def count_rows(batch: Any) -> int | torch.Tensor:
     """How many rows of a batch are samples: those marked valid, or as many as its first tensor or list has.
 
@@ -31,14 +43,7 @@ def count_rows(batch: Any) -> int | torch.Tensor:
     if isinstance(batch, Mapping) and VALID in batch:
         valid = torch.as_tensor(batch[VALID]).sum()
         return int(valid) if valid.device.type == "cpu" else valid
-    # Fields are a mapping's values or a sequence's items; each is a tensor, or a list where shapes differ.
-    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    for field in fields:
-        if isinstance(field, list) or (isinstance(field, torch.Tensor) and field.ndim):
-            return len(field)
-        if isinstance(field, (Mapping, tuple)):
-            return count_rows(field)
-    return 0
+    return find_rows(batch)
 
 
 def sample_ids(batch: Any) -> list[int] | None:

@@ -109,6 +109,7 @@ class TrainerConfig:
                     "deterministic=True with shares='auto': shares follow measured times, and sums are rounded by "
                     "shares; use shares='equal'"
                 )
+        self._check_adaptive_batch()
         self._check_averaging()
         self._check_compression()
         self._check_spikes()
@@ -146,6 +147,18 @@ class TrainerConfig:
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
+
+    def _check_adaptive_batch(self) -> None:
+        """What is tried on one rank while others wait may not need the others."""
+        if not self.step.adaptive_batch:
+            return
+        for key, value in (("zero", self.parallel.zero), ("sync_batchnorm", self.parallel.sync_batchnorm)):
+            if value:
+                raise TrainerConfigError(
+                    f"step.adaptive_batch=True tries microbatches on each rank by itself, and with parallel.{key}="
+                    f"{value} a forward needs all ranks, so that a rank without memory would leave the others waiting; "
+                    f"give step.microbatch by hand, or leave parallel.{key} out"
+                )
 
     def _check_averaging(self) -> None:
         if self.average_every is None:

@@ -13,9 +13,11 @@ from .compression.compression import Compression
 from .computing import ComputeClock
 from .config import TrainerConfig
 from .loss import LossFunction
+from .microbatches import Microbatches
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel
+from .probe import MemoryProbe, describe_memory, find_batch_norms
 from .ranks.world import World
 from .run_length import effective_batch_size
 from .schedule import Schedule
@@ -32,6 +34,7 @@ class Parts:
     schedule: Schedule
     compression: Compression
     steps: StepRunner
+    microbatches: Microbatches
 
 
 def make_parts(
@@ -82,4 +85,19 @@ def make_parts(
         phase=stopwatch.phase,
         clock=clock,
     )
-    return Parts(parallel=parallel, optimizer=adopted, schedule=schedule, compression=compression, steps=steps)
+    probe = MemoryProbe(parallel, adopted, loss, config.precision)
+    return Parts(
+        parallel=parallel,
+        optimizer=adopted,
+        schedule=schedule,
+        compression=compression,
+        steps=steps,
+        microbatches=Microbatches(
+            config.step,
+            loader,
+            world,
+            fits=probe.fits,
+            memory=describe_memory(world.device, config.precision, config.activation),
+            remark=find_batch_norms(model),
+        ),
+    )

@@ -35,7 +35,13 @@ class StepConfig:
     """What one update consists of."""
 
     accumulate: int = 1
-    """Microbatches of each rank in one update."""
+    """Batches of the loader, on each rank, in one update."""
+
+    microbatch: int | None = None
+    """Most rows of a microbatch: larger batches are cut, and their gradients added up; none: batches are not cut."""
+
+    adaptive_batch: bool = False
+    """Find the largest microbatch, of microbatch rows at most, that fits the device's memory, before the first step."""
 
     clip_norm: float | None = None
     """Largest global norm of the gradients."""
@@ -48,6 +54,7 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         check_range("step.accumulate", self.accumulate, low=1)
+        check_range("step.microbatch", self.microbatch, low=1)
         check_range("step.clip_norm", self.clip_norm, low=0.0, above=True)
         check_choice("step.on_nan", self.on_nan, ("stop", "skip", "rewind"))
         check_range("step.max_skipped", self.max_skipped, low=0)

@@ -126,7 +126,7 @@ class DistributedTrainer:
             clock=None if self._shares is None else self._shares.clock,
         )
         self.parallel, self.optimizer, self.schedule = parts.parallel, parts.optimizer, parts.schedule
-        self.compression, self.steps = parts.compression, parts.steps
+        self.compression, self.steps, self._microbatches = parts.compression, parts.steps, parts.microbatches
         try:
             self._saver = Saver(
                 config,
@@ -168,11 +168,12 @@ class DistributedTrainer:
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
             while not is_done(self.config, self.progress):
                 self._tracer.begin_step(self.progress.step)
-                microbatches = self._fetch()
-                if not microbatches:  # the epoch is over
+                batches = self._fetch()
+                if not batches:  # the epoch is over
                     if stopped := self._end_epoch():
                         break
                     continue
+                microbatches = self._microbatches.make(batches, self._recorder.note)
                 self._recorder.settle_flops(microbatches[0])
                 seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device)
                 self.schedule.set_rates(self.progress.updates)
@@ -202,7 +203,8 @@ class DistributedTrainer:
                 if self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
                     self._save(blocking=False)
             self._tracer.finish()
-            self._finish(stopped)
+            self._record_steps()
+            self._saver.finish(self.progress.step, self._gather_state(), stopped=stopped)
             by_others = stopped and self.world.num_nodes > 1 and not self._guard.is_stop_requested()
         summary = self._recorder.finish(
             time.perf_counter() - started,
@@ -243,6 +245,7 @@ class DistributedTrainer:
             "feed": self._feed.state_dict(),
             "spikes": self._rewinder.state_dict(),
             "sent": self.compression.wire.state_dict(),
+            "microbatches": self._microbatches.state_dict(),
             "random": {"policy": "seed, step, rank", "seed": self.config.seed},
         }
 
@@ -254,6 +257,7 @@ class DistributedTrainer:
         self.steps.load_state_dict(state["steps"])
         self._feed.load_state_dict(state["feed"])
         self._rewinder.load_state_dict(state.get("spikes"))
+        self._microbatches.load_state_dict(state.get("microbatches"))
         if "sent" in state:  # states of before do not have it
             self.compression.wire.load_state_dict(state["sent"])
 
@@ -332,10 +336,6 @@ class DistributedTrainer:
 
     def _gather_state(self) -> dict[str, Any]:
         return self.state_dict() | {"feed": self._feed.gather_state()}
-
-    def _finish(self, stopped: bool) -> None:
-        self._record_steps()
-        self._saver.finish(self.progress.step, self._gather_state(), stopped=stopped)
 
     def _record_steps(self) -> None:
         self._saver.note()

@@ -91,7 +91,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """Makes batches of gathered rows: has them decoded and transformed, about ``parts`` at once, then collates them.
+    """Makes batches of gathered rows: has them decoded and transformed, then collates them.
 
     The threads of ``pool`` do this work, or ``workers``, which are processes. ``replacer`` replaces bad
     samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of one source
@@ -103,12 +103,16 @@ class BatchMaker:
     manifest: Manifest
     pool: DaemonPool
     workers: WorkerPool | None
-    parts: int
     counters: Counters
     stopping: threading.Event
     replacer: Replacer | None = None
     bad: BadSamples | None = None
     seed: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many threads or processes work at once."""
+        return (self.pool.max_threads or 1) if self.workers is None else self.workers.processes
 
     def start(
         self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None

@@ -55,6 +55,12 @@ class DeliveryQueue:
         self._closed = False
         self._changed = threading.Condition()
 
+    def limit(self, max_bytes: int) -> None:
+        """Hold so many bytes at most from now on; what is in the queue stays there."""
+        with self._changed:
+            self._max_bytes = max_bytes
+            self._changed.notify_all()
+
     def put(self, item: Delivery) -> bool:
         """Wait for room and add; returns False if the queue is closed."""
         with self._changed:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
@@ -24,8 +25,10 @@ from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
 from .assembler import Assembler, Equipment, Start
+from .autotune import Settings
 from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
+from .tuner import Sums, Tuner
 from .tuning import PipelineOptions
 
 _CLOSING_S = 1.0  # how long close() waits for requests in flight
@@ -48,8 +51,12 @@ class Pipeline:
         workers: WorkerPool | None = None,
         replacer: Replacer | None = None,
         bad: BadSamples | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         self._source = source
+        self._tuner = tuner
+        if tuner is not None:
+            options = tuner.begin(options, source.mean_reserve)
         self._counters = counters
         self._stopping = threading.Event()
         # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
@@ -62,7 +69,6 @@ class Pipeline:
             manifest=source.manifest,
             pool=self._pool,
             workers=workers,
-            parts=options.decode_threads if workers is None else workers.processes,
             counters=counters,
             stopping=self._stopping,
             replacer=replacer,
@@ -83,6 +89,9 @@ class Pipeline:
         )
         self._feeder = None if options.device is None else DeviceFeeder(options.device)
         self._host_out = self._out if self._feeder is None else DeliveryQueue(options.batch_budget_bytes)
+        self._batch_budget_bytes = options.batch_budget_bytes
+        self._waits_since: float | None = None  # the training loop, by perf_counter()
+        self._waited_s = 0.0
         equipment = Equipment(
             source=source,
             reader=self._reader,
@@ -97,6 +106,10 @@ class Pipeline:
         self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
         if self._feeder is not None:
             self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))
+        self._set_read_ahead(options.read_ahead_bytes)
+        if tuner is not None and tuner.is_on:
+            tune = partial(tuner.run, self, self._stopping)
+            self._threads.append(threading.Thread(target=tune, name="penstock-tune", daemon=True))
 
     def start(self) -> None:
         """Start the threads; called once. Whoever holds the pipeline can close it, however far this came."""
@@ -108,12 +121,16 @@ class Pipeline:
 
     def get(self) -> Delivery:
         """The next batch, ready for use, or an epoch's end. Raises what went wrong at this point of the order."""
+        self._waits_since = time.perf_counter()
         try:
             return self._get()
         except Exception as exc:
             if not self.is_stopped:
                 self._assembler.fail(exc)
             raise
+        finally:
+            since, self._waits_since = self._waits_since, None
+            self._waited_s += time.perf_counter() - since
 
     def _get(self) -> Delivery:
         item = self._out.get()
@@ -162,8 +179,11 @@ class Pipeline:
         waiting, ready = self._out.count()
         if self._feeder is not None:
             waiting += self._host_out.count()[0]
-        parts = self._maker.parts
-        return replace(self._reader.levels(), waiting_batches=waiting, ready_batches=ready, decode_threads=parts)
+        levels = replace(
+            self._reader.levels(), waiting_batches=waiting, ready_batches=ready, decode_threads=self._maker.parts
+        )
+        tuner = self._tuner
+        return levels if tuner is None else replace(levels, tuning_changes=tuner.changes, tuning=tuner.reason)
 
     @property
     def is_stopped(self) -> bool:
@@ -193,6 +213,37 @@ class Pipeline:
         self._pool.close()
         if self._feeder is not None:
             self._feeder.close()
+
+    # -- the tuning thread ----------------------------------------------------------------------------------------
+
+    def sums(self) -> Sums:
+        """What was done so far, for the tuner."""
+        totals = self._counters.totals()
+        chunk_waited_s, fetching_s = self._reader.spent()
+        now = time.perf_counter()
+        since = self._waits_since
+        return Sums(
+            at_s=now,
+            process_s=time.process_time(),
+            waited_s=self._waited_s + (0.0 if since is None else now - since),
+            chunk_waited_s=chunk_waited_s,
+            fetching_s=fetching_s,
+            decoding_s=totals.decode_s,
+            fetched_bytes=totals.fetched_bytes,
+            decoded_rows=totals.decoded_rows,
+            batches=totals.batches,
+            evicted_chunks=totals.evicted_chunks,
+        )
+
+    def apply(self, settings: Settings) -> None:
+        """Go on with these settings. Raises RuntimeError where no more threads can be started."""
+        self._set_read_ahead(settings.read_ahead_bytes)
+        self._pool.limit(settings.decode_threads)
+        self._reader.set_threads(settings.fetch_threads)
+
+    def _set_read_ahead(self, nbytes: int) -> None:
+        self._reader.set_read_ahead(nbytes)
+        self._host_out.limit(min(self._batch_budget_bytes, nbytes))
 
     # -- the assembler thread -------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,8 +22,9 @@ from ..reading.chunk_source import ALWAYS_BYTES
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
 _SPAN_BYTES = 8 << 20
-# Chunks that are fetched at a time: of a disk; of a store that answers at once; and of any store at most.
+# Chunks that are fetched at a time at first: of a disk; of a store that answers at once; and of any store at most.
 _LOCAL_FETCHES, _REMOTE_FETCHES, _MOST_FETCHES = 4, 16, 64
+_MOST_LOCAL_FETCHES = 16
 _LINK_BYTES_PER_S = 1.25e9  # a link of 10 Gb/s
 
 
@@ -31,15 +33,43 @@ class MemoryLimitWarning(UserWarning):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuningChoice:
+    """What the user chose of what can be tuned; None where nothing was given.
+
+    ``autotune``: "auto" changes what was not given while the pipeline runs, True also what was, False nothing.
+    ``cores`` are this rank's part of the node's.
+    """
+
+    fetch_threads: int | None = None
+    decode_threads: int | None = None
+    read_ahead_bytes: int | None = None
+    autotune: bool | Literal["auto"] = "auto"
+    memory_bytes: int | None = None
+    cores: int
+    cores_of_node: int
+    has_workers: bool = False
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """What is not changed, by its name in ``autotune.Settings``."""
+        given = {name: getattr(self, name) for name in ("fetch_threads", "decode_threads", "read_ahead_bytes")}
+        kept = {name for name, value in given.items() if not self.autotune or (self.autotune == "auto" and value)}
+        return frozenset(kept | ({"decode_threads"} if self.has_workers else set()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once.
 
     ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
-    ``chunk_budget_bytes`` that headers of shards may take.
+    ``chunk_budget_bytes`` that headers of shards may take. ``fetch_threads``, ``decode_threads`` and
+    ``read_ahead_bytes`` are those to begin with.
     """
 
     fetch_threads: int
+    most_fetch_threads: int
     decode_threads: int
+    read_ahead_bytes: int
     memory_limit_bytes: int
     chunk_budget_bytes: int
     header_budget_bytes: int
@@ -68,12 +98,15 @@ def tune(
     is_local: bool,
     device: torch.device | None,
     others: Sequence[tuple[Manifest, Order]] = (),
+    fetch_threads: int | None = None,
+    read_ahead: int | None = None,
     response_s: float | None = None,
 ) -> PipelineOptions:
     """The options of one rank's pipeline. ``memory_limit`` is in bytes; None derives it from machine and cgroup.
 
     ``others`` are the data sets, each in an order of its own, of which ``manifest`` holds the chunks; () where it is
-    one data set. ``response_s`` is how long the store takes for a response, where that is known.
+    one data set. ``fetch_threads`` and ``read_ahead`` (bytes) are the user's, None where there are none. ``response_s``
+    is how long the store takes for a response, where that is known.
 
     Warns if the limit does not hold the windows that the rank keeps open at once.
     """
@@ -96,8 +129,10 @@ def tune(
     # Chunks that do not all fit are read again for each span that needs them, so longer spans read less.
     span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
     return PipelineOptions(
-        fetch_threads=first_fetch_threads(is_local, response_s, int(manifest.lengths.mean())),
+        fetch_threads=fetch_threads or first_fetch_threads(is_local, response_s, int(manifest.lengths.mean())),
+        most_fetch_threads=_MOST_LOCAL_FETCHES if is_local else _MOST_FETCHES,
         decode_threads=threads,
+        read_ahead_bytes=min(read_ahead or chunk_budget, chunk_budget),
         memory_limit_bytes=memory_limit,
         chunk_budget_bytes=chunk_budget,
         header_budget_bytes=memory_limit // 8,

@@ -10,26 +10,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from ..columns import Block
 from ..errors import LoaderClosedError
 from ..metrics import Counters, Levels
 from .chunk_source import ChunkSource
+from .fetch_threads import FetchThreads
 from .leases import Leases
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A chunk that is needed. It holds ``reserved`` bytes of the budget while it is in flight or resident."""
-
-    uses: int = 0
-    queued: bool = False
-    in_flight: bool = False
-    reserved: int = 0
-    block: Block | None = None
-    error: BaseException | None = None
+from .slot import Slot
 
 
 class ChunkReader:
@@ -38,7 +27,8 @@ class ChunkReader:
     Chunks are fetched in the order of ``request``, ahead of need, until the budget is full. If a needed chunk does not
     fit, resident chunks are evicted, the one with the furthest next use first (Belady 1966), and fetched again when
     their turn comes: a budget smaller than the open windows costs reads, never correctness. At most one chunk at a time
-    is held beyond the budget, and only when nothing else can be evicted.
+    is held beyond the budget, and only when nothing else can be evicted. ``set_read_ahead`` and ``set_threads`` may
+    change at any time how much is fetched before it is asked for, and how many chunks at a time.
     """
 
     def __init__(
@@ -56,7 +46,7 @@ class ChunkReader:
         self._budget_bytes = budget_bytes
         self._next_use = next_use
         self._counters = counters
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
         self._urgent: deque[int] = deque()  # needed now, and not in memory
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
@@ -64,19 +54,34 @@ class ChunkReader:
         self._reserved = 0
         self._peak = 0
         self._requested_bytes = 0
+        self._read_ahead_bytes = budget_bytes
+        self._untaken = 0  # reserved bytes of chunks that no span has asked for yet
+        self._waited_s = 0.0
         self._closed = False
         self._failure: BaseException | None = None  # of a fetch thread itself, not of a chunk
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # what fetch threads wait for: a chunk that has room
         self._arrived = threading.Condition(self._lock)  # what the assembler waits for: a chunk that it needs
-        self._threads = [
-            threading.Thread(target=self._fetch_loop, name=f"penstock-fetch-{i}", daemon=True) for i in range(threads)
-        ]
+        self._threads = FetchThreads(self._fetch_loop, threads)
 
     def start(self) -> None:
         """Start the threads; called once. Whoever holds the reader can close it, however far this came."""
-        for thread in self._threads:
-            thread.start()
+        self._threads.start()  # without the lock: an interrupt here may not leave it held
+
+    def set_threads(self, threads: int) -> None:
+        """Fetch so many chunks at a time from now on. Threads that are too many end with the chunk that they fetch."""
+        with self._lock:
+            self._threads.resize(threads)
+            self._changed.notify_all()
+
+    def set_read_ahead(self, nbytes: int) -> None:
+        """Hold no more bytes of chunks that are fetched, or on their way, before a span asks for them; but always one.
+
+        What is in memory already stays there.
+        """
+        with self._lock:
+            self._read_ahead_bytes = nbytes
+            self._changed.notify_all()
 
     # -- called by the assembler ----------------------------------------------------------------------------------
 
@@ -84,7 +89,7 @@ class ChunkReader:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in."""
         with self._lock:
             for chunk in chunks:
-                slot = self._slots.setdefault(chunk, _Slot())
+                slot = self._slots.setdefault(chunk, Slot())
                 slot.uses += 1
                 if slot.uses == 1:
                     self._requested_bytes += self._source.hold(chunk)
@@ -116,6 +121,9 @@ class ChunkReader:
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
                 slot = self._slots[chunk]
+                if not slot.is_taken:
+                    slot.is_taken = True
+                    self._untaken -= slot.reserved
                 if slot.block is None and slot.error is None and not slot.in_flight:
                     slot.queued = False  # it leaves the queue ahead, where its entry is passed over
                     self._urgent.append(chunk)
@@ -142,7 +150,9 @@ class ChunkReader:
                 found = ((chunk, block) for chunk, slot in slots if (block := slot.block or slot.error) is not None)
                 loaded = list(islice(found, 1 if self._urgent else None))
                 if loaded:
-                    self._counters.add(chunk_wait_s=time.perf_counter() - started)
+                    waited_s = time.perf_counter() - started
+                    self._waited_s += waited_s
+                    self._counters.add(chunk_wait_s=waited_s)
                     return loaded
                 self._arrived.wait()
         finally:
@@ -152,6 +162,7 @@ class ChunkReader:
         """Start no more fetches, and wake all waiting threads."""
         with self._lock:
             self._closed = True
+            self._threads.stop()
             self._ahead.clear()
             self._urgent.clear()
             self._changed.notify_all()
@@ -163,13 +174,11 @@ class ChunkReader:
         A request cannot be aborted: one that takes longer ends in its daemon thread, and its result is dropped.
         """
         self.stop()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
+        self._threads.join(until)
         with self._lock:
             self._slots.clear()
             self._current.clear()
-            self._reserved = self._requested_bytes = 0
+            self._reserved = self._requested_bytes = self._untaken = 0
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -209,8 +218,15 @@ class ChunkReader:
                 resident_chunks=resident,
                 resident_bytes=self.resident_bytes,
                 peak_bytes=self.peak_bytes,
-                fetch_threads=len(self._threads),
+                fetch_threads=self._threads.wanted,
+                read_ahead_bytes=self._read_ahead_bytes,
             )
+
+    def spent(self) -> tuple[float, float]:
+        """Seconds so far that the assembler waited for chunks, and that threads fetched, summed over them."""
+        with self._lock:
+            since = self._waiting_since
+            return self._waited_s + (0.0 if since is None else time.perf_counter() - since), self._threads.busy_s()
 
     # -- the fetch threads ----------------------------------------------------------------------------------------
 
@@ -218,8 +234,9 @@ class ChunkReader:
         try:
             while True:
                 with self._lock:
-                    while (chunk := self._next_admitted()) is None:
-                        if self._closed:
+                    while self._threads.leaves() or (chunk := self._next_admitted()) is None:
+                        if self._closed or self._threads.leaves():
+                            self._wake()  # another one, if this was woken for a chunk
                             return
                         self._changed.wait()
                     self._wake()
@@ -239,7 +256,9 @@ class ChunkReader:
         while self._ahead:
             slot = self._slots.get(self._ahead[0])
             if slot is not None and slot.queued:
-                return not self._reserved or self._reserved + self._source.reserve(self._ahead[0]) <= self._budget
+                size = self._source.reserve(self._ahead[0])
+                is_within = not self._untaken or self._untaken + size <= self._read_ahead_bytes
+                return is_within and (not self._reserved or self._reserved + size <= self._budget)
             self._ahead.popleft()
         return False
 
@@ -271,14 +290,16 @@ class ChunkReader:
         """Whether a chunk that is in flight or unused will make room without exceeding the budget."""
         return any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
 
-    def _admit(self, slot: _Slot, size: int) -> None:
+    def _admit(self, slot: Slot, size: int) -> None:
         slot.queued = False
         slot.in_flight = True
-        slot.reserved = size
-        self._reserve(size)
+        self._threads.note(1)
+        self._resize(slot, size)
 
-    def _reserve(self, size: int) -> None:
-        self._reserved += size
+    def _resize(self, slot: Slot, size: int) -> None:
+        growth, slot.reserved = size - slot.reserved, size
+        self._reserved += growth
+        self._untaken += 0 if slot.is_taken else growth
         self._peak = max(self._peak, self._reserved + self._retained_bytes)
 
     def _evict(self, wanted: int) -> None:
@@ -295,16 +316,16 @@ class ChunkReader:
             slot = self._slots[chunk]
             wanted -= slot.reserved
             self._let_go(slot)
-            slot.block, slot.reserved = None, 0
+            slot.block = None
             self._counters.add(evicted_chunks=1)
 
     def _drop(self, chunk: int) -> None:
         self._let_go(self._slots.pop(chunk))
 
-    def _let_go(self, slot: _Slot) -> None:
+    def _let_go(self, slot: Slot) -> None:
         if self._leases is not None and slot.block is not None:
             self._leases.drop(slot.block)
-        self._reserve(-slot.reserved)
+        self._resize(slot, 0)
 
     def _fetch(self, chunk: int) -> None:
         block: Block | None = None
@@ -314,12 +335,11 @@ class ChunkReader:
         except BaseException as exc:  # noqa: BLE001 - handed to the assembler, which raises it
             error = exc
         with self._lock:
+            self._threads.note(-1)
             slot = self._slots.get(chunk)
             if slot is not None:
                 slot.in_flight = False
-                size = block.nbytes if block is not None else 0
-                self._reserve(size - slot.reserved)
-                slot.reserved = size
+                self._resize(slot, block.nbytes if block is not None else 0)
                 slot.block, slot.error = block, error
                 if slot.uses == 0:
                     self._drop(chunk)

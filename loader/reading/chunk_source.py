@@ -182,6 +182,12 @@ class ChunkSource:
         """Refuse a chunk that alone takes more than this, and more than 64 MiB, once opened."""
         self._memory_limit = max(limit_bytes, ALWAYS_BYTES)
 
+    @property
+    def mean_reserve(self) -> int:
+        """What ``reserve`` says of a chunk, about."""
+        manifest = self.manifest
+        return int((manifest.lengths.sum() + manifest.memory.sum()) // max(1, manifest.num_chunks))
+
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
         if self.columns is not None and not self.columns:

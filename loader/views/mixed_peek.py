@@ -61,7 +61,6 @@ class MixedLook:
                 manifest=parts.sources.manifest,
                 pool=pool,
                 workers=None,
-                parts=self._threads,
                 counters=Counters(),
                 stopping=threading.Event(),
             )

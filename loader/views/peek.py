@@ -111,7 +111,6 @@ def first_batch(
             manifest=manifest,
             pool=pool,
             workers=None,
-            parts=threads,
             counters=Counters(),
             stopping=threading.Event(),
             replacer=policy.replacer(chunks, batch_options.work, counts=False),

@@ -61,6 +61,15 @@ def test_a_row_a_rank_says_what_it_does_and_a_sentence_what_to_change(
     assert "Rank 1 on node-a is slowest: 40 ms of 100 ms a step more than the others, in forward." in text
 
 
+def test_what_the_loader_tunes_of_itself_stands_below(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "fetch_threads 4 to 8: the training loop waited 43% of the time, for chunks"
+    recent = {"fetch_threads": 8, "decode_threads": 1, "read_ahead_bytes": 64 << 20, "tuning": why}
+    write(folder, 0, recent={**recent, "tuning": "at rest: the training loop is the limit"})
+    write(folder, 1, recent=recent, seconds={"fetch": 5.0, "forward": 2.0})
+    text, _ = look(capsys, folder)
+    assert f"Loader of rank 1: 8 fetch threads, 1 decode thread, 64.0 MiB ahead. Tuning: {why}." in text
+
+
 def test_silent_ranks_failed_ranks_and_those_on_other_disks_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -39,6 +40,34 @@ def own_threads() -> list[threading.Thread]:
 
 
 MakePool = Callable[[int | None], DaemonPool]
+
+
+def test_the_number_of_threads_follows_the_limit_while_jobs_wait_and_run(make_pool: MakePool) -> None:
+    pool, gate, running = make_pool(1), threading.Event(), threading.Semaphore(0)
+
+    def job(number: int) -> int:
+        running.release()
+        assert gate.wait(WAIT_S)
+        return number
+
+    jobs = [pool.submit(job, number) for number in range(8)]
+    pool.limit(4)
+    for _ in range(4):
+        assert running.acquire(timeout=WAIT_S), "jobs that waited were given no thread"
+    assert len(own_threads()) == 4
+    pool.limit(2)
+    gate.set()
+    assert [one.result(WAIT_S) for one in jobs] == list(range(8))
+    until = time.monotonic() + WAIT_S
+    while len(own_threads()) > 2:
+        assert time.monotonic() < until, "idle threads that are too many stay"
+        time.sleep(0.001)
+    assert pool.submit(divmod, 7, 2).result(WAIT_S) == (3, 1)
+    pool.limit(1)
+    last = [pool.submit(divmod, number, 2) for number in range(100)]
+    pool.close()
+    assert [one.result(0) for one in last] == [divmod(number, 2) for number in range(100)]
+    pool.limit(3)  # after its end nothing
 
 
 def test_a_future_has_what_its_job_returned_or_raised(make_pool: MakePool) -> None:

@@ -97,6 +97,16 @@ def test_copies_that_train_on_their_own_end_as_one(ranks_folder: Path) -> None:
     assert ranks[0]["weights"] == ranks[1]["weights"] == ranks[2]["weights"]
 
 
+def test_ranks_agree_on_the_microbatch_that_fits_all_and_their_gradients_stay(ranks_folder: Path) -> None:
+    ranks = read(ranks_folder, "fit-memory")
+    for found in ranks:
+        assert found["state"] == {"rows": 2, "tried": 6, "memory": ["cpu, fp32, recomputed: 0"]}
+        assert found["adaptive"] == found["by hand"] == ranks[0]["adaptive"]
+        for way in ("whole", "zero 1", "zero 3"):
+            for one, other in zip(found[way], found["by hand"], strict=True):
+                assert one == pytest.approx(other, rel=1e-5)
+
+
 def test_compressed_gradients_send_as_few_bytes_as_their_scheme_says(ranks_folder: Path) -> None:
     for found in read(ranks_folder, "compress-gradients"):
         assert found["int8-0"] < 0.27

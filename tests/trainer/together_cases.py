@@ -326,6 +326,38 @@ def refuse_output(world: World) -> str:
     return "accepted"
 
 
+def fit_memory(world: World) -> dict[str, Any]:
+    """Ranks with memory for 5, 2 and 4 rows; batches of 6 rows each, and of 2, 2 and 1 at an epoch's end."""
+    limit = (5, 2, 4)[world.rank]
+    found: dict[str, Any] = {}
+
+    def limited(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if len(batch["x"]) > limit:
+            raise torch.OutOfMemoryError("nothing is left")
+        return square(model, batch)
+
+    for name, zero, step, loss in (
+        ("adaptive", 0, {"adaptive_batch": True}, limited),
+        ("by hand", 0, {"microbatch": 2}, limited),
+        ("whole", 0, {}, square),
+        ("zero 1", 1, {"microbatch": 2}, limited),
+        ("zero 3", 3, {"microbatch": 2}, limited),
+    ):
+        options: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "parallel": {"zero": zero},
+            "loader": rows(world, size=18),
+        }
+        with tempfile.TemporaryDirectory() as folder, make_trainer(world, folder, **options) as trainer:
+            trainer.train()
+            weights = [one.full_tensor() if zero else one for one in trainer.parallel.inner.parameters()]
+            found[name] = [one.flatten().tolist() for one in weights]
+            if name == "adaptive":
+                found["state"] = trainer.state_dict()["microbatches"]
+    return found
+
+
 TOGETHER: dict[str, Callable[[World], Any]] = {
     "evaluate-exactly": evaluate_exactly,
     "evaluate-unequal": evaluate_unequal,
@@ -338,4 +370,5 @@ TOGETHER: dict[str, Callable[[World], Any]] = {
     "stop-by-signal": stop_by_signal,
     "average-weights": average_weights,
     "compress-gradients": compress_gradients,
+    "fit-memory": fit_memory,
 }

@@ -339,3 +339,50 @@ def test_what_is_waited_for_is_told_while_it_is_waited_for_and_no_longer() -> No
     taker.join(60)
     assert reader.list_missing() == ([], 0.0)
     close(reader)
+
+
+def test_no_more_than_the_read_ahead_is_fetched_before_it_is_asked_for_and_all_comes_in_order() -> None:
+    source = FakeSource([10] * 12)
+    reader = make_reader(source, 1000, threads=4)
+    reader.set_read_ahead(25)
+    reader.request(range(12))
+    wait_until(lambda: reader.levels().resident_chunks == 2, "too little is read ahead")
+    for chunk in range(12):
+        assert [found for found, _ in reader.take([chunk])] == [chunk]
+        ahead = min(12, chunk + 3)
+        wait_until(lambda ahead=ahead: reader.levels().resident_chunks == ahead, "taking a chunk makes room for one")
+        assert reader.levels().chunks_in_flight == 0
+    assert source.loads == sorted(source.loads)
+    assert reader.spent()[1] > 0
+    reader.release(range(12))
+    assert reader.resident_bytes == 0
+    assert reader._untaken == 0
+    close(reader)
+
+
+def test_a_read_ahead_of_one_byte_still_fetches_one_chunk_ahead_and_evicts_none() -> None:
+    source = FakeSource([10] * 6)
+    reader = make_reader(source, 1000)
+    reader.set_read_ahead(1)
+    reader.request(range(6))
+    for start in range(0, 6, 2):
+        assert len(list(reader.take([start, start + 1]))) == 2
+    assert sorted(source.loads) == list(range(6))
+    close(reader)
+
+
+def test_threads_come_and_go_while_chunks_are_fetched() -> None:
+    source = FakeSource([1] * 40, held=frozenset(range(40)))
+    reader = make_reader(source, 1000, threads=1)
+    reader.request(range(40))
+    wait_until(lambda: reader.levels().chunks_in_flight == 1, "nothing is fetched")
+    reader.set_threads(5)
+    wait_until(lambda: reader.levels().chunks_in_flight == 5, "new threads fetch nothing")
+    reader.set_threads(2)
+    source.gate.set()
+    assert len(list(reader.take(range(40)))) == 40
+    wait_until(lambda: len(fetch_threads()) == 2, "threads that are too many stay")
+    assert reader.levels().fetch_threads == 2
+    close(reader)
+    reader.set_threads(4)
+    assert not fetch_threads()

@@ -1,0 +1,288 @@
+"""What to change of a running pipeline, given what it waited for: a function of state and measurement alone.
+
+A change is a trial: what it was to speed up is measured before and after, and a change without gain is taken back and
+not tried again for a while, which doubles each time. So on constant input settings come to rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Knob = Literal["fetch_threads", "decode_threads", "read_ahead_bytes", "all"]
+
+LITTLE, MUCH = 0.02, 0.05  # shares of the time that the training loop waits: between the two nothing is changed
+GAIN = 0.05  # by which a stage has to get faster for a change to be kept
+_STARVED = 0.1  # the share of the time that the assembler waits for chunks, above which fetching bounds it
+_BUSY = 0.75  # of a stage's threads, above which they bound it
+_CORES_BUSY = 0.95
+_SPARE = 1.5  # threads that a stage keeps, relative to those that are busy
+_QUIET_TICKS = 5  # without waits, before threads are given back
+_BLAME_TICKS = 16  # after threads were given back, while waits are blamed on that
+_HOLD_TICKS, _LONGEST_HOLD = 32, 512
+_TRIAL_TICKS = 3  # one to settle, and two in which a change may show that it is of use
+_CHUNKS, _DECODING = "chunks", "decoding"
+_NAMES = {"fetch_threads": "fetch_threads", "decode_threads": "threads", "read_ahead_bytes": "read_ahead"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Chunks that are fetched and samples that are decoded at a time; bytes of chunks, and of batches, held ahead."""
+
+    fetch_threads: int
+    decode_threads: int
+    read_ahead_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Between what the settings stay. ``least`` and ``most`` are alike for what is not to change.
+
+    ``chunk_bytes`` are those of a chunk, about; ``cores`` those that the process may use.
+    """
+
+    least: Settings
+    most: Settings
+    chunk_bytes: int
+    cores: int
+
+    def clamp(self, settings: Settings) -> Settings:
+        return Settings(**{knob: self.clip(knob, getattr(settings, knob)) for knob in _NAMES})
+
+    def clip(self, knob: str, value: int) -> int:
+        least: int = getattr(self.least, knob)
+        most: int = getattr(self.most, knob)
+        return max(least, min(value, most))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One tick, some seconds of a pipeline with settings that did not change.
+
+    Attributes:
+        waited: the share of the time that the training loop waited for batches.
+        chunk_waited: the share that the assembler waited for chunks.
+        fetching, decoding: how many threads did so, on average.
+        cores: how many cores the process used, on average.
+        fetched_bytes_per_s, decoded_rows_per_s, batches_per_s: what came of it.
+        evicted_chunks: chunks that will be read again because memory is short.
+    """
+
+    waited: float
+    chunk_waited: float
+    fetching: float
+    decoding: float
+    cores: float
+    fetched_bytes_per_s: float
+    decoded_rows_per_s: float
+    batches_per_s: float
+    evicted_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A change that is on trial: what it was for, and the rate that it has to raise."""
+
+    knob: Knob
+    before: Settings
+    rate_name: str
+    rate: float
+    stage: str = ""
+    ticks: int = 0
+    seen: float = 0.0  # the highest rate since the change
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """A change that was of no use, to be compared with what it is like without it."""
+
+    trial: Trial
+    settings: Settings
+    is_settled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Until which tick something is not tried again, and how often it was of no use."""
+
+    until: int = 0
+    times: int = 0
+
+    def again(self, tick: int) -> Hold:
+        return Hold(tick + min(_LONGEST_HOLD, _HOLD_TICKS << self.times), min(self.times + 1, 16))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """What the controller knows. ``reason`` is its last decision, in words; ``changes`` counts those of settings."""
+
+    settings: Settings
+    reason: str = "nothing is measured yet"
+    changes: int = 0
+    tick: int = 0
+    quiet: int = 0
+    busiest: tuple[float, float] = (0.0, 0.0)  # (decoding, fetching) of the quiet ticks
+    trial: Trial | None = None
+    taken_back: TakenBack | None = None
+    given_back: tuple[Knob, Settings, int] | None = None  # what, the settings before, and the tick
+    holds: Mapping[str, Hold] = field(default_factory=dict)
+
+    def is_held(self, name: str) -> bool:
+        return self.tick < self.holds.get(name, Hold()).until
+
+    def hold(self, name: str) -> Mapping[str, Hold]:
+        return {**self.holds, name: self.holds.get(name, Hold()).again(self.tick)}
+
+
+def step(state: State, measured: Measured, bounds: Bounds) -> State:
+    """The next state, whose settings are those of the next tick: always within ``bounds``."""
+    state = replace(state, tick=state.tick + 1)
+    if state.trial is not None:
+        seen = max(state.trial.seen, getattr(measured, state.trial.rate_name)) if state.trial.ticks else 0.0
+        trial = replace(state.trial, ticks=state.trial.ticks + 1, seen=seen)
+        if trial.ticks == 1:  # what was fetched and decoded before the change is still handed out
+            return replace(state, trial=trial)
+        if not _is_of_use(state.settings, trial, measured):
+            return replace(state, trial=trial) if trial.ticks < _TRIAL_TICKS else _take_back(state, trial, measured)
+        state = replace(state, trial=None, holds=_release(state, f"raise {trial.knob}"))
+    if state.taken_back is not None:
+        back = state.taken_back
+        if not back.is_settled:
+            return replace(state, taken_back=replace(back, is_settled=True))
+        state = replace(state, taken_back=None)
+        if measured.waited >= MUCH and back.trial.seen >= (1 + GAIN) * getattr(measured, back.trial.rate_name):
+            return _try_again(state, back, measured)
+    if measured.waited <= LITTLE:
+        return _keeps_up(state, measured, bounds)
+    state = replace(state, quiet=0, busiest=(0.0, 0.0))
+    if measured.waited < MUCH:
+        return state
+    if state.given_back is not None:
+        knob, before, since = state.given_back
+        state = replace(state, given_back=None)
+        if state.tick - since <= _BLAME_TICKS:
+            why = f"the training loop waited {measured.waited:.0%} of the time without them"
+            return _change(replace(state, holds=state.hold(f"lower {knob}")), knob, before, why)
+    return _raise(state, measured, bounds)
+
+
+def _is_of_use(settings: Settings, trial: Trial, measured: Measured) -> bool:
+    rate: float = getattr(measured, trial.rate_name)
+    return measured.waited < MUCH or _has_moved(settings, trial, measured) or rate >= (1 + GAIN) * trial.rate
+
+
+def _take_back(state: State, trial: Trial, measured: Measured) -> State:
+    gain = getattr(measured, trial.rate_name) / trial.rate - 1 if trial.rate else 0.0
+    back = TakenBack(trial, state.settings)
+    state = replace(state, trial=None, taken_back=back, holds=state.hold(f"raise {trial.knob}"))
+    return _change(state, trial.knob, trial.before, f"more changed the rate by {gain:+.0%}")
+
+
+def _try_again(state: State, back: TakenBack, measured: Measured) -> State:
+    """It is slower still without the change: what else the machine does has changed, and hid what it was of use."""
+    trial = replace(back.trial, rate=getattr(measured, back.trial.rate_name), ticks=0, seen=0.0)
+    state = replace(state, trial=trial, holds=_release(state, f"raise {trial.knob}"))
+    return _change(state, trial.knob, back.settings, f"the rate without it was {trial.rate / back.trial.seen - 1:+.0%}")
+
+
+def _release(state: State, name: str) -> Mapping[str, Hold]:
+    return {known: hold for known, hold in state.holds.items() if known != name}
+
+
+def _has_moved(settings: Settings, trial: Trial, measured: Measured) -> bool:
+    """Whether something else than the stage that the trial was for is the limit now."""
+    if trial.stage == _CHUNKS:
+        return measured.chunk_waited < _STARVED
+    return trial.stage == _DECODING and measured.decoding < _BUSY * settings.decode_threads
+
+
+def _keeps_up(state: State, measured: Measured, bounds: Bounds) -> State:
+    """Where the loop does not wait for some ticks, give back threads that have little to do."""
+    busiest = max(state.busiest[0], measured.decoding), max(state.busiest[1], measured.fetching)
+    state = replace(state, quiet=state.quiet + 1, busiest=busiest)
+    if state.quiet < _QUIET_TICKS:
+        return state
+    busy: dict[Knob, float] = {"decode_threads": busiest[0], "fetch_threads": busiest[1]}
+    for knob, threads in busy.items():
+        now = getattr(state.settings, knob)
+        wanted = bounds.clip(knob, math.ceil(_SPARE * threads) + 1)
+        if wanted < now and not state.is_held(f"lower {knob}"):
+            state = replace(state, quiet=0, busiest=(0.0, 0.0), given_back=(knob, state.settings, state.tick))
+            why = f"the training loop is the limit, and {threads:.1f} of {now} were busy"
+            return _change(state, knob, replace(state.settings, **{knob: wanted}), why)
+    return replace(state, reason="at rest: the training loop is the limit")
+
+
+def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
+    """Give more to the stage that the loop waits for, on trial."""
+    if measured.evicted_chunks:  # what is fetched ahead of need is dropped before it
+        return replace(state, reason="at rest: the chunks that are needed at once do not fit into memory_limit")
+    if measured.cores >= _CORES_BUSY * bounds.cores:
+        return replace(state, reason=f"at rest: {measured.cores:.1f} of {bounds.cores} cores are in use")
+    for knob, stage, rate_name in _wanted(state.settings, measured):
+        settings = _more(state.settings, knob, bounds, decodes=measured.decoding > 0)
+        if settings == state.settings or state.is_held(f"raise {knob}"):
+            continue
+        trial = Trial(knob, state.settings, rate_name, getattr(measured, rate_name), stage)
+        why = f"the training loop waited {measured.waited:.0%} of the time{stage and ', for '}{stage}"
+        return _change(replace(state, trial=trial), knob, settings, why)
+    return replace(
+        state, reason=f"at rest: the training loop waits {measured.waited:.0%} of the time, and no setting helps"
+    )
+
+
+def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str, str]]:
+    """(what to raise, for which stage, by which rate to judge it), the most promising first.
+
+    At last all: of two stages that are about as fast, each alone gains nothing.
+    """
+    fetch: list[tuple[Knob, str, str]] = []
+    if measured.chunk_waited >= _STARVED:
+        fetch = [
+            ("fetch_threads", _CHUNKS, "fetched_bytes_per_s"),
+            ("read_ahead_bytes", _CHUNKS, "fetched_bytes_per_s"),
+        ]
+        if measured.fetching < _BUSY * settings.fetch_threads:
+            fetch.reverse()  # threads that wait for room fetch no more if there are more of them
+    decode: list[tuple[Knob, str, str]] = []
+    if measured.decoding >= _BUSY * settings.decode_threads:
+        decode = [("decode_threads", _DECODING, "decoded_rows_per_s")]
+    yield from (*fetch, *decode) if measured.chunk_waited > 0.5 else (*decode, *fetch)
+    if not decode and not fetch and measured.decoding > _STARVED:
+        yield "read_ahead_bytes", "slow samples", "batches_per_s"  # batches that wait even out those that take long
+    yield "all", "", "batches_per_s"
+
+
+def _more(settings: Settings, knob: Knob, bounds: Bounds, *, decodes: bool = True) -> Settings:
+    """The next larger settings. Threads that fetch need room for what they fetch."""
+    if knob == "all":
+        settings = _more(settings, "fetch_threads", bounds)
+        return _more(settings, "decode_threads", bounds) if decodes else settings
+    if knob == "decode_threads":
+        return bounds.clamp(replace(settings, decode_threads=2 * settings.decode_threads))
+    if knob == "fetch_threads" and settings.fetch_threads < bounds.most.fetch_threads:
+        threads = bounds.clip(knob, 2 * settings.fetch_threads)
+        room = max(settings.read_ahead_bytes, 2 * threads * bounds.chunk_bytes)
+        return bounds.clamp(replace(settings, fetch_threads=threads, read_ahead_bytes=room))
+    if knob == "read_ahead_bytes":
+        room = max(4 * settings.read_ahead_bytes, 2 * settings.fetch_threads * bounds.chunk_bytes)
+        return bounds.clamp(replace(settings, read_ahead_bytes=room))
+    return settings
+
+
+def _change(state: State, knob: Knob, settings: Settings, why: str) -> State:
+    if settings == state.settings:
+        return state
+    told = list(_NAMES) if knob == "all" else [knob]
+    changes = [(each, getattr(state.settings, each), getattr(settings, each)) for each in told]
+    shown = [f"{_NAMES[each]} {_show(each, old)} to {_show(each, new)}" for each, old, new in changes if old != new]
+    reason = f"{', '.join(shown)}: {why}"
+    return replace(state, settings=settings, changes=state.changes + 1, reason=reason)
+
+
+def _show(knob: str, value: int) -> str:
+    if knob != "read_ahead_bytes":
+        return str(value)
+    return f"{value / 2**20:,.0f} MiB" if value >= 1 << 20 else f"{value / 2**10:,.0f} KiB"

@@ -1,0 +1,328 @@
+"""Batches cut into microbatches, by hand and to what fits: nothing but memory and rounding may notice."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, TrainerError, World
+from penstock.trainer.microbatches import cut_batch, find_largest
+from penstock.trainer.options import build_config
+
+ROWS = 50
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors of some rows are computed faster without others, and rounded alike wherever this runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    """Dropout, a batch norm whose statistics forward changes, a buffer that is replaced, blocks to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 1)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))
+
+
+class LimitedLoss:
+    """A loss for which a device has memory for so many rows; counts what it was asked for."""
+
+    def __init__(self, limit: int = 10**9, error: Exception | None = None) -> None:
+        self.limit, self.refused, self.rows = limit, 0, [0]
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory.")
+
+    def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        found = model(batch["x"]).squeeze(1)
+        if len(batch["x"]) > self.limit:
+            self.refused += 1
+            raise self.error
+        self.rows.append(len(batch["x"]))
+        random.random(), np.random.rand()
+        return (found - batch["y"]).square().sum(), len(batch["x"])
+
+
+def loader(size: int = 16) -> ArrayLoader:
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.randn(ROWS, 4, generator=draw), torch.randn(ROWS, generator=draw)
+    return ArrayLoader({"x": x, "y": y}, global_batch_size=size, last_batch="partial")
+
+
+def make(world: World, folder: Path, loss: LimitedLoss, batches: Any = None, **options: Any) -> DistributedTrainer:
+    values = {"steps": 6, "precision": {"dtype": "fp32"}, "report": {"quiet": True, "every": 1}, **options}
+    return DistributedTrainer(
+        Net(),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+        loader() if batches is None else batches,
+        build_config(TrainerConfig, {"output_dir": str(folder), **values}),
+        loss=loss,
+        world=world,
+    )
+
+
+def train(world: World, folder: Path, loss: LimitedLoss, **options: Any) -> tuple[dict[str, Any], DistributedTrainer]:
+    with make(world, folder, loss, **options) as trainer:
+        trainer.train()
+        inner = trainer.parallel.inner
+        values = {**inner.state_dict(), "calls": inner.calls}
+        return {name: value.detach().clone() for name, value in values.items()}, trainer
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def notes(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["note"] for line in lines if line["kind"] == "note"]
+
+
+@given(limit=st.integers(0, 70), most=st.integers(1, 64))
+def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int) -> None:
+    asked: list[int] = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= limit
+
+    assert find_largest(fits, most) == min(limit, most)
+    assert len(asked) == len(set(asked)) <= 13
+    assert all(1 <= number <= most for number in asked)
+    assert limit == 0 or min(asked) >= min(most, limit) // 2
+
+
+@given(rows=st.integers(0, 20), parts=st.integers(1, 8))
+def test_parts_are_even_and_hold_every_row_of_every_field_once(rows: int, parts: int) -> None:
+    x = torch.arange(2.0 * rows).reshape(rows, 2)
+    batch = {
+        "x": x,
+        "texts": [str(row) for row in range(rows)],
+        "nested": Pair(x + 1, (x + 2, {"deep": x + 3})),
+        "scale": torch.tensor(2.0),
+        "name": "train",
+        "none": None,
+    }
+    found = cut_batch(batch, parts)
+    sizes = [len(part["x"]) for part in found]
+    assert len(found) == parts
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([part["x"] for part in found]), x)
+    assert [text for part in found for text in part["texts"]] == batch["texts"]
+    assert isinstance(found[0]["nested"], Pair)
+    assert torch.equal(torch.cat([part["nested"].y[1]["deep"] for part in found]), x + 3)
+    assert all((part["scale"], part["name"], part["none"]) == (2.0, "train", None) for part in found)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (torch.tensor([0, 3, 5]), r"batch\['cu_seqlens'\] has 3 values and the batch 4 rows"),
+        ({1, 2, 3, 4}, r"batch\['cu_seqlens'\] is a set"),
+    ],
+)
+def test_fields_that_do_not_go_by_rows_are_refused_by_name(field: Any, said: str) -> None:
+    with pytest.raises(TrainerConfigError, match=said):
+        cut_batch({"x": torch.zeros(4, 2), "cu_seqlens": field}, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"step": {"accumulate": 2}},
+        {"step": {"on_nan": "skip", "clip_norm": 0.1}},
+        {"activation": {"every": 1}},
+        pytest.param({"compile": {"enabled": True, "backend": "eager"}}, marks=pytest.mark.slow),
+        {"average_every": 2},
+    ],
+    ids=["plain", "accumulate", "skip and clip", "recompute", "compile", "local sgd"],
+)
+def test_the_largest_that_fits_trains_bit_for_bit_as_the_same_size_given(
+    world: World, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    step = options.pop("step", {})
+    adaptive, given_by_hand = LimitedLoss(limit=5), LimitedLoss(limit=5)
+    found, trainer = train(world, tmp_path / "found", adaptive, step={**step, "adaptive_batch": True}, **options)
+    wanted, _ = train(world, tmp_path / "given", given_by_hand, step={**step, "microbatch": 5}, **options)
+    assert same(found, wanted)
+    assert adaptive.refused > 0
+    assert given_by_hand.refused == 0
+    assert max(adaptive.rows) <= 5
+    assert trainer.state_dict()["microbatches"]["rows"] == 5
+    assert (
+        "microbatches of 5 rows fit and 6 do not; batches have 16. Batch norms (norm)" in notes(tmp_path / "found")[-1]
+    )
+
+
+def test_cut_batches_have_the_gradient_of_whole_ones(world: World, tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.line = nn.Linear(4, 1).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x.double())
+
+    weights = {}
+    for microbatch in (None, 1, 3, 5, 100):
+        with DistributedTrainer(
+            Plain(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loader(),
+            build_config(
+                TrainerConfig,
+                {
+                    "steps": 9,
+                    "output_dir": str(tmp_path / str(microbatch)),
+                    "precision": {"dtype": "fp32"},
+                    "report": {"quiet": True},
+                    "step": {"microbatch": microbatch},
+                },
+            ),
+            loss=LimitedLoss(limit=microbatch or ROWS),
+            world=world,
+        ) as trainer:
+            trainer.train()
+            weights[microbatch] = trainer.parallel.inner.line.weight.detach().clone()
+    assert torch.equal(weights[100], weights[None])
+    for microbatch in (1, 3, 5):
+        torch.testing.assert_close(weights[microbatch], weights[None], rtol=1e-12, atol=0)
+
+
+def test_the_search_leaves_model_optimizer_random_numbers_and_position_as_they_were(
+    world: World, tmp_path: Path
+) -> None:
+    loss = LimitedLoss(limit=5)
+    with make(world, tmp_path, loss, step={"adaptive_batch": True}) as trainer:
+        inner, batches = trainer.parallel.inner, trainer._feed.take(0)
+        kept = dict(inner.named_buffers())
+        inner.out.weight.grad = torch.ones_like(inner.out.weight)
+        before = (
+            {name: value.clone() for name, value in [*inner.named_parameters(), *kept.items()]},
+            torch.get_rng_state(),
+            str(np.random.get_state()),
+            random.getstate(),
+            trainer._feed.state_dict(),
+            trainer.steps.state_dict(),
+        )
+        parts = trainer._microbatches.make(batches, lambda text: None)
+        assert [len(part["x"]) for part in parts] == [4, 4, 4, 4]
+        assert loss.refused > 0
+        after = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+        assert same({name: value.detach() for name, value in after.items()}, before[0])
+        assert all(buffer is kept[name] for name, buffer in inner.named_buffers())
+        gradients = {name: one.grad for name, one in inner.named_parameters() if one.grad is not None}
+        assert list(gradients) == ["out.weight"]
+        assert torch.equal(gradients["out.weight"], torch.ones_like(inner.out.weight))
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert str(np.random.get_state()) == before[2]
+        assert random.getstate() == before[3]
+        assert (trainer._feed.state_dict(), trainer.steps.state_dict()) == before[4:]
+        assert not trainer.optimizer.state
+
+
+@pytest.mark.slow
+def test_what_was_found_is_kept_by_a_resumed_run_and_found_again_on_other_memory(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"step": {"adaptive_batch": True}, "checkpoint": {"every_steps": 3}}
+    unbroken, _ = train(world, tmp_path / "unbroken", LimitedLoss(limit=5), **options)
+    train(world, tmp_path / "run", LimitedLoss(limit=5), **{**options, "steps": 3})
+    resumed = LimitedLoss(limit=5)
+    found, _ = train(world, tmp_path / "run", resumed, **options)
+    assert same(found, unbroken | {"calls": found["calls"]})
+    assert resumed.refused == 0, "what was known was tried again"
+    monkeypatch.setattr("penstock.trainer.parts.describe_memory", lambda *given: "another device")
+    elsewhere = LimitedLoss(limit=7)
+    _, trainer = train(world, tmp_path / "run", elsewhere, **{**options, "steps": 9})
+    assert trainer.state_dict()["microbatches"] == {"rows": 7, "tried": 16, "memory": ["another device"]}
+    assert elsewhere.refused > 0
+
+
+def test_batches_that_become_larger_than_was_tried_are_tried(world: World, tmp_path: Path) -> None:
+    class Growing:
+        def __iter__(self) -> Any:
+            return iter([{"x": torch.ones(rows, 4), "y": torch.ones(rows)} for rows in (4, 16, 12, 16)])
+
+    loss = LimitedLoss(limit=8)
+    _, trainer = train(world, tmp_path, loss, batches=Growing(), steps=4, step={"adaptive_batch": True})
+    assert trainer.state_dict()["microbatches"]["rows"] == 8
+    assert max(loss.rows) == 8
+
+
+def test_the_search_goes_no_further_than_microbatch_says(world: World, tmp_path: Path) -> None:
+    loss = LimitedLoss()
+    _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True, "microbatch": 6})
+    assert trainer.state_dict()["microbatches"]["rows"] == 6
+    assert max(loss.rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "said"),
+    [
+        (LimitedLoss(0), TrainerError, "not even one row fits"),
+        (LimitedLoss(5, RuntimeError("shapes do not match")), RuntimeError, "shapes do not match"),
+        (LimitedLoss(5, ValueError("no such label")), ValueError, "no such label"),
+    ],
+)
+def test_what_no_smaller_batch_mends_is_raised(
+    world: World, tmp_path: Path, loss: LimitedLoss, kind: type[Exception], said: str
+) -> None:
+    model = Net()
+    model.norm = nn.Identity()  # a batch norm takes no single row
+    with (
+        DistributedTrainer(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loader(),
+            build_config(TrainerConfig, {"steps": 1, "output_dir": str(tmp_path), "step": {"adaptive_batch": True}}),
+            loss=loss,
+            world=world,
+        ) as trainer,
+        pytest.raises(kind, match=said),
+    ):
+        trainer.train()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [({"zero": 3}, r"parallel\.zero=3 a forward needs all ranks"), ({"sync_batchnorm": True}, "sync_batchnorm=True")],
+)
+def test_what_needs_all_ranks_in_forward_is_refused(parallel: dict[str, Any], said: str) -> None:
+    with pytest.raises(TrainerConfigError, match=said):
+        build_config(TrainerConfig, {"steps": 1, "parallel": parallel, "step": {"adaptive_batch": True}})
+
+
+def test_batches_by_tokens_are_refused(world: World, tmp_path: Path) -> None:
+    batches = loader()
+    batches.is_batched_by_tokens = True  # type: ignore[attr-defined]
+    with pytest.raises(TrainerConfigError, match="batch_tokens="):
+        make(world, tmp_path, LimitedLoss(), batches, step={"adaptive_batch": True})
