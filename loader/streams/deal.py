@@ -14,7 +14,7 @@ from ..order.plan import Share
 from ..order.spans import Span
 from ..pipeline.assembler import cut_step
 from .feed import LaneOutputs
-from .work import WindowWork, pick_rows
+from .work import StepRows, WindowWork, pick_rows
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 Dealt = tuple[UnfinishedBatch, IntArray, int]
@@ -66,23 +66,33 @@ def _join_samples(
     share: Share,
 ) -> Iterator[Dealt]:
     samples, ids, sample_bytes = collected
-    for step in range(span.steps):
-        low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
-        num_valid = int(span.num_valid[step])
-        num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
-        picked = [low + i % (high - low) for i in range(max(num_rows, high - low))]
-        batch = work.join([samples[i] for i in picked], ids[picked], high - low, num_rows, num_valid)
-        held = ids[low : low + num_valid] if work.one_each else _ids_in(span, step, at_hand)
-        yield batch, held, sample_bytes * len(picked)
+    if not work.one_each:
+        sample_bytes = work.output_bytes
+    starts, valid = span.row_starts.tolist(), span.num_valid.tolist()
+    steps = [
+        StepRows(low, high, max(num_valid, share.batch_size) if share.pad else num_valid, num_valid)
+        for low, high, num_valid in zip(starts[:-1], starts[1:], valid, strict=True)
+    ]
+    if work.one_each:
+        held = [ids[rows.low : rows.low + rows.num_valid] for rows in steps]
+    else:
+        held = _ids_by_step(span, at_hand)
+    for rows, of_step, batch in zip(steps, held, work.join(samples, ids, steps), strict=True):
+        yield batch, of_step, sample_bytes * len(rows.picked)
 
 
-def _ids_in(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArray:
-    """The ids of the inputs that a rank's outputs of a step are made of, each with the first output that has it."""
-    if not span.num_valid[step]:
-        return _NO_IDS
-    own = span.segments.of_step(step)
+def _ids_by_step(span: Span, at_hand: Mapping[int, LaneOutputs]) -> list[IntArray]:
+    """For each step the ids of the inputs that a rank's outputs are made of, each with the first output that has it."""
+    own = span.segments
     parts = zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True)
-    return np.concatenate([at_hand[lane].delivered(start, stop) for lane, start, stop in parts])
+    ids = [at_hand[lane].delivered(start, stop) for lane, start, stop in parts]
+    ends = np.cumsum([0, *map(len, ids)])
+    bounds = ends[np.searchsorted(own.step, np.arange(span.steps + 1))].tolist()
+    joined: IntArray = np.concatenate([_NO_IDS, *ids])
+    return [
+        joined[low:high] if num_valid else _NO_IDS
+        for low, high, num_valid in zip(bounds[:-1], bounds[1:], span.num_valid.tolist(), strict=True)
+    ]
 
 
 def find_dropped(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArray:

@@ -101,8 +101,30 @@ class WindowWork(Protocol):
         ``bounds`` (runs + 1,) are where runs of consecutive inputs of a lane begin; each begins with a unit.
         """
 
-    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
-        """A batch of ``num_rows`` of the samples, of which ``num_valid`` count; those from ``own`` on are repeats."""
+    def join(self, samples: Sequence[Any], ids: IntArray, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+        """A batch for each step of its rows of some samples, whose ids these are; begun when it is asked for.
+
+        Each must be asked for, in turn.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """A step's samples are those from ``low`` to ``high``, at least one; its batch has ``num_rows``, by repeating them,
+    of which ``num_valid`` count."""
+
+    low: int
+    high: int
+    num_rows: int
+    num_valid: int
+
+    @property
+    def picked(self) -> Sequence[int]:
+        """The samples that the batch is made of: all rows and, of a batch without any, one that shows its fields."""
+        own = self.high - self.low
+        if self.num_rows <= own:
+            return range(self.low, self.high)
+        return [self.low + i % own for i in range(self.num_rows)]
 
 
 class RowReader:
@@ -252,9 +274,12 @@ class FilterWork:
                 return Ready(Yield(ids, kept, chunks[are_read], rows[are_read], []))
         return _Transforming(ids, kept, self._equipment.maker.work(gathered, epoch), gathered)
 
-    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
-        repeats = [dict(sample) for sample in samples[own:]]  # dicts of their own: collate= may change them
-        return self._equipment.maker.join(samples[:own] + repeats, ids, num_rows, num_valid)
+    def join(self, samples: Sequence[Any], ids: IntArray, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+        for step in steps:
+            picked = step.picked
+            own = [samples[i] for i in picked[: step.high - step.low]]
+            repeats = [dict(samples[i]) for i in picked[len(own) :]]  # dicts of their own: collate= may change them
+            yield self._equipment.maker.join(own + repeats, ids[picked], step.num_rows, step.num_valid)
 
 
 def _narrow(block: Block, columns: Sequence[str] | None) -> Block:
