@@ -34,8 +34,8 @@ class LaneOutputs:
     """The outputs at hand: those from number ``first`` on, and all inputs that they come from.
 
     ``ids`` (inputs,) are sample ids, and ``stays`` (inputs,) which are in an output; ``places`` (outputs,) where the
-    outputs are among the inputs, of which the first is the lane's input ``start``; ``chunks`` and ``rows`` (outputs,),
-    or ``samples``.
+    outputs are among the inputs, of which the first is the lane's input ``start``; ``chunks``, ``rows`` and ``samples``
+    as in ``Yield``.
     """
 
     first: int

@@ -20,8 +20,8 @@ from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..reading.quarantine import Quarantine
 from .keep import BoolArray, Sieve
-from .packed_batch import PackedRow, count_packed, start_batches
-from .work import PendingYield, Ready, RowReader, StepRows, Yield, pick_rows
+from .packed_batch import PackedUnit, count_packed, start_batches
+from .work import Collected, PendingYield, Ready, RowReader, StepRows, Yield, pick_rows
 
 _NONE: IntArray = np.empty(0, np.int64)
 
@@ -93,8 +93,8 @@ class PackWork:
         left = [sample for sample in samples if sample is not None]
         return {name: [sample.get(name) for sample in left] for name in self._packer.needed}, present
 
-    def join(self, samples: Sequence[Any], ids: IntArray, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
-        return start_batches(self._equipment.maker, samples, steps)
+    def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+        return start_batches(self._equipment.maker, self._packer.packing.batch_fields, outputs, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,14 @@ class _Unit:
     ids: IntArray
     stays: BoolArray
     places: IntArray
-    sequences: Sequence[PackedRow]
+    sequences: PackedUnit | None
 
 
 def _account(packed: Packed | None, ids: IntArray, inputs: IntArray) -> _Unit:
     """The unit of inputs with these ``ids`` (n,), of which ``inputs`` were packed."""
     stays = np.zeros(len(ids), np.bool_)
     if packed is None or not len(packed):
-        return _Unit(packed, ids, stays, _NONE, ())
+        return _Unit(packed, ids, stays, _NONE, None)
     held = np.add.reduceat(packed.is_first.astype(np.int64), packed.layout.bounds[:-1])
     first = inputs[packed.rows[packed.is_first]]
     stays[first] = True
@@ -124,7 +124,7 @@ def _account(packed: Packed | None, ids: IntArray, inputs: IntArray) -> _Unit:
     places = np.cumsum(held) - 1
     places[-1] = len(ids) - 1
     pieces = ids[inputs[packed.rows]]
-    return _Unit(packed, ids[order], stays[order], places, [PackedRow(packed, i, pieces) for i in range(len(packed))])
+    return _Unit(packed, ids[order], stays[order], places, PackedUnit(packed, pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,8 @@ class _Packing:
     units: Sequence[Future[_Unit | Exception]]
 
     def result(self) -> Yield:
-        ids, stays, ends, samples = [_NONE], [np.empty(0, np.bool_)], [_NONE], list[PackedRow]()
+        ids, stays, ends, rows = [_NONE], [np.empty(0, np.bool_)], [_NONE], [_NONE]
+        samples: list[PackedUnit] = []
         nbytes = 0
         failed: Exception | None = None
         for future, start in zip(self.units, self.cuts[:-1].tolist(), strict=True):
@@ -155,14 +156,15 @@ class _Packing:
             ids.append(unit.ids)
             stays.append(unit.stays)
             ends.append(unit.places + start)
-            samples += unit.sequences
+            if unit.sequences is not None:
+                samples += [unit.sequences] * len(unit.places)
+                rows.append(np.arange(len(unit.places)))
             if unit.packed is not None:
                 nbytes += unit.packed.nbytes
                 if not len(unit.packed):
                     count_packed(self.equipment.counters, unit.packed, np.zeros(1, np.int64))
-        return Yield(
-            np.concatenate(ids), np.concatenate(ends), _NONE, _NONE, samples, nbytes, failed, kept=np.concatenate(stays)
-        )
+        of_inputs, places, of_outputs = (np.concatenate(each) for each in (ids, ends, rows))
+        return Yield(of_inputs, places, _NONE, of_outputs, samples, nbytes, failed, kept=np.concatenate(stays))
 
     def cancel(self) -> None:
         self.job.cancel()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,35 +15,38 @@ from ..decoding.batch import IDS, VALID, BatchMaker, UnfinishedBatch
 from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments
-from .work import StepRows
+from .work import Collected, StepRows
 
 
-class PackedRow(NamedTuple):
-    """One sequence: a row of ``packed``; ``piece_ids`` are the sample ids of all its pieces."""
+@dataclass(frozen=True, slots=True)
+class PackedUnit:
+    """The sequences of a unit; ``piece_ids`` are the sample ids of all pieces in them."""
 
     packed: Packed
-    row: int
     piece_ids: IntArray
 
-    @property
-    def ids(self) -> IntArray:
-        """The sample ids of its documents, by their ``document_ids``."""
-        low, high = self.packed.layout.bounds[self.row : self.row + 2]
+    def ids(self, row: int) -> IntArray:
+        """The sample ids of a sequence's documents, by their ``document_ids``."""
+        low, high = self.packed.layout.bounds[row : row + 2]
         return self.piece_ids[low:high]
 
 
+LENGTHS = ("cu_seqlens", "max_seqlen")  # of a batch's documents
 Made = tuple[Any, dict[str, int]]  # a batch, and what it adds to the metrics
 
 
 def start_batches(
-    maker: BatchMaker, samples: Sequence[PackedRow], steps: Sequence[StepRows]
+    maker: BatchMaker, names: Collection[str], outputs: Collected, steps: Sequence[StepRows]
 ) -> Iterator[UnfinishedBatch]:
-    """The batches of some steps. One job of the pool makes their arrays, of which batches are views: threads that make
-    many small arrays at the same time mostly wait for one another. Only what ``collate`` makes has a job a batch, so
-    that its errors are those of its own batch."""
+    """The batches of some steps, with the fields of these names; each output is a row of a ``PackedUnit``.
+
+    One job of the pool makes their arrays, of which batches are views: threads that make many small arrays at the same
+    time mostly wait for one another. Only what ``collate`` makes has a job a batch, so that its errors are those of its
+    own batch.
+    """
     together = [steps] if maker.options.collate is None else [[step] for step in steps]
     for some in together:
-        future = maker.pool.submit(_make, maker, samples, some)
+        future = maker.pool.submit(_make, maker, names, outputs, some)
         for place, step in enumerate(some):
             yield PackedBatch(maker, future, place, step.num_rows)
 
@@ -75,16 +78,17 @@ class PackedBatch(UnfinishedBatch):
         self.future.cancel()
 
 
-def _make(maker: BatchMaker, samples: Sequence[PackedRow], steps: Sequence[StepRows]) -> list[Made]:
+def _make(maker: BatchMaker, names: Collection[str], outputs: Collected, steps: Sequence[StepRows]) -> list[Made]:
     """On a thread of the pool."""
     picked = [step.picked for step in steps]
-    rows = [samples[i] for each in picked for i in each]
-    packs = [(each.packed, each.row) for each in rows]
-    seq_len = rows[0].packed.seq_len
-    filled = fill(packs, seq_len)
-    segments = join_segments(packs)
+    every = [i for each in picked for i in each]
+    units: list[PackedUnit] = [outputs.samples[i] for i in every]
+    packs, rows = [unit.packed for unit in units], outputs.rows[every].tolist()
+    seq_len = packs[0].seq_len
+    filled = fill(packs, rows, seq_len, names)
+    segments = join_segments(packs, rows)
     ends = np.cumsum(segments)
-    amounts = np.array([packed.counts_by_sequence[row] for packed, row in packs])
+    amounts = np.array([packed.counts_by_sequence[row] for packed, row in zip(packs, rows, strict=True)])
     made = []
     stop = 0
     for step, each in zip(steps, picked, strict=True):
@@ -92,31 +96,35 @@ def _make(maker: BatchMaker, samples: Sequence[PackedRow], steps: Sequence[StepR
         last = start + step.num_rows
         low, high = np.searchsorted(ends, [start * seq_len, last * seq_len], side="right")
         fields: dict[str, Any] = {name: values[start:last] for name, values in filled.items()}
-        fields["cu_seqlens"], longest = cumulative_lengths(segments[low:high])
+        if maker.options.collate is None:
+            lengths = dict(zip(LENGTHS, cumulative_lengths(segments[low:high]), strict=True))
+            fields.update((name, value) for name, value in lengths.items() if name in names)
         counted = _amounts(amounts[start : start + step.num_valid].sum(axis=0), seq_len)
-        made.append((_finish(maker, fields, longest, rows[start:last], step.num_valid), counted))
+        made.append((_finish(maker, fields, units[start:last], rows[start:last], step.num_valid), counted))
     return made
 
 
 def _finish(
-    maker: BatchMaker, fields: dict[str, Any], longest: int, rows: Sequence[PackedRow], num_valid: int
-) -> dict[str, Any] | Any:
+    maker: BatchMaker, fields: dict[str, Any], units: Sequence[PackedUnit], rows: Sequence[int], num_valid: int
+) -> Any:
     """A batch of rows whose ``fields`` are filled, of which ``num_valid`` count."""
     options = maker.options
     if options.pad:
         fields[VALID] = np.arange(len(rows)) < num_valid
     if options.collate is not None:
-        del fields["cu_seqlens"]
         samples = [{name: values[i] for name, values in fields.items()} for i in range(len(rows))]
-        for sample, row in zip(samples, rows, strict=True):
+        for sample, unit, row in zip(samples, units, rows, strict=True):
             if options.with_ids:
-                sample[IDS] = row.ids
+                sample[IDS] = unit.ids(row)
             if options.pad:
                 sample[VALID] = bool(sample[VALID])
         return options.collate(samples)
     if options.with_ids:
-        fields[IDS] = lay_side_by_side([row.ids for row in rows])
-    return {**{name: torch.from_numpy(values) for name, values in fields.items()}, "max_seqlen": longest}
+        fields[IDS] = lay_side_by_side([unit.ids(row) for unit, row in zip(units, rows, strict=True)])
+    return {
+        n: torch.from_numpy(of_field) if isinstance(of_field, np.ndarray) else of_field
+        for n, of_field in fields.items()
+    }
 
 
 def count_packed(counters: Counters, packed: Packed, sequences: IntArray) -> None:

@@ -162,6 +162,22 @@ def test_collate_gets_sequences_one_by_one(tmp_path: Path) -> None:
     assert sorted(i for _, ids in rows for i in ids) == list(range(len(DOCUMENTS)))
 
 
+@pytest.mark.parametrize(
+    "fields", [["tokens"], ["loss_mask", "max_seqlen"], ["cu_seqlens"], ["document_ids", "position_ids"]]
+)
+def test_a_batch_has_the_fields_that_are_wanted(tmp_path: Path, fields: list[str]) -> None:
+    source = write_parquet(tmp_path)
+    options: dict[str, Any] = {"batch_size": 3, "with_ids": True}
+    with (
+        DistributedDataLoader(source, **options, packing=Packing(seq_len=32)) as all_of_them,
+        DistributedDataLoader(source, **options, packing=Packing(seq_len=32, fields=fields)) as some,
+    ):
+        for whole, batch in zip(all_of_them, some, strict=True):
+            assert set(batch) == {*fields, "__id__"}
+            assert all(torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(whole[name])) for name in batch)
+        assert some.state_dict() == all_of_them.state_dict()
+
+
 def test_what_collate_raises_comes_with_its_own_batch(tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch_size": 1, "packing": Packing(seq_len=32), "with_ids": True}
     source = write_parquet(tmp_path)
