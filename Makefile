@@ -27,10 +27,10 @@ demo: $(VENV)/.demo
 PARALLEL := -n auto --maxprocesses=8
 
 # Slow tests run after the others, two at a time and those of a file one after another, so that servers and ranks do not
-# take the cores from each other. 5: none was selected.
+# take the cores from each other; in the order of tests/conftest.py, long files first. 5: none was selected.
 test: $(VENV)/.test servers
 	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -n 2 --dist loadfile -m slow $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS) || [ $$? = 5 ]
 
 quick: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)

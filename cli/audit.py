@@ -101,11 +101,14 @@ def show_report(report: AuditReport) -> None:
 
 def _show_mixture(screen: Console, account: MixtureAccount) -> None:
     rows, styles = [], []
+    drops = any(source.dropped for source in account.sources)
     for source in account.sources:
         numbers = [source.samples, source.epochs, source.delivered, source.missing, source.duplicated, source.replayed]
+        numbers += [source.dropped] if drops else []
         rows.append([source.name, *(f"{number:,}" for number in numbers)])
         styles.append("red" if source.duplicated or source.missing > account.skipped else "")
     header = ["source", "samples", "epochs", "delivered", "missing", "duplicated", "replayed"]
+    header += ["dropped"] if drops else []
     print_grid(screen, header, rows, styles=styles)
     screen.print()
     if account.lost:
@@ -113,5 +116,7 @@ def _show_mixture(screen: Console, account: MixtureAccount) -> None:
     if not account.is_exact:
         screen.print("samples are missing or were delivered more than once in an epoch of their source", style="red")
     else:
-        but = f", but for {account.skipped:,} skipped" if account.skipped else ""
+        dropped = sum(source.dropped for source in account.sources)
+        told = [f"{count:,} {what}" for count, what in ((account.skipped, "skipped"), (dropped, "dropped")) if count]
+        but = f", but for {' and '.join(told)}" if told else ""
         screen.print(f"every sample was delivered exactly once in each epoch of its source{but}", style="green")

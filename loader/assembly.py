@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ from .dataset.manifest import Manifest
 from .decoding.decode import FieldDecoders
 from .errors import ConfigError
 from .metrics import Counters
+from .mixtures.parts import MixtureParts
+from .mixtures.stream_position import MixedStreamPosition
 from .order.costs import SampleCosts
 from .order.plan import Share
 from .order.selection import Selection
@@ -78,6 +81,25 @@ def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes
     Raises:
         ConfigError: there are several ranks, which would have to look at the same time.
     """
+    return _peek(make_pipeline, decoders, passes, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1))
+
+
+def peek_mixed(make_pipeline: partial[Pipeline], parts: MixtureParts, passes: Passes) -> Any:
+    """As ``peek_alone``, of a mixture of which sources drop or pack samples."""
+    position = parts.position
+    assert isinstance(position, MixedStreamPosition)
+    return _peek(
+        make_pipeline,
+        parts.kinds[0].decoders,
+        passes,
+        kinds=[replace(kind, decoders=kind.decoders.copy()) for kind in parts.kinds],
+        place=lambda: position.place_at(*position.pass_start),
+        open_ledger=partial(position.open_ledger, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1)),
+        counts=[Counters() for _ in parts.counts],
+    )
+
+
+def _peek(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes, **alone: Any) -> Any:
     passes.resources.check_open()
     passes.check_rank()
     if passes.share.world_size > 1:
@@ -86,11 +108,10 @@ def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes
             "left is known to all ranks together; look with a loader of rank=0, world_size=1"
         )
     make = make_pipeline.keywords["make_assembler"]
-    alone = partial(make, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1), is_logged=False)
     pipeline = make_pipeline(
         options=passes.tune(passes.position.order),
         start=passes.start(*passes.position.pass_start),
-        make_assembler=alone,
+        make_assembler=partial(make, is_logged=False, **alone),
         decoders=decoders.copy(),
         counters=Counters(),
         workers=None,

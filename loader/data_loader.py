@@ -192,9 +192,6 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 split=split,
                 subset=subset,
                 weights=weights,
-                keep=keep,
-                may_drop=may_drop or None,
-                packing=packing,
                 cost=cost,
                 bucket=bucket,
                 batch_tokens=batch_tokens,
@@ -217,15 +214,20 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             may_drop=may_drop,
             goes_on=on_error != "stop",
         )
-        reshaping = Reshaping.of(keep, may_drop, transform, packing, told, on_error)
+        if isinstance(source, Mixture):
+            reshaping, drops = None, source.drops(keep=keep, may_drop=may_drop, packing=packing, transform=transform)
+            packs = source.packs(packing)
+        else:
+            reshaping = Reshaping.of(keep, may_drop, transform, packing, told, on_error)
+            drops, packs = reshaping is not None, packing is not None
         errors = ErrorArguments.read(
             on_error,
             max_errors,
             max_bad_chunks,
             quarantine,
             avoid,
-            drops=reshaping is not None,
-            packs=packing is not None,
+            drops=drops,
+            packs=packs,
             by_stage=fields_by_stage is not None,
             has_budget=told.budget is not None,
             audit_dir=audit_dir,
@@ -240,7 +242,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             max_bad_chunks=errors.max_bad_chunks or 0,
             may_drop=may_drop,
             keeps_by_all=reshaping is not None and reshaping.asks_about_all,
-            packs=packing is not None,
+            packs=packs,
             has_collate=collate is not None,
         )
         self._counters = Counters()
@@ -271,6 +273,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 "piece": piece,
             },
             is_logged=audit_dir is not None,
+            keep=keep,
+            packing=packing,
         )
         if isinstance(source, Mixture):
             self._parts = open_several(source, common)
@@ -289,8 +293,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 rank=share.rank,
                 world_size=share.world_size,
                 selection=self._parts.selection,
-                may_drop=reshaping is not None,
-                is_packed=packing is not None,
+                may_drop=drops,
+                is_packed=packs,
                 bad=self._parts.bad,
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )

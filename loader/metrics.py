@@ -165,14 +165,27 @@ class SourceProgress:
     """How far a run is in one source of a mixture, all ranks together, since the run began.
 
     Attributes:
-        samples: samples handed out, each as often as it came.
-        epochs: how often the whole source has come, such as 2.25.
+        samples: samples handed out, each as often as it came; of a source that is packed, its sequences.
+        epochs: how often the whole source has come, such as 2.25; where samples are dropped or packed, about.
         tokens: tokens of these samples, where all samples have as many; None elsewhere.
+        packed_documents: of a source that is packed, documents in the sequences that this rank got since the loader was
+            made, as the next two.
+        packed_tokens: the tokens of these documents.
+        padding_tokens: the tokens of padding in these sequences.
     """
 
     samples: int
     epochs: float
     tokens: int | None
+    packed_documents: int = 0
+    packed_tokens: int = 0
+    padding_tokens: int = 0
+
+    @property
+    def packing_efficiency(self) -> float:
+        """The share of the sequences' tokens that is not padding; NaN where nothing is packed."""
+        total = self.packed_tokens + self.padding_tokens
+        return self.packed_tokens / total if total else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from ..storage import open_store
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
-from .assembly import make_assembler, make_position, peek_alone
+from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
 from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
@@ -28,9 +28,11 @@ from .group_arguments import GroupArguments
 from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import MixtureParts, open_mixture
+from .mixtures.stream_position import MixedStreamPosition
 from .order.plan import Order, Share
 from .order.selection import Selection
 from .order.subset import Subset
+from .packing.config import Packing
 from .passes import Passes
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuning import PipelineOptions, reads_locally, tune
@@ -40,6 +42,7 @@ from .reading.chunk_source import ChunkSource
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 from .stream_position import StreamPosition
+from .streams.keep import KeepChoice
 from .streams.reshaping import Reshaping
 from .views.mixed_peek import MixedLook
 from .views.peek import Look
@@ -76,6 +79,8 @@ class Common:
     cache_bytes: int | None
     ordering: Mapping[str, Any]
     is_logged: bool
+    keep: KeepChoice | None
+    packing: Packing | None
 
     @property
     def tuning(self) -> dict[str, Any]:
@@ -238,7 +243,10 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         opening={
             "columns": common.columns,
             "decode": common.decode,
+            "keep": common.keep,
             "transform": common.batch_options.transform,
+            "may_drop": common.batch_options.may_drop,
+            "packing": common.packing,
             "format": common.format,
             "storage_options": common.storage_options,
             "counters": common.counters,
@@ -250,32 +258,38 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         raw=common.raw,
         processes=common.processes,
         max_bad_chunks=common.max_bad_chunks or 0,
+        is_logged=common.is_logged,
     )
     common.resources.store = parts.sources
+    if isinstance(parts.position, MixedStreamPosition):
+        common.resources.others.append(parts.position.ledgers)
     options = replace(parts.batch_options(common.batch_options), finish=common.group.cut)
-    common.start_workers(options.work, parts.sources[0].options.decode)
+    first = parts.kinds[0]
+    work = replace(options, transform=first.transform, may_drop=first.may_drop).work
+    common.start_workers(work, parts.sources[0].options.decode)
 
     def fit_options(order: Order) -> PipelineOptions:
         others = [(one.manifest, own.order) for one, own in zip(parts.sources, parts.orders, strict=True)]
         return tune(parts.sources.manifest, order, is_local=parts.sources.are_local, others=others, **common.tuning)
 
     look = MixedLook(parts, options, common.max_bad_chunks or 0, common.threads, common.device)
+    make_pipeline = partial(
+        Pipeline,
+        source=parts.chunks,
+        batch_options=options,
+        decoders=parts.kinds[0].decoders,
+        counters=common.counters,
+        workers=common.resources.workers,
+        make_assembler=parts.make_assembler,
+    )
     return Parts(
         manifest=parts.sources.manifest,
         share=common.share,
         position=parts.position,
         quarantine=parts.quarantine,
         look=look,
-        peek=look.peek,
+        peek=partial(peek_mixed, make_pipeline, parts) if parts.sources.are_streams else look.peek,
         tune=fit_options,
-        make_pipeline=partial(
-            Pipeline,
-            source=parts.chunks,
-            batch_options=options,
-            decoders=parts.kinds[0].decoders,
-            counters=common.counters,
-            workers=common.resources.workers,
-            make_assembler=parts.make_assembler,
-        ),
+        make_pipeline=make_pipeline,
         mixture=parts,
     )

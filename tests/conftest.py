@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -47,6 +49,23 @@ SLOW_FILES = {
     "test_restarts.py",
     "test_stall.py",
 }
+# Files whose few tests take a minute or more: begun first, so that no worker waits for one at the end.
+LONG_FILES = (
+    "test_nodes.py",
+    "test_continuation.py",
+    "test_restarts.py",
+    "test_bench.py",
+    "test_demo.py",
+    "test_stall.py",
+    "test_watchdog.py",
+    "test_memory.py",
+    "test_simulation_bench.py",
+    "test_integration_examples.py",
+    "test_bucket_s3.py",
+    "test_interrupts.py",
+    "test_filter_kills.py",
+    "test_gpu_bench.py",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,6 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             take_few_examples(item.function)
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
 
 def take_few_examples(function: Any) -> None:
@@ -107,7 +127,22 @@ S3_SERVER = Path(__file__).parent / "servers" / "s3_server.sh"
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[dict[str, Any]]:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run of pytest share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time do what ``path`` names."""
+    with path.with_suffix(".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(run_folder: Path) -> Iterator[dict[str, Any]]:
     """The storage_options of a real S3 server: the one that the environment names, or one started for this session."""
     given = os.environ.get("PENSTOCK_TEST_S3_ENDPOINT")
     if given:
@@ -125,17 +160,36 @@ def s3_endpoint() -> Iterator[dict[str, Any]]:
         if os.environ.get("CI", "").lower() not in {"", "0", "false"}:
             pytest.fail(reason + "; in CI the S3 tests may not be skipped")
         pytest.skip(reason)
-    # A short path of its own: the daemons' sockets may not have long names, and several test runs may go on at once.
-    folder = tempfile.mkdtemp(prefix="penstock-s3-")
-    try:
-        command = [S3_SERVER, "start", folder]
-        started = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=120)
-        if started.returncode:
-            pytest.fail(f"{S3_SERVER} did not start a server; its messages are above")
-        yield {"endpoint": started.stdout.strip(), "access_key": "test", "secret_key": "testsecret"}
-    finally:
-        subprocess.run([S3_SERVER, "stop", folder], timeout=60, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+    with serve_s3_to_all_workers(run_folder) as endpoint:
+        yield {"endpoint": endpoint, "access_key": "test", "secret_key": "testsecret"}
+
+
+@contextmanager
+def serve_s3_to_all_workers(run_folder: Path) -> Iterator[str]:
+    """The endpoint of a server that the first worker of this run starts, and the last one to leave stops.
+
+    Each holds a lock of the kernel's, so that one that died is not waited for.
+    """
+    with (run_folder / "s3-users").open("a") as users:
+        with locked(run_folder / "s3"):
+            place = run_folder / "s3-folder"
+            if not place.exists():
+                # A short path: the daemons' sockets may not have long names.
+                place.write_text(tempfile.mkdtemp(prefix="penstock-s3-"))
+            fcntl.flock(users, fcntl.LOCK_SH)
+            folder = place.read_text()
+            command = [S3_SERVER, "start", folder]  # where one runs, this tells its endpoint
+            started = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=120)
+        try:
+            if started.returncode:
+                pytest.fail(f"{S3_SERVER} did not start a server; its messages are above")
+            yield started.stdout.strip()
+        finally:
+            with locked(run_folder / "s3"), suppress(BlockingIOError):
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                subprocess.run([S3_SERVER, "stop", folder], timeout=60, check=False)
+                shutil.rmtree(folder, ignore_errors=True)
+                place.unlink()
 
 
 @pytest.fixture

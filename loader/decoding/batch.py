@@ -97,7 +97,8 @@ class BatchMaker:
     """Makes batches of gathered rows: has them decoded and transformed, about ``parts`` at once, then collates them.
 
     The threads of ``pool`` do this work, or ``workers``, which are processes. ``replacer`` replaces bad
-    samples; where they are dropped, ``bad`` counts them.
+    samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of one source
+    of a mixture; None: that of the options.
     """
 
     options: BatchOptions
@@ -110,6 +111,7 @@ class BatchMaker:
     stopping: threading.Event
     replacer: Replacer | None = None
     bad: BadSamples | None = None
+    seed: int | None = None
 
     def start(
         self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None
@@ -123,6 +125,10 @@ class BatchMaker:
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
+        if keys is None and self.seed is not None:
+            keys = np.empty((len(rows.ids), 3), np.uint64)
+            keys[:] = np.array([self.seed, epoch, 0], np.uint64)
+            keys[:, 2] = rows.ids
         return RowJob(self, rows, epoch, keys)
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:

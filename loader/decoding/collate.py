@@ -26,7 +26,8 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
       is in the order (h, w, c) stay in it
     - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
     - arrays and tensors of different shapes or dtypes: a list of tensors
-    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits): the list unchanged
+    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits, or beyond floats among floats): the
+      list unchanged
 
     With ``is_image`` the arrays are (h, w, c), and come out as (B, c, h, w) or a list of (c, h, w), without a copy:
     their memory format is channels_last.
@@ -39,7 +40,10 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     if kinds == {int} and min(values) >= _INT64_MIN and max(values) <= _INT64_MAX:
         return torch.tensor(values, dtype=torch.int64)
     if float in kinds and kinds <= {int, float}:
-        return torch.tensor(values, dtype=torch.float64)
+        try:
+            return torch.tensor(values, dtype=torch.float64)
+        except OverflowError:  # an int that no float is near to
+            return list(values)
     if all(isinstance(value, np.ndarray | np.generic) for value in values):
         return _collate_arrays([np.asarray(value) for value in values], is_image)
     if all(isinstance(value, torch.Tensor) for value in values):

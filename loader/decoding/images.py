@@ -28,6 +28,9 @@ cv2.setNumThreads(0)
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
 
+# A block of 8x8 pixels takes a bit of a JPEG at the least. What a smaller JPEG lacks is found while it is decoded.
+_JPEG_PIXELS_PER_BYTE = 8 * 64
+_SMALL_PIXELS = 1 << 24
 # A header that claims more pixels than this counts as damage, or as an attack on the machine's memory.
 MAX_PIXELS = 1 << 28
 
@@ -244,6 +247,8 @@ def _read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
     except ValueError as exc:
         raise DecodeError(f"damaged JPEG header ({len(data)} bytes): {exc}") from exc
     _check_pixels(height, width)
+    if height * width > max(_SMALL_PIXELS, _JPEG_PIXELS_PER_BYTE * len(data)):
+        raise DecodeError(f"damaged JPEG: it claims to be {width}x{height}, which {len(data)} bytes cannot hold")
     return height, width, colorspace in ("YCbCr", "Gray", "RGB")
 
 

@@ -17,8 +17,8 @@ from ..pipeline.assembler import Equipment, Start
 from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from .batch import Kind, KindRows, start_batch
+from .epochs import Place
 from .fields import check_fields
-from .position import Place
 from .quarantine import MixedQuarantine
 from .sources import OpenSources
 

@@ -21,15 +21,20 @@ from .sources import OpenSource, OpenSources
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is decoded and transformed alike: the numbers of its sources, their decoders and their transform."""
+    """What is decoded and transformed alike: the numbers of its sources, their decoders and their transform.
+
+    ``may_drop``: the transform may return None.
+    """
 
     sources: tuple[int, ...]
     decoders: FieldDecoders
     transform: Any
+    may_drop: bool = False
 
     def maker(self, maker: BatchMaker) -> BatchMaker:
         """The same maker for rows of this kind."""
-        return replace(maker, decoders=self.decoders, options=replace(maker.options, transform=self.transform))
+        options = replace(maker.options, transform=self.transform, may_drop=self.may_drop)
+        return replace(maker, decoders=self.decoders, options=options)
 
 
 def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
@@ -38,7 +43,8 @@ def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
     for number, source in enumerate(sources):
         for group in groups:
             other = sources[group[0]].options
-            if other.transform is source.options.transform and _same(other.decode, source.options.decode):
+            drops = other.may_drop == source.options.may_drop
+            if drops and other.transform is source.options.transform and _same(other.decode, source.options.decode):
                 group.append(number)
                 break
         else:
@@ -100,7 +106,14 @@ def start_batch(
     if len(kinds) == 1:
         keys = rows.keys_of(0) if _draws(makers[0]) else None
         return makers[0].start(rows.rows[0], 0, num_rows, num_valid, keys)
-    return MixedBatch(maker, makers, rows, num_rows, num_valid)
+    parts: list[tuple[IntArray, RowJob]] = []
+    for kind, own in enumerate(makers):
+        where = rows.where[kind]
+        if len(where):
+            keys = rows.keys_of(kind) if _draws(own) else None
+            parts.append((where, own.work(rows.rows[kind], 0, keys)))
+    by_samples = any(own.options.transform is not None for own in makers)
+    return MixedBatch(maker, parts, rows.ids, num_rows, num_valid, by_samples=by_samples)
 
 
 def _draws(maker: BatchMaker) -> bool:
@@ -108,28 +121,53 @@ def _draws(maker: BatchMaker) -> bool:
     return maker.options.transform is not None or any(maker.decoders.settled.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ReadySamples:
+    """Samples of a source that are decoded and transformed."""
+
+    samples: list[Sample]
+    is_done = True
+
+    def finish(self) -> None:
+        pass
+
+    def fields(self) -> dict[str, Any]:
+        raise NotImplementedError("a batch that has samples is made of samples")
+
+    def all_samples(self) -> list[Sample]:
+        return self.samples
+
+    def cancel(self) -> None:
+        pass
+
+
 class MixedBatch(UnfinishedBatch):
-    """A batch of several kinds of rows."""
+    """A batch of several kinds of rows: those of each ``parts`` and their places. ``ids`` (rows,) are those of all.
+
+    ``by_samples``: it is made of samples, not of whole fields, as one that is collated by a function always is.
+    """
 
     def __init__(
-        self, maker: BatchMaker, makers: Sequence[BatchMaker], rows: KindRows, num_rows: int, num_valid: int
+        self,
+        maker: BatchMaker,
+        parts: Sequence[tuple[IntArray, RowJob | ReadySamples]],
+        ids: IntArray,
+        num_rows: int,
+        num_valid: int,
+        *,
+        by_samples: bool,
     ) -> None:
         self._maker = maker
-        self._rows = rows
+        self._parts = parts
+        self._ids = ids
         self._num_rows = num_rows
         self._num_valid = num_valid
-        self._by_samples = maker.options.collate is not None or any(m.options.transform is not None for m in makers)
-        self._parts: list[tuple[IntArray, RowJob]] = []
-        for kind, own in enumerate(makers):
-            where = rows.where[kind]
-            if len(where):
-                keys = rows.keys_of(kind) if _draws(own) else None
-                self._parts.append((where, own.work(rows.rows[kind], 0, keys)))
+        self._by_samples = by_samples or maker.options.collate is not None
 
     def result(self) -> Batch:
         for _, part in self._parts:
             part.finish()
-        count, ids = len(self._rows.epochs), self._rows.ids
+        count, ids = len(self._ids), self._ids
         if self._by_samples:
             samples: list[Sample] = [{}] * count
             for where, part in self._parts:

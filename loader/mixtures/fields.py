@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..columns import KEY_COLUMN, Block
+from ..columns import KEY_COLUMN, Block, IntArray
 from ..decoding.batch import BatchMaker
 from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
-from .batch import Kind
+from ..reading.quarantine import DATA_ERRORS
+from .batch import Kind, group_kinds
 from .sources import OpenSource, OpenSources
 
+_MOST_LOOKED_AT, _MOST_TRIED = 256, 16  # samples that may all be dropped
+_MOST_CHUNKS = 4  # that may all be bad
 _CURE = (
     "give the sources the same fields with Source(columns=...), or the same fields and types with Source(transform=...)"
 )
@@ -28,7 +31,7 @@ def check_names(sources: Sequence[OpenSource]) -> None:
     Raises:
         ConfigError: names a field that one has and another lacks.
     """
-    plain = [source for source in sources if source.options.transform is None]
+    plain = [source for source in sources if source.options.transform is None and source.packer is None]
     for source in plain[1:]:
         _compare(plain[0].name, _names(plain[0]), source.name, _names(source))
 
@@ -60,13 +63,15 @@ def check_fields(sources: OpenSources, kinds: Sequence[Kind], maker: BatchMaker)
         ConfigError: names a field that differs, and the sources.
         What reading, decoding or transforming the samples raises.
     """
-    if sources.are_alike or (len(kinds) == 1 and len({_promise(source) for source in sources}) == 1):
+    if sources.are_alike or (len(group_kinds(sources)) == 1 and len({_promise(source) for source in sources}) == 1):
         return
-    seen = [
-        (sources[number].name, dict(_first_fields(sources, number, kind, maker)))
+    found = [
+        (sources[number].name, _first_fields(sources, number, kind, maker))
         for kind in kinds
         for number in kind.sources
+        if sources[number].packer is None  # whose sequences all have the same fields
     ]
+    seen = [(name, fields) for name, fields in found if fields is not None]
     for name, fields in seen[1:]:
         one, of_one = seen[0]
         _compare(one, of_one, name, fields)
@@ -103,23 +108,62 @@ def _promise(source: OpenSource) -> Any:
     return source.manifest.format, types, tuple(sorted(map(str, source.manifest.config.items())))
 
 
-def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMaker) -> Iterator[tuple[str, _Value]]:
-    """The fields of a source's first sample, and what each is."""
+def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMaker) -> dict[str, _Value] | None:
+    """The fields of a source's first sample that stays, and what each is; None if none of the first few does."""
     source = sources[number]
-    chunk = int(np.flatnonzero(source.chunk_samples)[0])
-    row = 0 if source.selection is None else int(source.selection.rows_of(chunk)[0])
-    block: Block = source.chunks.load(chunk)
+    chunk, block = _first_readable(source)
+    numbers = np.arange(source.chunk_samples[chunk]) if source.selection is None else source.selection.rows_of(chunk)
     joint = chunk + sources.first_chunks[number]
-    group = ChunkRows(joint, np.array([row]), np.zeros(1, np.int64))
-    rows = gather([(group, block)], 1, sources.manifest.first_ids, kind.decoders)
     own = kind.maker(maker)
-    own = replace(own, options=replace(own.options, collate=None, with_ids=False, pad=False))
-    keys = np.zeros((1, 3), np.uint64)
-    batch = own.start(rows, 0, 1, 1, keys).result()
-    for name, values in batch.items():
-        column = block.columns.get(name)
-        is_fixed = isinstance(values, torch.Tensor) and kind.transform is None and not hasattr(column, "starts")
-        yield name, _describe(values, is_fixed=is_fixed)
+    own = replace(own, options=replace(own.options, collate=None, with_ids=False, pad=False, finish=None))
+    for row in _kept(source, block, numbers[:_MOST_LOOKED_AT])[:_MOST_TRIED].tolist():
+        group = ChunkRows(joint, np.array([row]), np.zeros(1, np.int64))
+        rows = gather([(group, block)], 1, sources.manifest.first_ids, kind.decoders)
+        if source.columns is not None:
+            rows = replace(rows, fields={name: of for name, of in rows.fields.items() if name in source.columns})
+        keys = np.zeros((1, 3), np.uint64)
+        if kind.may_drop:
+            samples, failed = own.work(rows, 0, keys).samples()
+            if failed is not None or samples[0] is None:  # what it raised is raised again in its place
+                continue
+            batch = own.join([samples[0]], rows.ids, 1, 1).result()
+        else:
+            batch = own.start(rows, 0, 1, 1, keys).result()
+        found = {}
+        for name, values in batch.items():
+            column = block.columns.get(name)
+            is_fixed = isinstance(values, torch.Tensor) and kind.transform is None and not hasattr(column, "starts")
+            found[name] = _describe(values, is_fixed=is_fixed)
+        return found
+    return None
+
+
+def _first_readable(source: OpenSource) -> tuple[int, Block]:
+    """The first chunk with samples that can be read; a few bad ones are passed over. Raises what the last one does."""
+    chunks = np.flatnonzero(source.chunk_samples)[:_MOST_CHUNKS].tolist()
+    for chunk in chunks:
+        try:
+            return chunk, source.chunks.load(chunk)
+        except DATA_ERRORS:
+            if chunk == chunks[-1]:
+                raise
+    raise AssertionError("a source has samples")
+
+
+def _kept(source: OpenSource, block: Block, rows: IntArray) -> IntArray:
+    """Those of a chunk's rows that ``keep=`` keeps."""
+    sieve = None if source.reshaping is None else source.reshaping.sieve
+    if sieve is None:
+        return rows
+    group = ChunkRows(0, rows, np.arange(len(rows)))
+    looked = gather([(group, block)], len(rows), np.zeros(1, np.int64), sieve.decoders)
+    if sieve.columns is not None:
+        looked = replace(looked, fields={name: of for name, of in looked.fields.items() if name in sieve.columns})
+    try:
+        kept: IntArray = rows[sieve.holds(looked)]
+    except Exception:  # noqa: BLE001 - raised again, with the sample's name, where its batch would have been
+        return rows[:0]
+    return kept
 
 
 def _describe(values: Any, *, is_fixed: bool) -> _Value:

@@ -17,6 +17,8 @@ from ..errors import ConfigError
 from ..formats.shard import ShardFormat
 from ..order.mixture import MOST_SAMPLES, Stop, WeightChange
 from ..order.subset import Subset
+from ..packing.config import Packing
+from ..streams.keep import KeepChoice
 
 _INHERITED: Any = type("Inherited", (), {"__repr__": lambda self: "<the loader's>"})()
 _MOST_SOURCES = 1 << 12
@@ -30,6 +32,10 @@ class Source:
         url: what a loader takes as its source: a prefix, a shard, a pattern, a list of these, or a ``Manifest``.
         weight: its share of the mixture's samples, relative to the other weights; 0 to begin with it later.
         columns, decode, transform, format, storage_options: as those of the loader, for this data set alone.
+        keep, may_drop: which of its samples stay, as the loader's. It then gives as many outputs as before, of what
+            is left.
+        packing: how its documents are packed, as the loader's; None to leave them as they are. Documents of several
+            sources are not packed together, and shares count sequences.
         split, subset: the part of it that is read, as the loader's.
     """
 
@@ -38,7 +44,10 @@ class Source:
     weight: float = 1.0
     columns: Sequence[str] | None = _INHERITED
     decode: DecodeChoice = _INHERITED
-    transform: Callable[..., Sample] | None = _INHERITED
+    keep: KeepChoice | None = _INHERITED
+    transform: Callable[..., Sample | None] | None = _INHERITED
+    may_drop: bool = _INHERITED
+    packing: Packing | None = _INHERITED
     format: ShardFormat | str | None = _INHERITED
     storage_options: Mapping[str, Any] | None = _INHERITED
     split: Split | None = None
@@ -51,7 +60,10 @@ class Source:
     def fill(self, **defaults: Any) -> Source:
         """The same source with the loader's arguments where it has none of its own."""
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is _INHERITED}
-        return replace(self, **missing)
+        filled = replace(self, **missing)
+        if "may_drop" in missing and filled.transform is None:  # it is about other sources' transforms
+            return replace(filled, may_drop=False)
+        return filled
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,21 @@ class Mixture:
 
     def _check_sum(self, change: WeightChange) -> None:
         check_weights(dict(zip((leaf for leaf, _ in self.leaves()), change.weights, strict=True)), self.stratified)
+
+    def packs(self, packing: Packing | None) -> bool:
+        """Whether any source is packed by a loader that has this ``packing``."""
+        return any(source.fill(packing=packing).packing is not None for _, source in self.leaves())
+
+    def drops(self, **defaults: Any) -> bool:
+        """Whether any source drops or packs samples in a loader that has these arguments.
+
+        Raises:
+            ConfigError: ``may_drop`` is given, and no source has a transform.
+        """
+        filled = [source.fill(**defaults) for _, source in self.leaves()]
+        if defaults.get("may_drop") and all(source.transform is None for source in filled):
+            raise ConfigError("may_drop=True without a transform: it says that a transform= may return None")
+        return any(of.keep is not None or bool(of.may_drop) or of.packing is not None for of in filled)
 
     def leaves(self) -> Iterator[tuple[str, Source]]:
         """Every source by its full name, nested ones included, in order."""

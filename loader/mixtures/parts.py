@@ -11,9 +11,13 @@ from ..decoding.batch import BatchOptions
 from ..decoding.decode import FieldDecoders, RawValues
 from ..decoding.first_values import ImageFields
 from ..errors import ConfigError
-from ..metrics import LoaderMetrics, MixtureMetrics, SourceProgress
+from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..order.mixed_spans import SourceOrder
+from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..streams import channel as channels
+from ..streams.channel import number_loader
+from ..streams.ledger import Ledgers
 from .assembler import MixtureAssembler
 from .batch import Kind, group_kinds
 from .fields import check_names
@@ -21,15 +25,14 @@ from .mixture import Mixture
 from .position import MixturePosition
 from .quarantine import MixedQuarantine
 from .sources import JointChunks, OpenSources, open_sources
+from .stream_assembler import MixedStreamAssembler
+from .stream_position import MixedStreamPosition
 
 # Arguments of a loader that a mixture cannot have as a whole, and what to do instead.
 _OF_SOURCES = {
     "subset": "give each source its own: Source(url, subset=...)",
     "split": "give each source its own: Source(url, split=...)",
     "weights": "the weights of sources are in the Mixture; weights of single samples are for a loader of one data set",
-    "keep": "sources are not filtered yet; filter each data set by a loader of its own, or write what is kept",
-    "may_drop": "a mixture's transforms must keep every sample; filter each data set by a loader of its own",
-    "packing": "documents of a mixture are not packed yet; pack each data set by a loader of its own",
     "on_error": "bad samples of a mixture are neither replaced nor skipped yet; max_bad_chunks= replaces its chunks",
     "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
     "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
@@ -54,6 +57,8 @@ class MixtureParts:
     chunks: JointChunks
     kinds: Sequence[Kind]
     quarantine: MixedQuarantine
+    counts: Sequence[Counters]  # of what is packed, by source
+    is_logged: bool
 
     @property
     def orders(self) -> Sequence[SourceOrder]:
@@ -61,11 +66,23 @@ class MixtureParts:
 
     def batch_options(self, options: BatchOptions) -> BatchOptions:
         """The loader's, with what a mixture adds: of several kinds, each has its own transform."""
+        options = replace(options, may_drop=False)
         transform = self.kinds[0].transform if len(self.kinds) == 1 else None
         return replace(options, transform=transform, identify=self.sources.identify)
 
     @property
     def make_assembler(self) -> Callable[[Equipment, Start], Assembler]:
+        if isinstance(self.position, MixedStreamPosition):
+            return partial(
+                MixedStreamAssembler,
+                sources=self.sources,
+                kinds=self.kinds,
+                quarantine=self.quarantine,
+                place=self.position.place,
+                open_ledger=self.position.open_ledger,
+                is_logged=self.is_logged,
+                counts=self.counts,
+            )
         return partial(
             MixtureAssembler,
             sources=self.sources,
@@ -78,10 +95,17 @@ class MixtureParts:
         """A loader's metrics with those of its sources."""
         _, _, here = self.position.cursor()
         progress = {}
-        for source, taken in zip(self.sources, here.taken, strict=True):
-            length = source.manifest.config.get("seq_len")
-            tokens = None if length is None else taken * int(length)
-            progress[source.name] = SourceProgress(samples=taken, epochs=taken / source.num_samples, tokens=tokens)
+        for number, (source, taken) in enumerate(zip(self.sources, here.taken, strict=True)):
+            length = None if source.packer is not None else source.manifest.config.get("seq_len")
+            packed = self.counts[number].totals()
+            progress[source.name] = SourceProgress(
+                samples=taken,
+                epochs=self.position.count_epochs(number, taken),
+                tokens=None if length is None else taken * int(length),
+                packed_documents=packed.packed_documents,
+                packed_tokens=packed.packed_tokens,
+                padding_tokens=packed.padding_tokens,
+            )
         return MixtureMetrics(**vars(metrics), run_samples=here.position, sources=progress)
 
 
@@ -93,6 +117,7 @@ def open_mixture(
     raw: RawValues,
     processes: int,
     max_bad_chunks: int,
+    is_logged: bool,
 ) -> MixtureParts:
     """Open all sources and compare what they hold; ``opening`` and ``ordering`` are the arguments of these steps.
 
@@ -102,7 +127,8 @@ def open_mixture(
     sources = open_sources(mixture, **opening)
     try:
         check_names(sources)
-        position = MixturePosition(mixture, sources, **ordering)
+        check_packed(sources)
+        position = _make_position(mixture, sources, **ordering)
         groups = group_kinds(sources)
         if processes and len(groups) > 1:
             one, other = (sources[group[0]].name for group in groups[:2])
@@ -110,6 +136,8 @@ def open_mixture(
                 f"processes={processes} with sources that have transform= or decode= of their own ({one!r} and "
                 f"{other!r}): worker processes run one; use threads (processes=0), or one transform for all sources"
             )
+        if sources.are_streams:
+            groups = [(number,) for number in range(len(sources))]
         chunks = JointChunks(sources, [source.chunks for source in sources])
         return MixtureParts(
             sources=sources,
@@ -117,17 +145,55 @@ def open_mixture(
             chunks=chunks,
             kinds=[_make_kind(sources, group, raw, processes) for group in groups],
             quarantine=MixedQuarantine(sources, [source.chunks for source in sources], max_bad_chunks),
+            counts=[Counters() for _ in sources],
+            is_logged=is_logged,
         )
     except BaseException:
         sources.close()
         raise
 
 
+def _make_position(mixture: Mixture, sources: OpenSources, *, share: Share, **ordering: Any) -> MixturePosition:
+    if not sources.are_streams:
+        return MixturePosition(mixture, sources, share=share, **ordering)
+    of = [
+        (source.manifest.fingerprint, None if s is None else s.to_dict())
+        for source in sources
+        for s in [source.selection]
+    ]
+    name = number_loader(f"mixture {of}", share.world_size)
+    ledgers = Ledgers(
+        lambda: channels.open_channel(name, share.world_size), rank=share.rank, world_size=share.world_size
+    )
+    return MixedStreamPosition(mixture, sources, ledgers=ledgers, share=share, **ordering)
+
+
+def check_packed(sources: OpenSources) -> None:
+    """Raise ConfigError unless all sources give sequences of one length with the same fields, or none does."""
+    packs = {source.name: None if source.packer is None else source.packer.packing.seq_len for source in sources}
+    if len(set(packs.values())) > 1:
+        said = ", ".join(
+            f"{name!r} {'does not pack' if length is None else f'makes {length}'}" for name, length in packs.items()
+        )
+        raise ConfigError(
+            f"the sources of the mixture differ in the tokens of their sequences: {said}; give all the same seq_len, "
+            "or the loader packing= for all. Packing(seq_len=..., buffer_size=1) makes a sequence of each sample"
+        )
+    made = {source.name: source.packer.packing.batch_fields for source in sources if source.packer is not None}
+    if len(set(made.values())) > 1:
+        said = ", ".join(f"{name!r} {list(fields)}" for name, fields in made.items())
+        raise ConfigError(
+            f"the sources of the mixture differ in the fields of their packed batches: {said}; give all their Packing "
+            "the same fields="
+        )
+
+
 def _make_kind(sources: OpenSources, group: tuple[int, ...], raw: RawValues, processes: int) -> Kind:
     options = sources[group[0]].options
     decoders = FieldDecoders(options.decode, raw, processes)
     decoders.are_images = _ImagesOfAll({sources[number].name: ImageFields(sources[number].chunks) for number in group})
-    return Kind(group, decoders, options.transform)
+    may_drop = any(source.reshaping is not None and source.reshaping.may_drop for source in (sources[n] for n in group))
+    return Kind(group, decoders, options.transform, may_drop)
 
 
 class _ImagesOfAll:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import xxhash
 
 from ..errors import ConfigError, StateMismatchError
@@ -16,12 +15,13 @@ from ..order.auto import Choice, choose_order
 from ..order.mixed_spans import SourceOrder
 from ..order.mixture import Cursor, MixturePlan
 from ..order.mixture_state import MixtureState, SourceState
-from ..order.permutation import IntArray, stream_key
+from ..order.permutation import stream_key
 from ..order.plan import Order, Share
 from ..order.steps import Steps
 from ..position import RunPosition
+from .epochs import EpochPlace, EpochSteps, Place
 from .mixture import Mixture, check_position, update_weights
-from .resuming import identity_of, match_sources, merge_changes
+from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream
 from .sources import OpenSource, OpenSources
 
 _FOR_SOURCES = 6  # what a stream of random numbers is used for, as in plan.py
@@ -30,53 +30,6 @@ _MOST_AHEAD = 10_000  # epochs, whose ends are found one after another
 
 class MixtureChangedWarning(UserWarning):
     """A state was loaded into a mixture of other sources or weights; says what became of each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """From where on a run is read: at ``here``, ``consumed`` samples into an epoch that began at ``start``."""
-
-    plan: MixturePlan
-    orders: Sequence[SourceOrder]
-    epoch: int
-    start: Cursor
-    consumed: int
-    here: Cursor
-
-
-@dataclass(frozen=True, slots=True)
-class _Epoch:
-    """An epoch's start, and a place inside it that is known: ``left`` batches before its end (None: it has none)."""
-
-    start: Cursor
-    base: Cursor
-    left: int | None
-
-    @property
-    def base_consumed(self) -> int:
-        return self.base.position - self.start.position
-
-
-@dataclass(frozen=True, slots=True)
-class _EpochSteps:
-    """The batches of an epoch, each of ``size`` samples; ``left_at`` tells how many are left at a position."""
-
-    size: int
-    left_at: Callable[[int], int | None]
-
-    def ahead(self, first: int, most: int) -> int:
-        left = self.left_at(first)
-        return most if left is None else min(most, left)
-
-    def bounds(self, first: int, steps: int) -> IntArray:
-        found: IntArray = first + np.arange(steps + 1, dtype=np.int64) * self.size
-        return found
-
-    def count(self, first: int) -> int:
-        left = self.left_at(first)
-        if left is None:
-            raise TypeError("a mixture with stop='never' has no length; count the steps, or give another stop")
-        return left
 
 
 class MixturePosition(RunPosition):
@@ -125,7 +78,7 @@ class MixturePosition(RunPosition):
             mixture.stratified,
         )
         begin = Cursor.begin(len(sources))
-        self._epochs = {0: _Epoch(begin, begin, self.plan.steps_left(begin, begin))}
+        self._epochs = {0: self._epoch(begin, begin)}
         super().__init__(share)
 
     def _choose(self, source: OpenSource, **choices: Any) -> SourceOrder:
@@ -149,6 +102,10 @@ class MixturePosition(RunPosition):
             chunk_samples=source.manifest.samples, order=order, first_chunk=first, selection=source.selection
         )
 
+    def _epoch(self, start: Cursor, here: Cursor) -> EpochPlace:
+        """An epoch that began at ``start``, of which ``here`` is known."""
+        return EpochPlace(start, here, self.plan.steps_left(start, here))
+
     # -- epochs ---------------------------------------------------------------------------------------------------
 
     @property
@@ -169,7 +126,7 @@ class MixturePosition(RunPosition):
             self.plan = replace(self.plan, global_batch_size=share.global_batch_size)
             for before in [number for number in self._epochs if number < epoch]:
                 first = self._epochs[before].start
-                self._epochs[before] = _Epoch(first, first, self.plan.steps_left(first, first))
+                self._epochs[before] = self._epoch(first, first)
             self._stand(epoch, start, here, self.is_loaded)
         super().change_share(share)
 
@@ -178,7 +135,7 @@ class MixturePosition(RunPosition):
         return self._steps(self.upcoming[0]).count(0)
 
     def _steps(self, epoch: int) -> Steps:
-        return _EpochSteps(self.plan.global_batch_size, partial(self._left_at, epoch))
+        return EpochSteps(self.plan.global_batch_size, partial(self._left_at, epoch))
 
     def _left_at(self, epoch: int, consumed: int) -> int | None:
         """Batches from a position to its epoch's end; None if that never comes."""
@@ -189,7 +146,7 @@ class MixturePosition(RunPosition):
             return self.plan.steps_left(known.start, known.start) if not consumed else None
         return known.left - (consumed - known.base_consumed) // self.plan.global_batch_size
 
-    def _known(self, epoch: int) -> _Epoch:
+    def _known(self, epoch: int) -> EpochPlace:
         before = max((known for known in self._epochs if known <= epoch), default=None)
         if before is None:
             raise ConfigError(
@@ -203,13 +160,14 @@ class MixturePosition(RunPosition):
         while before < epoch:
             last = self._epochs[before]
             if last.left is None:
-                raise ConfigError(
-                    f"epoch {epoch} of a mixture with stop='never': there is only epoch 0, which is endless"
-                )
+                self._refuse_later(epoch)
             start = self.plan.advance(last.base, last.left)
             before += 1
-            self._epochs[before] = _Epoch(start, start, self.plan.steps_left(start, start))
+            self._epochs[before] = self._epoch(start, start)
         return self._epochs[epoch]
+
+    def _refuse_later(self, epoch: int) -> NoReturn:
+        raise ConfigError(f"epoch {epoch} of a mixture with stop='never': there is only epoch 0, which is endless")
 
     def set_epoch(self, epoch: int) -> bool:
         self._known(epoch)
@@ -272,7 +230,7 @@ class MixturePosition(RunPosition):
     def _stand(self, epoch: int, start: Cursor, here: Cursor, is_loaded: bool) -> None:
         """Go to a place, of which alone the epochs are counted from now on."""
         self._epochs = {e: v for e, v in self._epochs.items() if e < epoch}
-        self._epochs[epoch] = _Epoch(start, here, self.plan.steps_left(start, here))
+        self._epochs[epoch] = self._epoch(start, here)
         self.epoch, self.consumed, self.is_loaded = epoch, here.position - start.position, is_loaded
 
     # -- states ---------------------------------------------------------------------------------------------------
@@ -297,11 +255,25 @@ class MixturePosition(RunPosition):
                     piece=ordered.order.piece,
                     start=start.taken[k],
                     taken=here.taken[k],
+                    stream=self._stream_state(k),
                 )
                 for k, (source, ordered) in enumerate(zip(self._sources, self._orders, strict=True))
             ),
             parted=self._parted,
         )
+
+    def count_epochs(self, source: int, taken: int) -> float:
+        """How often a whole source has come where so many of its samples were handed out."""
+        return float(taken / self._sources[source].num_samples)
+
+    def _stream_state(self, source: int) -> Mapping[str, Any]:
+        """What a state has of a source besides, where its outputs are not arithmetic."""
+        return {}
+
+    def _check_stream(self, source: OpenSource, state: SourceState, lanes: int) -> None:
+        """Raise StateMismatchError where what a state has of a source besides means nothing here."""
+        if state.stream:
+            refuse_other_stream(source.name, state.stream, {})
 
     def check_state(self, state: Mapping[str, Any]) -> MixtureState:
         loaded = MixtureState.from_dict(state)
@@ -313,6 +285,8 @@ class MixturePosition(RunPosition):
                 )
         known = match_sources(self._sources, loaded)
         for source, found in zip(self._sources, known, strict=True):
+            if found is not None:
+                self._check_stream(source, found, loaded.lanes)
             for name, value in self._fixed.items() if found is not None else ():
                 if value is not None and getattr(found, name) != value:
                     raise StateMismatchError(
@@ -322,7 +296,9 @@ class MixturePosition(RunPosition):
         return loaded
 
     def load(self, state: MixtureState) -> None:
-        known = match_sources(self._sources, state)
+        self._take_over(state, match_sources(self._sources, state))
+
+    def _take_over(self, state: MixtureState, known: Sequence[SourceState | None]) -> None:
         self._order = replace(self._order, lanes=state.lanes)
         self._orders = [
             self._ordered(source, replace(ordered.order, lanes=state.lanes) if old is None else state.order_of(old))
@@ -338,4 +314,4 @@ class MixturePosition(RunPosition):
         self._stand(state.epoch, start, here, True)
         self.skip_end()
         if news:
-            warnings.warn("the mixture is not the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=3)
+            warnings.warn("the mixture is not the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4)

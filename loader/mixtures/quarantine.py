@@ -12,6 +12,19 @@ from ..reading.quarantine import BadChunk, Quarantine
 from .sources import OpenSources
 
 
+class QuarantineOfSource:
+    """A quarantine of all sources, seen by one of them: chunks have the numbers of its own manifest."""
+
+    def __init__(self, of_all: MixedQuarantine, first_chunk: int) -> None:
+        self._of_all = of_all
+        self._first = first_chunk
+
+    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
+        """As ``Quarantine.replace``."""
+        other, block = self._of_all.replace(replace(group, chunk=group.chunk + self._first), error)
+        return replace(other, chunk=other.chunk - self._first), block
+
+
 class MixedQuarantine:
     """Used by the assembler thread; ``records``, whose chunks are joint numbers, by any."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import StateMismatchError
 from ..order.mixture import WeightChange
@@ -44,6 +44,18 @@ def match_sources(sources: OpenSources, state: MixtureState) -> list[SourceState
             )
         found.append(match)
     return found
+
+
+def refuse_other_stream(name: str, had: Mapping[str, Any], here: Mapping[str, Any]) -> NoReturn:
+    """Raise StateMismatchError: a state's source yields other outputs than here, of which it says what is known."""
+    kinds = {"filter": "drops samples", "packing": "packs documents", None: "delivers every sample"}
+    before, now = (kinds.get(stream.get("kind"), "does something unknown") for stream in (had, here))
+    if before == now:
+        now = "packs them otherwise (seq_len, method, tokenizer, eos, buffer_size or another setting of Packing)"
+    raise StateMismatchError(
+        f"the source {name!r} {before} in the state's run, and {now} here, so that its position means nothing here; "
+        "give it the same keep=, may_drop= and packing= as there, or a new name to begin it anew"
+    )
 
 
 def _is_same(old: SourceState, identity: Mapping[str, Any]) -> bool:

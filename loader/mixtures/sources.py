@@ -25,8 +25,11 @@ from ..decoding.batch import IDS
 from ..formats.detect import make_format
 from ..metrics import Counters
 from ..order.selection import Selection
+from ..packing.config import Packing
+from ..packing.packer import Packer
 from ..pipeline.tuning import reads_locally
 from ..reading.chunk_source import ChunkSource
+from ..streams.reshaping import Reshaping
 from .mixture import Mixture, Source
 
 SOURCE = "__source__"
@@ -34,7 +37,10 @@ SOURCE = "__source__"
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSource:
-    """One data set of a mixture, under its name there. ``columns`` are those that are read, None for all."""
+    """One data set of a mixture, under its name there. ``columns`` are those that are decoded, None for all.
+
+    ``reshaping`` is None where all of its samples are delivered.
+    """
 
     name: str
     options: Source
@@ -43,6 +49,7 @@ class OpenSource:
     columns: Sequence[str] | None
     store: Store
     chunks: ChunkSource
+    reshaping: Reshaping | None = None
 
     @property
     def num_samples(self) -> int:
@@ -53,6 +60,15 @@ class OpenSource:
     def chunk_samples(self) -> IntArray:
         """(chunks,) int64: how many samples of each chunk an epoch has."""
         return self.manifest.samples if self.selection is None else self.selection.counts
+
+    @cached_property
+    def stream_kind(self) -> Mapping[str, Any]:
+        """What states tell of what is dropped or packed; empty where all samples are delivered."""
+        return {} if self.reshaping is None else self.reshaping.kind_for(self.manifest)
+
+    @property
+    def packer(self) -> Packer | None:
+        return None if self.reshaping is None else self.reshaping.packer
 
 
 class OpenSources(Sequence[OpenSource]):
@@ -99,6 +115,16 @@ class OpenSources(Sequence[OpenSource]):
         return [(s.name, s.manifest.fingerprint, s.manifest.num_samples, s.num_samples) for s in self._sources]
 
     @property
+    def are_streams(self) -> bool:
+        """Whether any drops or packs samples, so that only reading tells how many outputs its epochs have."""
+        return any(source.reshaping is not None for source in self._sources)
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether they give sequences."""
+        return any(source.packer is not None for source in self._sources)
+
+    @property
     def are_local(self) -> bool:
         return all(reads_locally(source.store) for source in self._sources)
 
@@ -121,10 +147,21 @@ def open_sources(
     Raises what opening a data set raises, with a note of the source's name.
     """
     opened: list[OpenSource] = []
+    packers: dict[int, Packer] = {}
+
+    def open_packer(packing: Packing) -> Packer:
+        """One for all sources with the same settings, whose tokenizer is loaded once."""
+        if id(packing) not in packers:
+            packers[id(packing)] = Packer.open(packing)
+        return packers[id(packing)]
+
     try:
         for name, given in mixture.leaves():
             try:
-                opened.append(_open(name, given.fill(**defaults), counters, memory_limit, cache_dir, cache_limit))
+                filled = given.fill(**defaults)
+                of = filled.keep, filled.may_drop, filled.transform, filled.packing
+                reshaping = Reshaping.of(*of, open_packer=open_packer)
+                opened.append(_open(name, filled, reshaping, counters, memory_limit, cache_dir, cache_limit))
             except Exception as exc:
                 exc.add_note(f"in the source {name!r} of the mixture")
                 raise
@@ -138,6 +175,7 @@ def open_sources(
 def _open(
     name: str,
     options: Source,
+    reshaping: Reshaping | None,
     counters: Counters,
     memory_limit: int | None,
     cache_dir: str | PathLike[str] | None,
@@ -150,7 +188,10 @@ def _open(
         format=options.format,
         cache_dir=cache_dir,
     )
-    columns = check_names(manifest, options.columns, options.decode)
+    columns = read = check_names(manifest, options.columns, options.decode)
+    if reshaping is not None:
+        columns = reshaping.columns_of_batches(manifest, columns)
+        read = reshaping.columns_to_read(manifest, columns)
     selection = make_selection(manifest, options.subset, None)
     store = open_store(
         manifest.url, storage_options=options.storage_options, cache_dir=cache_dir, cache_limit=cache_limit
@@ -163,7 +204,8 @@ def _open(
         selection=selection,
         columns=columns,
         store=store,
-        chunks=ChunkSource(manifest, shard_format, store, columns, counters, memory_limit),
+        chunks=ChunkSource(manifest, shard_format, store, read, counters, memory_limit),
+        reshaping=reshaping,
     )
 
 

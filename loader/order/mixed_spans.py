@@ -118,7 +118,7 @@ class MixedSpans:
         part_of = segments.lane % len(pieces)
         parts, chunks, uses = [], [], []
         for number, (source, source_epoch, bounds) in enumerate(pieces):
-            own = _pick(segments, part_of == number, len(pieces))
+            own = pick_segments(segments, part_of == number, len(pieces))
             part = Part(source, source_epoch, Span(source_epoch, bounds, own, row_starts, num_valid))
             parts.append(part)
             entered = self._spans_of(source, source_epoch).open_windows(own)
@@ -195,7 +195,7 @@ class MixedSpans:
         return uses
 
 
-def _pick(segments: Segments, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], parts: int) -> Segments:
+def pick_segments(segments: Segments, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], parts: int) -> Segments:
     """The chosen segments, whose columns (lane, part) become lanes."""
     return Segments(
         segments.step[chosen],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
@@ -21,7 +21,7 @@ class SourceState:
     """Where one source is: ``taken`` samples of its endless sequence, ``start`` of them before the mixture's epoch.
 
     ``fingerprint``, ``num_samples`` and ``selection`` say which samples one of its epochs has; ``seed``, ``window`` and
-    ``piece`` are those of its order.
+    ``piece`` are those of its order. ``stream``, of a source whose samples are dropped or packed: see ``SourceStream``.
     """
 
     name: str
@@ -33,6 +33,11 @@ class SourceState:
     piece: int
     start: int
     taken: int
+    stream: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; without ``stream`` where there is nothing in it."""
+        return {name: value for name, value in asdict(self).items() if name != "stream" or value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +88,8 @@ class MixtureState:
                 "given": _dump(self.given),
                 "changes": _dump(self.changes),
             },
-            "sources": [asdict(source) for source in self.sources],
-            "parted": [asdict(source) for source in self.parted],
+            "sources": [source.to_dict() for source in self.sources],
+            "parted": [source.to_dict() for source in self.parted],
         }
         return seal(entries)
 
@@ -166,6 +171,7 @@ def _source(given: Mapping[str, Any]) -> SourceState:
         fingerprint=_typed(given["fingerprint"], str),
         selection=_typed(given["selection"], dict),
         seed=_whole(given["seed"], 1 << 64),
+        stream=_typed(given.get("stream", {}), dict),
         **{name: _whole(given[name]) for name in ("num_samples", "window", "piece", "start", "taken")},
     )
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..decoding.gather import Rows
 from ..metrics import Counters
 from ..order.cursors import Cursors
 from ..order.plan import Order, Share
 from ..order.spans import Span
-from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
 from .delivery_queue import Delivery
@@ -31,6 +31,19 @@ class Start:
     cursors: Cursors | None = None  # of a stream, where the position is not an epoch's beginning
 
 
+class ReadsChunks(Protocol):
+    """What assemblers use of a ``ChunkReader``, by its chunks' numbers or by those of one source of a mixture."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def request(self, chunks: Sequence[int]) -> None: ...
+
+    def release(self, chunks: Sequence[int]) -> None: ...
+
+    def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Equipment:
     """What a pipeline owns and lends its assembler.
@@ -40,7 +53,7 @@ class Equipment:
     """
 
     source: ChunkSource
-    reader: ChunkReader
+    reader: ReadsChunks
     maker: BatchMaker
     leases: Leases | None
     options: PipelineOptions

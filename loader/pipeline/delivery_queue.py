@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
+from ..order.laps import Lap
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Delivery:
     ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
     ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
     ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``ids`` that are bad, and what was
-    delivered instead.
+    delivered instead. ``laps``: where each source of a mixture is after it, where that is not arithmetic.
     """
 
     epoch: int
@@ -34,6 +36,7 @@ class Delivery:
     left: IntArray | None = None
     replaced: IntArray | None = None
     is_last: bool = False
+    laps: Sequence[Lap] | None = None
 
 
 class DeliveryQueue:

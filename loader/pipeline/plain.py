@@ -15,9 +15,8 @@ from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
 from ..order.selection import Selection
 from ..order.spans import EpochSpans, Span, chunks_by_first_use
-from ..reading.chunk_reader import ChunkReader
 from ..reading.quarantine import Quarantine
-from .assembler import Equipment, Start, cut_step
+from .assembler import Equipment, ReadsChunks, Start, cut_step
 from .delivery_queue import Delivery
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
@@ -165,7 +164,7 @@ class _LookAhead:
     _PER_SPAN = 8
     _MOST = 1024
 
-    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ChunkReader) -> None:
+    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ReadsChunks) -> None:
         self._source = planned
         self._reader = reader
         self._planned: deque[tuple[EpochSpans, Span | None]] = deque()

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 from ...storage import DecryptionError, NotFoundError, ObjectChangedError
 from ..columns import Block, IntArray
@@ -38,6 +39,12 @@ class BadChunk:
     samples: int
     error: str
     replaced_by: int
+
+
+class ReplacesChunks(Protocol):
+    """A ``Quarantine``, or that of one source of a mixture."""
+
+    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]: ...
 
 
 class Quarantine:

@@ -45,19 +45,11 @@ class StreamAssembler:
         self._work = make_work(equipment)
         share_bytes = max(1, start.share.batch_size) * self._work.output_bytes
         span_bytes = equipment.options.span_bytes
-        row_bytes = mean_row_bytes(equipment.source.manifest)
         world_size = start.share.world_size
-        round_rows = max(64, span_bytes // row_bytes)
-        if self._work.gives_samples:  # which take memory until they are due: enough at once to keep all threads busy
-            round_rows = min(_MOST_SAMPLES, max(64, round_rows // 4))
         self._options = StreamOptions(
             last_batch=last_batch,
             steps_at_once=int(min(_MOST_AT_ONCE, max(1, span_bytes // share_bytes))),
-            feeding=FeedOptions(
-                spacing=anchor_spacing(row_bytes) if self._work.one_each else self._work.unit,
-                round_rows=round_rows,
-                room_bytes=equipment.options.batch_budget_bytes,
-            ),
+            feeding=choose_feeding(self._work, equipment),
             is_logged=is_logged,
         )
         sizes = np.diff(share_bounds(np.array([start.share.global_batch_size]), world_size, start.share.weights)[0])
@@ -119,6 +111,20 @@ def order_key(order: Order) -> str:
     """A name for an order, the same on every rank."""
     parts = (order.seed, order.shuffle, order.lanes, order.window, order.piece)
     return xxhash.xxh3_64_hexdigest(repr(parts).encode())
+
+
+def choose_feeding(work: WindowWork, equipment: Equipment, sources: int = 1, *, patience: int = 0) -> FeedOptions:
+    """How the outputs of one of several sources are found, which share what memory there is."""
+    row_bytes = mean_row_bytes(equipment.source.manifest)
+    round_rows = max(64, equipment.options.span_bytes // sources // row_bytes)
+    if work.gives_samples:  # which take memory until they are due: enough at once to keep all threads busy
+        round_rows = min(_MOST_SAMPLES, max(64, round_rows // 4))
+    return FeedOptions(
+        spacing=anchor_spacing(row_bytes) if work.one_each else work.unit,
+        round_rows=round_rows,
+        room_bytes=equipment.options.batch_budget_bytes // sources,
+        patience=patience,
+    )
 
 
 def anchor_spacing(row_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +25,14 @@ ALL_OUTPUTS = 1 << 62  # more than a lane can have
 class FeedOptions:
     """How the outputs of lanes are found. ``spacing``, ``round_rows``: see ``LaneFeeds``.
 
-    ``room_bytes``: what outputs may take that are found while lanes are counted.
+    ``room_bytes``: what outputs may take that are found while lanes are counted. ``patience``: how often a lane of
+    another rank that was taken part of may not be, before it is let go of.
     """
 
     spacing: int
     round_rows: int
     room_bytes: int
+    patience: int = 0
 
 
 class EpochSupply:
@@ -69,8 +71,17 @@ class EpochSupply:
             self.feeds.add(lane, int(cursors.offsets[lane]), int(cursors.outputs[lane]))
         self._borrowed = make_feeds(None)
         self._held: set[int] | None = None  # lanes of ``feeds`` whose outputs are at hand; None: all
+        self._taken: set[int] = set()  # lanes that are taken from ``_borrowed``
+        self._unused: dict[int, int] = {}  # of each lane of ``_borrowed``, how often it was not
+        self._patience = options.patience
         self._told: set[int] = set()  # lanes of which other ranks know that they failed
         self._position = position  # up to which outputs are dealt
+        self._before = ledger.taken_at(position)  # (lanes,): the outputs of each lane before it
+
+    @property
+    def one_each(self) -> bool:
+        """See ``WindowWork``."""
+        return self._work.one_each
 
     # -- ahead of need --------------------------------------------------------------------------------------------
 
@@ -101,6 +112,7 @@ class EpochSupply:
 
         Others are read again when they are taken.
         """
+        self._before = self.ledger.taken_at(self._position)
         self._held = {lane for lane, feed in self.feeds.feeds.items() if feed.holds_from(int(taken[lane]))}
         held = self._held
         self.feeds.release(lambda feed: self.first_needed(feed) if feed.lane in held else feed.size)
@@ -139,46 +151,58 @@ class EpochSupply:
     def reach_parts(self, segments: Segments) -> None:
         """Have the outputs of all segments at hand. Raises what keeps a lane from giving them."""
         feeds, targets = self._borrowed, {}
-        own = self.feeds.feeds if self._held is None else self._held
-        for lane, start, stop in zip(
-            *(each.tolist() for each in (segments.lane, segments.start, segments.stop)), strict=True
-        ):
-            if lane in own:
+        for lane, (start, stop) in _ranges(segments).items():
+            if self._is_at_hand(lane, start, stop):
                 continue
-            if lane not in targets:  # else it is a later part of a lane that is worked on from an earlier one on
-                feed = feeds.feeds.get(lane)
-                offset, outputs = self.ledger.anchor_before(lane, start)
-                if feed is None or feed.asked < offset:
-                    feeds.add(lane, offset, outputs)
+            feed = feeds.feeds.get(lane)
+            offset, outputs = self.ledger.anchor_before(lane, start)
+            if feed is None or feed.asked < offset:
+                feeds.add(lane, offset, outputs)
             targets[lane] = stop
-        for lane in [lane for lane in feeds.feeds if lane not in targets]:
-            feeds.drop(lane)
+        self._drop_unused(targets)
         if not targets:
             return
         self._timed_reach(feeds, targets, targets)
         for feed in feeds.feeds.values():
-            if feed.failed is not None and feed.found < targets[feed.lane]:
+            if feed.failed is not None and feed.found < targets.get(feed.lane, 0):
                 raise feed.failed
+
+    def _is_at_hand(self, lane: int, start: int, stop: int) -> bool:
+        """Whether this rank's own work on a lane has given what is asked for."""
+        if self._held is not None:
+            return lane in self._held
+        feed = self.feeds.feeds.get(lane)
+        return feed is not None and feed.has(start, stop)
+
+    def _drop_unused(self, used: Mapping[int, int]) -> None:
+        """Let go of borrowed lanes that have not been taken part of for a while."""
+        for lane in list(self._borrowed.feeds):
+            unused = self._unused[lane] = 0 if lane in used else self._unused.get(lane, 0) + 1
+            if unused > self._patience:
+                self._borrowed.drop(lane)
+                del self._unused[lane]
+        self._taken = set(used)
 
     def at_hand(self, segments: Segments) -> dict[int, LaneOutputs]:
         """What is at hand of the lanes of some segments."""
         lanes = np.unique(segments.lane).tolist()
-        return {lane: (self._borrowed.feeds.get(lane) or self.feeds.feeds[lane]).outputs() for lane in lanes}
+        feeds = {lane: self._borrowed.feeds[lane] if lane in self._taken else self.feeds.feeds[lane] for lane in lanes}
+        return {lane: feed.outputs() for lane, feed in feeds.items()}
 
     def pass_by(self, position: int) -> None:
         """Drop what comes before a position."""
         self._position = position
-        taken = self.ledger.taken_at(position)
+        self._before = self.ledger.taken_at(position)
         for feeds in (self.feeds, self._borrowed):
             for feed in feeds.feeds.values():
-                feed.pass_by(int(taken[feed.lane]))
+                feed.pass_by(int(self._before[feed.lane]))
             feeds.release(self.first_needed)
 
     def first_needed(self, feed: LaneFeed) -> int:
         """The first input of a lane whose chunk is still needed."""
         if self._work.gives_samples:
             return feed.done
-        return feed.next_input(int(self.ledger.taken_at(self._position)[feed.lane]))
+        return feed.next_input(int(self._before[feed.lane]))
 
     def rest(self, position: int) -> tuple[IntArray, IntArray]:
         """The ids of all inputs beyond a position, in the lanes that this rank answers for: the dropped; and outputs.
@@ -209,3 +233,14 @@ class EpochSupply:
     def waiting(self) -> tuple[str, float] | None:
         """What the next batch waits for besides chunks, and since when."""
         return self.ledger.waiting or self.feeds.waiting or self._borrowed.waiting
+
+
+def _ranges(segments: Segments) -> dict[int, tuple[int, int]]:
+    """Of each lane of some segments, the first output and one past the last."""
+    found: dict[int, tuple[int, int]] = {}
+    for lane, start, stop in zip(
+        *(each.tolist() for each in (segments.lane, segments.start, segments.stop)), strict=True
+    ):
+        first, last = found.get(lane, (start, stop))
+        found[lane] = min(first, start), max(last, stop)
+    return found

@@ -146,6 +146,13 @@ class LaneFeed:
         begun = self.blocks[0].first if self.blocks else self.found
         return self.done == self.size and not self.ends and begun <= max(0, output - 1)
 
+    def has(self, start: int, stop: int) -> bool:
+        """Whether outputs ``start`` to ``stop``, and the one before them, are at hand."""
+        if not self.blocks:
+            return False
+        last = self.blocks[-1]
+        return self.blocks[0].first <= max(0, start - 1) and stop <= last.first + last.count
+
     def add(self, found: Yield) -> LaneBlock:
         """Take in the outcome of the next inputs."""
         block = LaneBlock(self.done, self.done + len(found.ids), self.found, found)

@@ -241,6 +241,11 @@ class LaneFeeds:
         """Whether all inputs to the end of every lane have been requested."""
         return all(self._opened[lane] >= feed.size for lane, feed in self.feeds.items())
 
+    @property
+    def horizon(self) -> float:
+        """How many outputs a lane have been requested, about; endless where there are no lanes, or no more inputs."""
+        return math.inf if self.is_requested else self._horizon - min(feed.found for feed in self.feeds.values())
+
     def look_ahead(self, at_once: int = _AHEAD_AT_ONCE) -> None:
         """Request what is expected to be needed next, as long as the reader has room; a few windows a lane."""
         usual = self._usual_rate()

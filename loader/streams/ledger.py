@@ -174,17 +174,9 @@ class EpochLedger:
         Raises:
             LoaderClosedError: the pipeline is stopped.
         """
-        pause_s = _POLL_S[0]
         self._waiting = (what, time.perf_counter())
         try:
-            while not is_enough():
-                if is_stopped():
-                    raise LoaderClosedError("the loader was closed while it waited for other ranks")
-                self.look()
-                if is_enough():
-                    return
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _POLL_S[1])
+            wait_for_ranks(is_enough, self.look, is_stopped)
         finally:
             self._waiting = None
 
@@ -227,6 +219,15 @@ class EpochLedger:
     def has_totals(self) -> bool:
         return bool((self.totals >= 0).all())
 
+    def estimate(self, sizes: IntArray) -> float | None:
+        """How many outputs the epoch has, about; lanes have ``sizes`` (lanes,) inputs. None while nothing tells."""
+        with self._lock:
+            last = [(offsets[-1], counts[-1]) for offsets, counts in zip(self._offsets, self._outputs, strict=True)]
+        inputs, outputs = np.array(last, np.int64).T
+        ended = self.totals >= 0
+        worked = int(np.where(ended, sizes, inputs).sum())
+        return None if not worked else float(np.where(ended, self.totals, outputs).sum() / worked * sizes.sum())
+
     def ranks_behind(self, position: int) -> list[int]:
         """The ranks that answer for lanes that are not known to reach a position, nor to end."""
         short = (self.totals < 0) & (self.known * len(self.turns) + self.turns < position)
@@ -241,6 +242,12 @@ class EpochLedger:
         if self.tail is not None and position >= self.tail.start:
             return self.tail.taken_at(position)
         return lane_offsets(np.array(position, np.int64), self.turns)
+
+    def taken_at_each(self, positions: IntArray) -> IntArray:
+        """(positions, lanes): the same for several positions."""
+        if self.tail is not None and positions[-1] >= self.tail.start:
+            return np.stack([self.taken_at(position) for position in positions.tolist()])
+        return lane_offsets(positions, self.turns)
 
     def anchor_before(self, lane: int, outputs: int) -> tuple[int, int]:
         """The last anchor of a lane, as (input, outputs before it), with fewer outputs than this; else the first one.
@@ -258,6 +265,23 @@ class EpochLedger:
         offsets, outputs = np.array(anchors, np.int64).T
         is_tail = self.tail is not None and (position > self.tail.start or self.tail.is_resumed)
         return Cursors(offsets, outputs, taken, in_tail=is_tail)
+
+
+def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], None], is_stopped: Callable[[], bool]) -> None:
+    """Wait until what other ranks have told, which ``look`` takes in, is enough.
+
+    Raises:
+        LoaderClosedError: the pipeline is stopped.
+    """
+    pause_s = _POLL_S[0]
+    while not is_enough():
+        if is_stopped():
+            raise LoaderClosedError("the loader was closed while it waited for other ranks")
+        look()
+        if is_enough():
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S[1])
 
 
 class Ledgers:
@@ -281,6 +305,10 @@ class Ledgers:
             )
         return self._ledgers[key]
 
+    def find(self, order: str, epoch: int) -> EpochLedger | None:
+        """The ledger of an epoch, if it has been opened."""
+        return self._ledgers.get((order, epoch))
+
     def close(self) -> None:
         """Tell the other ranks what they will wait for in vain; does not wait long for a store that is gone."""
 
@@ -294,9 +322,9 @@ class Ledgers:
             thread.start()
             thread.join(_LEAVE_S)
 
-    def forget(self, before: int) -> None:
-        """Drop the ledgers of epochs before one."""
-        for key in [key for key in self._ledgers if key[1] < before]:
+    def forget(self, before: int, order: str | None = None) -> None:
+        """Drop the ledgers of epochs before one: of all orders, or of one."""
+        for key in [key for key in self._ledgers if key[1] < before and order in (None, key[0])]:
             del self._ledgers[key]
 
 

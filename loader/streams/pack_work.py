@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from ..order.spans import ChunkRows
 from ..packing.packed import Packed
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
-from ..reading.quarantine import Quarantine
+from ..reading.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 from .packed_batch import PackedUnit, count_packed, start_batches
 from .work import Collected, PendingYield, Ready, RowReader, StepRows, Yield, pick_rows
@@ -36,7 +36,7 @@ class PackWork:
         self,
         equipment: Equipment,
         *,
-        quarantine: Quarantine,
+        quarantine: ReplacesChunks,
         sieve: Sieve | None,
         columns: Sequence[str] | None,
         packer: Packer,
@@ -80,7 +80,7 @@ class PackWork:
             packed = self._packer.pack(values) if len(present) else None
         except RowError as error:
             return job.explain(RowError(low + int(present[error.row]), error.step, error.cause))
-        return _account(packed, ids, places[present])
+        return _account(packed, ids, places[present], self._packer.packing.batch_fields)
 
     def _documents(self, job: RowJob, low: int, high: int) -> tuple[dict[str, Any], IntArray]:
         """The values that are packed, and which of the rows from ``low`` on they are of: not those that are dropped."""
@@ -94,7 +94,7 @@ class PackWork:
         return {name: [sample.get(name) for sample in left] for name in self._packer.needed}, present
 
     def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
-        return start_batches(self._equipment.maker, self._packer.packing.batch_fields, outputs, steps)
+        return start_batches(self._equipment.maker, outputs, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Unit:
     sequences: PackedUnit | None
 
 
-def _account(packed: Packed | None, ids: IntArray, inputs: IntArray) -> _Unit:
+def _account(packed: Packed | None, ids: IntArray, inputs: IntArray, fields: Collection[str]) -> _Unit:
     """The unit of inputs with these ``ids`` (n,), of which ``inputs`` were packed."""
     stays = np.zeros(len(ids), np.bool_)
     if packed is None or not len(packed):
@@ -124,7 +124,7 @@ def _account(packed: Packed | None, ids: IntArray, inputs: IntArray) -> _Unit:
     places = np.cumsum(held) - 1
     places[-1] = len(ids) - 1
     pieces = ids[inputs[packed.rows]]
-    return _Unit(packed, ids[order], stays[order], places, PackedUnit(packed, pieces))
+    return _Unit(packed, ids[order], stays[order], places, PackedUnit(packed, pieces, fields))
 
 
 @dataclass(frozen=True, slots=True)

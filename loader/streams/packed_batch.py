@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,11 @@ from .work import Collected, StepRows
 
 @dataclass(frozen=True, slots=True)
 class PackedUnit:
-    """The sequences of a unit; ``piece_ids`` are the sample ids of all pieces in them."""
+    """The sequences of a unit; ``piece_ids`` are the sample ids of all pieces in them, ``fields`` those of batches."""
 
     packed: Packed
     piece_ids: IntArray
+    fields: Collection[str]
 
     def ids(self, row: int) -> IntArray:
         """The sample ids of a sequence's documents, by their ``document_ids``."""
@@ -36,9 +37,9 @@ Made = tuple[Any, dict[str, int]]  # a batch, and what it adds to the metrics
 
 
 def start_batches(
-    maker: BatchMaker, names: Collection[str], outputs: Collected, steps: Sequence[StepRows]
+    maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows], extra: Mapping[str, IntArray] | None = None
 ) -> Iterator[UnfinishedBatch]:
-    """The batches of some steps, with the fields of these names; each output is a row of a ``PackedUnit``.
+    """The batches of some steps; each output is a row of a ``PackedUnit``. ``extra``: fields besides, (outputs,) each.
 
     One job of the pool makes their arrays, of which batches are views: threads that make many small arrays at the same
     time mostly wait for one another. Only what ``collate`` makes has a job a batch, so that its errors are those of its
@@ -46,7 +47,7 @@ def start_batches(
     """
     together = [steps] if maker.options.collate is None else [[step] for step in steps]
     for some in together:
-        future = maker.pool.submit(_make, maker, names, outputs, some)
+        future = maker.pool.submit(_make, maker, outputs, some, extra or {})
         for place, step in enumerate(some):
             yield PackedBatch(maker, future, place, step.num_rows)
 
@@ -78,14 +79,16 @@ class PackedBatch(UnfinishedBatch):
         self.future.cancel()
 
 
-def _make(maker: BatchMaker, names: Collection[str], outputs: Collected, steps: Sequence[StepRows]) -> list[Made]:
+def _make(
+    maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows], extra: Mapping[str, IntArray]
+) -> list[Made]:
     """On a thread of the pool."""
     picked = [step.picked for step in steps]
     every = [i for each in picked for i in each]
     units: list[PackedUnit] = [outputs.samples[i] for i in every]
     packs, rows = [unit.packed for unit in units], outputs.rows[every].tolist()
-    seq_len = packs[0].seq_len
-    filled = fill(packs, rows, seq_len, names)
+    seq_len, names = packs[0].seq_len, units[0].fields
+    filled = {**fill(packs, rows, seq_len, names), **{name: values[every] for name, values in extra.items()}}
     segments = join_segments(packs, rows)
     ends = np.cumsum(segments)
     amounts = np.array([packed.counts_by_sequence[row] for packed, row in zip(packs, rows, strict=True)])

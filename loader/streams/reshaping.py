@@ -11,13 +11,16 @@ from ..arguments import check_names
 from ..cost_arguments import CostArguments
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
+from ..order.state import PACKING
 from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
-from ..reading.quarantine import Quarantine
+from ..reading.quarantine import ReplacesChunks
 from .keep import KeepChoice, Sieve
 from .pack_work import PackWork
 from .work import FilterWork, WindowWork, mean_row_bytes
+
+FILTER = "filter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,10 @@ class Reshaping:
         may_drop: object,
         transform: object,
         packing: Packing | None,
-        costs: CostArguments,
+        costs: CostArguments | None = None,
         on_error: object = "stop",
+        *,
+        open_packer: Callable[[Packing], Packer] = Packer.open,
     ) -> Reshaping | None:
         """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
         if not isinstance(may_drop, bool):
@@ -50,7 +55,9 @@ class Reshaping:
         skips = on_error == "skip"
         if keep is None and not may_drop and packing is None and not skips:
             return None
-        given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
+        given = {}
+        if costs is not None:
+            given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
         told = [f"{name}=" for name, value in given.items() if value is not None]
         if told:
             streams = {"keep=": keep is not None, "may_drop=True": may_drop, "packing=": packing is not None}
@@ -60,7 +67,7 @@ class Reshaping:
                 "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
                 "two, or select by subset="
             )
-        packer = None if packing is None else Packer.open(packing)
+        packer = None if packing is None else open_packer(packing)
         return Reshaping(None if keep is None else Sieve(keep), may_drop or skips, packer, transform is not None, skips)
 
     def columns_of_batches(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
@@ -86,6 +93,13 @@ class Reshaping:
         """The packer, and how many samples it packs together."""
         return None if self.packer is None else (self.packer, self.packer.choose_unit(mean_row_bytes(manifest)))
 
+    def kind_for(self, manifest: Manifest) -> dict[str, Any]:
+        """What a state tells of it, as far as states know: functions they cannot compare."""
+        packing = self.packing_for(manifest)
+        if packing is None:
+            return {"kind": FILTER}
+        return {"kind": PACKING, "packing": packing[0].fingerprint, "unit": packing[1]}
+
     @property
     def asks_about_all(self) -> bool:
         """Whether ``keep=`` is asked about whatever fields are delivered."""
@@ -103,7 +117,7 @@ class Reshaping:
         return None if columns is None else [*columns, *(name for name in asked if name not in columns)]
 
     def make_work(
-        self, manifest: Manifest, quarantine: Quarantine, columns: Sequence[str] | None
+        self, manifest: Manifest, quarantine: ReplacesChunks, columns: Sequence[str] | None
     ) -> Callable[[Equipment], WindowWork]:
         """What makes the work on rows whose decoded columns are ``columns``."""
         read: dict[str, Any] = {"quarantine": quarantine, "sieve": self.sieve, "columns": columns}

@@ -17,7 +17,7 @@ from ..decoding.gather import Rows, gather
 from ..decoding.row_errors import describe_row
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
-from ..reading.quarantine import Quarantine
+from ..reading.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 
 
@@ -140,7 +140,7 @@ class RowReader:
     def __init__(
         self,
         equipment: Equipment,
-        quarantine: Quarantine,
+        quarantine: ReplacesChunks,
         sieve: Sieve | None,
         columns: Sequence[str] | None,
         *,
@@ -240,7 +240,7 @@ class Sifted:
 
 
 class FilterWork:
-    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for.
+    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for; or nothing.
 
     With ``skips``, which needs ``may_drop``, bad samples too: of bad chunks, and what cannot be decoded or transformed.
     """
@@ -252,7 +252,7 @@ class FilterWork:
         self,
         equipment: Equipment,
         *,
-        quarantine: Quarantine,
+        quarantine: ReplacesChunks,
         sieve: Sieve | None,
         columns: Sequence[str] | None,
         may_drop: bool,
@@ -267,7 +267,8 @@ class FilterWork:
         sifted = self.reader.sift(groups, int(bounds[-1]), epoch)
         ids, kept, chunks, rows = sifted.ids, sifted.places, sifted.chunks, sifted.rows
         if not self.gives_samples:
-            assert ids is not None  # without a transform that drops, there is a sieve
+            if ids is None:  # nothing is dropped: all is known without reading
+                ids = self._equipment.source.manifest.first_ids[chunks] + rows
             return Ready(Yield(ids, kept, chunks, rows, None, ids.nbytes + 3 * kept.nbytes))
         if not len(kept):
             assert ids is not None

@@ -139,14 +139,21 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
     lists = [read_sources(log.header) for log in logs]
     sources = list(dict.fromkeys(source for of_log in lists for source in of_log))
     for log, of_log in zip(logs, lists, strict=True):
-        log.records[:] = [replace(record, ids=to_common(record.ids, of_log, sources)) for record in log.records]
+        log.records[:] = [
+            replace(
+                record,
+                ids=to_common(record.ids, of_log, sources),
+                dropped=to_common(record.dropped, of_log, sources),
+            )
+            for record in log.records
+        ]
     groups = sort_attempts(logs)
     attempts = [attempt for group in groups for attempt in split_passes(group)]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
     counted, replayed = settle(groups)
     batches: dict[tuple[int, int, int], int] = {}
     for record in counted:
-        if not record.is_skip:
+        if not record.is_skip and not record.is_packed:  # else rows are sequences, of any number of samples
             at = (record.epoch, record.start, record.stop)
             batches[at] = batches.get(at, 0) + len(record.ids)
     skips: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -160,6 +167,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             sources,
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in counted)]),
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in replayed)]),
+            np.concatenate([np.empty(0, np.int64), *(record.dropped for record in counted)]),
             lost=sum(max(0, stop - start - rows) for (_, start, stop), rows in batches.items()),
             skipped=sum(_length_of_union(ranges) for ranges in skips.values()),
         ),

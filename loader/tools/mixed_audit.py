@@ -22,7 +22,7 @@ class SourceAccount:
     ``delivered``: rows that count; ``epochs``: epochs of the source that these are of, of which the last may have only
     begun; ``missing``: samples that did not come in an epoch that a later one followed; ``duplicated``: rows beyond the
     first of a sample in one epoch; ``replayed``: rows that were handed out again after a resume or in a pass begun
-    again.
+    again; ``dropped``: samples that were dropped instead, which count for their epoch as if they had come.
     """
 
     name: str
@@ -32,6 +32,7 @@ class SourceAccount:
     missing: int
     duplicated: int
     replayed: int
+    dropped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +89,23 @@ def _edges(sources: Sequence[LoggedSource]) -> IntArray:
 
 
 def account_mixture(
-    sources: Sequence[LoggedSource], counted: IntArray, replayed: IntArray, *, lost: int, skipped: int
+    sources: Sequence[LoggedSource],
+    counted: IntArray,
+    replayed: IntArray,
+    dropped: IntArray,
+    *,
+    lost: int,
+    skipped: int,
 ) -> MixtureAccount:
-    """Count the keys that were handed out, and those that were handed out again."""
+    """Count the keys that were handed out, those that were handed out again, and those that were dropped."""
     ends = _edges(sources)[1:]
     source_of = np.searchsorted(ends, counted & _ID_MASK, side="right")
+    dropped_of = np.searchsorted(ends, dropped & _ID_MASK, side="right")
     again_of = np.searchsorted(ends, replayed & _ID_MASK, side="right")
     accounts = []
     for number, source in enumerate(sources):
-        keys = counted[source_of == number]
+        own, gone = counted[source_of == number], dropped[dropped_of == number]
+        keys = np.concatenate([own, gone])
         unique = np.unique(keys)
         epochs = unique >> KEY_BITS
         first, last = (int(epochs[0]), int(epochs[-1])) if len(epochs) else (0, 0)
@@ -104,7 +113,8 @@ def account_mixture(
             SourceAccount(
                 name=source.name,
                 samples=source.per_epoch,
-                delivered=len(keys),
+                delivered=len(own),
+                dropped=len(gone),
                 epochs=last - first + 1 if len(epochs) else 0,
                 missing=(last - first) * source.per_epoch - int(np.count_nonzero(epochs < last)),
                 duplicated=len(keys) - len(unique),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
+from typing import Any
 
 import pytest
 
 from penstock.benchmarks import simulation
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("radosgw") is None, reason="needs Ceph's radosgw: tests/servers/s3_server.sh install")
-def test_a_simulated_job_that_waits_for_its_store_is_near_the_real_one() -> None:
+@pytest.mark.s3
+def test_a_simulated_job_that_waits_for_its_store_is_near_the_real_one(
+    s3_endpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_S3_ENDPOINT", s3_endpoint["endpoint"])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_endpoint["access_key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_endpoint["secret_key"])
     case = simulation.Case(name="latency", delay_s=0.5, step_s=0.02)
     with simulation.set_scene() as scene:
         row = simulation.compare(scene, case, 1)

@@ -37,7 +37,7 @@ def parquet_bytes(rows: int, first: int = 0) -> bytes:
     return sink.getvalue()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def put_shards() -> Callable[..., list[int]]:
     """Put parquet shards of 25, 26, ... rows into a store; gives their numbers of rows."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock import DistributedDataLoader
 from penstock.loader import assembly
+from penstock.loader.streams import channel as channels
 from penstock.loader.streams.channel import Channel, MemoryChannel
 
 
@@ -34,7 +35,7 @@ class ThreadRanks:
             except Exception as exc:  # noqa: BLE001 - judged by the test
                 results[rank] = exc
 
-        assembly.open_channel = shared
+        assembly.open_channel = channels.open_channel = shared
         try:
             threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.world_size)]
             for thread in threads:
@@ -43,5 +44,5 @@ class ThreadRanks:
                 thread.join(60)
             assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         finally:
-            assembly.open_channel = opened
+            assembly.open_channel = channels.open_channel = opened
         return results

@@ -14,7 +14,7 @@ from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
-from penstock.loader import DatasetError
+from penstock.loader import DatasetError, Manifest, open_manifest
 from penstock.loader.passes import Pass, Passes
 from penstock.loader.pipeline.delivery_log import DeliveryLog
 from penstock.loader.pipeline.pipeline import Pipeline
@@ -38,10 +38,11 @@ PARTS: dict[str, list[Callable[..., Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tars(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Opened once: hundreds of loaders are made of it."""
     folder = tmp_path_factory.mktemp("tars")
     write_tars(folder, [11, 12, 7])
-    return str(folder)
+    return open_manifest(str(folder), progress=False)
 
 
 class Interrupt:
@@ -94,10 +95,10 @@ def loop(loader: DistributedDataLoader[dict[str, Any]]) -> Iterator[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: str, tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: Manifest, tmp_path: Path) -> None:
     def run(number: int) -> tuple[list[list[int]], bool]:
         folder = tmp_path / str(number)
-        options: dict[str, Any] = {"batch_size": 12, "with_ids": True, "threads": 1, "last_batch": "partial"}
+        options: dict[str, Any] = {"batch_size": 16, "with_ids": True, "threads": 1, "last_batch": "partial"}
         with DistributedDataLoader(tars, rank=0, world_size=1, audit_dir=folder, **options) as loader:
             interrupt = Interrupt(PARTS[part], number)
             with interrupt:
@@ -119,7 +120,7 @@ def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: st
 
 @pytest.mark.parametrize("name", ["penstock-fetch-0", "penstock-assemble"])
 def test_an_interrupt_while_a_thread_begins_is_the_error_that_is_raised(
-    name: str, tars: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tars: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
@@ -140,7 +141,7 @@ def test_an_interrupt_while_a_thread_begins_is_the_error_that_is_raised(
 
 
 def test_a_batch_whose_delivery_cannot_be_logged_is_not_lost(
-    tars: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tars: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, calls = DeliveryLog.record, iter(range(1000))
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +36,17 @@ def unused_tcp_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four real ranks wrote: one launch for all the tests that look at it."""
+def ranks_folder(run_folder: Path) -> Path:
+    """What four real ranks wrote: one launch for all the tests that look at it, whichever worker runs them."""
     from launch import run_ranks
 
-    folder = tmp_path_factory.mktemp("ranks")
-    done = run_ranks(Path(__file__).with_name("rank_program.py"), 4, str(folder))
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    folder = run_folder / "ranks"
+    with (run_folder / "ranks.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            done = run_ranks(Path(__file__).with_name("rank_program.py"), 4, str(folder), timeout_s=270)
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+            (folder / "whole").touch()
     return folder

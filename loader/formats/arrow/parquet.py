@@ -28,8 +28,9 @@ from .parquet_footer import (
     may_hold_nulls,
     read_footer,
     row_group_spans,
+    value_width,
 )
-from .parquet_pages import PAGE_HEADER_BYTES, repeats_values
+from .parquet_pages import PAGE_HEADER_BYTES, read_dictionary_facts, repeats_values
 
 # Two wanted columns are read as one range where less than this lies between them. It is more than the 8 KiB of
 # pyarrow's own coalescing, so that its reads stay inside the parts.
@@ -183,6 +184,7 @@ class ParquetFormat(BaseFormat):
         try:
             # pre_buffer reads the source once per part instead of once per column: each read needs the GIL, which a
             # busy Python thread elsewhere may hold for milliseconds. Page checksums are compared where there are any.
+            _refuse_long_dictionaries(header, groups, names, source, chunk)
             shared = _repeating(header, groups, names, source) if share else []
             with pq.ParquetFile(
                 pa.PythonFile(source, "r"),
@@ -217,11 +219,29 @@ def _repeating(header: ParquetHeader, groups: range, names: Sequence[str], sourc
 
 
 def _repeats(column: pq.ColumnChunkMetaData, source: SparseFile) -> bool:
-    if column.physical_type != "BYTE_ARRAY" or not column.has_dictionary_page:
-        return False
+    return column.physical_type == "BYTE_ARRAY" and repeats_values(column, _read_dictionary_header(column, source))
+
+
+def _read_dictionary_header(column: pq.ColumnChunkMetaData, source: SparseFile) -> bytes:
+    """The first bytes of a column, which begin with its dictionary's page; none where it has no dictionary."""
+    if not column.has_dictionary_page:
+        return b""
     start, stop = column_range(column)
     source.seek(start)
-    return repeats_values(column, source.read(min(PAGE_HEADER_BYTES, stop - start)))
+    return source.read(min(PAGE_HEADER_BYTES, stop - start))
+
+
+def _refuse_long_dictionaries(
+    header: ParquetHeader, groups: range, names: Sequence[str], source: SparseFile, chunk: ChunkRef
+) -> None:
+    """Raise FormatError where a dictionary claims more values than its page has bytes for: pyarrow makes room first."""
+    for group in map(header.footer.row_group, groups):
+        for leaf in (leaf for name in names for leaf in header.leaves[name]):
+            facts = read_dictionary_facts(_read_dictionary_header(group.column(leaf), source))
+            if facts is not None and facts[1] * value_width(header.footer.schema.column(leaf)) > max(0, facts[0]):
+                size, entries = facts
+                problem = f"a dictionary of {entries} values in a page of {size} bytes; fetch or write the file again"
+                raise FormatError(chunk.shard.key, problem, offset=column_range(group.column(leaf))[0])
 
 
 def _read_counted(file: pq.ParquetFile, groups: range, names: list[str], chunk: ChunkRef) -> pa.Table:

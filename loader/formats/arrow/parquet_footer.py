@@ -249,6 +249,11 @@ def column_bytes(footer: pq.FileMetaData, group: pq.RowGroupMetaData, leaves: ra
     return int(total)
 
 
+def value_width(kind: pq.ColumnSchema) -> int:
+    """The fewest bytes that a value takes where it is written plainly; of text and binaries, its length's four."""
+    return max(1, kind.length) if kind.physical_type == _FIXED else _WIDTHS.get(kind.physical_type, 4)
+
+
 def may_hold_nulls(footer: pq.FileMetaData, leaves: range) -> bool:
     """Whether the footer leaves open that a column holds a null: it counts some, or does not count."""
     for index in range(footer.num_row_groups):

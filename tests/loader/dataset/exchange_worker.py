@@ -1,4 +1,4 @@
-"""One rank of the tests of shared indexing: opens data sets and reports what came of it as JSON."""
+"""One rank of the tests of shared indexing: opens data sets, one mode after another, and reports on each as JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,17 @@ from penstock.loader.formats.shard import ShardIndex, ShardTask
 from penstock.storage import PenstockError, Store
 
 
-def main(folder: str, mode: str) -> None:
+def main(folder: str, *modes: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for mode in modes:
+        run(f"{folder}/{mode}", mode)
+        if len(modes) > 1:
+            dist.barrier()
+    if len(modes) > 1:
+        dist.destroy_process_group()
+
+
+def run(folder: str, mode: str) -> None:
     rank = dist.get_rank()
     built: list[str] = []
     read = ParquetFormat.index_shard
@@ -58,9 +67,8 @@ def main(folder: str, mode: str) -> None:
     report |= {"built": len(built), "seconds": time.monotonic() - start}
     # Files, not stdout: two ranks' lines could run into each other.
     Path(f"{folder}.{rank}.json").write_text(json.dumps(report))
-    if mode in ("fine", "alone", "crossed"):
-        dist.destroy_process_group()
+    ParquetFormat.index_shard = read  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

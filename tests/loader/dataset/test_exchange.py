@@ -25,61 +25,70 @@ from penstock.storage.memory import MemoryStore
 WORKER = Path(__file__).with_name("exchange_worker.py")
 
 
-@pytest.fixture
-def folder(memory_store: MemoryStore, put_shards: Callable[..., list[int]], tmp_path: Path) -> Path:
-    put_shards(memory_store, 40)
-    target = tmp_path / "data"
-    target.mkdir()
-    for info in memory_store.list():
-        (target / info.key).write_bytes(memory_store.get(info.key))
-    return target
+MODES = ("fine", "alone", "crossed", "failing")
 
 
-def run_ranks(folder: Path, mode: str) -> dict[int, dict[str, Any]]:
-    """Run the worker on two ranks under torchrun; return their reports."""
+def write_data(folder: Path, put_shards: Callable[..., list[int]], *modes: str) -> Path:
+    """A data set for each mode, in a folder of its name."""
+    store = MemoryStore()
+    put_shards(store, 40)
+    for mode in modes:
+        (folder / mode).mkdir()
+        for info in store.list():
+            (folder / mode / info.key).write_bytes(store.get(info.key))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(
+    put_shards: Callable[..., list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """What each of two ranks reports of each mode: one launch of torchrun."""
+    folder = write_data(tmp_path_factory.mktemp("exchange"), put_shards, *MODES)
+    (folder / "failing" / "part-035.parquet").write_bytes(b"PAR1 is no footer")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, str(WORKER), str(folder), mode], env=env, capture_output=True, text=True, timeout=120, check=False
+        [*command, str(WORKER), str(folder), *MODES], env=env, capture_output=True, text=True, timeout=200, check=False
     )
-    reports = {}
-    for rank in range(2):
-        path = Path(f"{folder}.{rank}.json")
-        if path.exists():
-            reports[rank] = json.loads(path.read_text())
-    assert len(reports) == 2, run.stderr[-3000:]
-    return reports
+    assert run.returncode == 0, run.stderr[-3000:]
+    return {
+        mode: {rank: json.loads((folder / f"{mode}.{rank}.json").read_text()) for rank in range(2)} for mode in MODES
+    }
 
 
-def test_one_rank_builds_and_all_get_one_manifest(folder: Path) -> None:
-    reports = run_ranks(folder, "fine")
-    assert sorted(report["built"] for report in reports.values()) == [0, 40]
-    assert reports[0]["fingerprints"] == reports[1]["fingerprints"]
-    assert reports[0]["samples"] == reports[1]["samples"]
+@pytest.mark.slow
+def test_one_rank_builds_and_all_get_one_manifest(reports: Any) -> None:
+    found = reports["fine"]
+    assert sorted(report["built"] for report in found.values()) == [0, 40]
+    assert found[0]["fingerprints"] == found[1]["fingerprints"]
+    assert found[0]["samples"] == found[1]["samples"]
 
 
-def test_a_rank_may_open_a_data_set_that_the_others_do_not_open_yet(folder: Path) -> None:
-    reports = run_ranks(folder, "alone")
-    assert [reports[rank]["built"] for rank in (0, 1)] == [40, 0]
-    assert reports[0]["fingerprints"] == reports[1]["fingerprints"]
+@pytest.mark.slow
+def test_a_rank_may_open_a_data_set_that_the_others_do_not_open_yet(reports: Any) -> None:
+    found = reports["alone"]
+    assert [found[rank]["built"] for rank in (0, 1)] == [40, 0]
+    assert found[0]["fingerprints"] == found[1]["fingerprints"]
 
 
-def test_ranks_may_open_two_data_sets_in_opposite_orders(folder: Path) -> None:
-    reports = run_ranks(folder, "crossed")
-    assert sum(report["built"] for report in reports.values()) == 41
-    assert len(reports[0]["fingerprints"]) == 2
-    assert reports[0]["fingerprints"] == reports[1]["fingerprints"]
+@pytest.mark.slow
+def test_ranks_may_open_two_data_sets_in_opposite_orders(reports: Any) -> None:
+    found = reports["crossed"]
+    assert sum(report["built"] for report in found.values()) == 41
+    assert len(found[0]["fingerprints"]) == 2
+    assert found[0]["fingerprints"] == found[1]["fingerprints"]
 
 
-def test_the_builders_error_is_raised_on_all_ranks_with_its_cause(folder: Path) -> None:
-    (folder / "part-035.parquet").write_bytes(b"PAR1 is no footer")
-    reports = run_ranks(folder, "failing")
-    assert {report["error"] for report in reports.values()} == {"FormatError"}
-    messages = [report["message"] for report in reports.values()]
+@pytest.mark.slow
+def test_the_builders_error_is_raised_on_all_ranks_with_its_cause(reports: Any) -> None:
+    found = reports["failing"]
+    assert {report["error"] for report in found.values()} == {"FormatError"}
+    messages = [report["message"] for report in found.values()]
     assert all("part-035.parquet" in message for message in messages)
-    builder = next(rank for rank, report in reports.items() if report["built"])
-    assert f"(on rank {builder})" in reports[1 - builder]["message"]
-    assert "(on rank" not in reports[builder]["message"]
+    builder = next(rank for rank, report in found.items() if report["built"])
+    assert f"(on rank {builder})" in found[1 - builder]["message"]
+    assert "(on rank" not in found[builder]["message"]
 
 
 def start_ranks(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
@@ -102,12 +111,15 @@ def start_ranks(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
         (0, r"rank 0 \(.* died while it built the index|\(rank 0, or torchrun's agent\) has probably ended"),
     ],
 )
-def test_a_killed_builder_is_named_by_the_others_in_seconds(folder: Path, killed: int, message: str) -> None:
-    ranks = start_ranks(folder, f"killed {killed}")
+def test_a_killed_builder_is_named_by_the_others_in_seconds(
+    put_shards: Callable[..., list[int]], tmp_path: Path, killed: int, message: str
+) -> None:
+    mode = f"killed {killed}"
+    ranks = start_ranks(write_data(tmp_path, put_shards, mode), mode)
     for rank in ranks:
         rank.wait(timeout=120)
     assert ranks[killed].returncode == -signal.SIGKILL
-    report = json.loads(Path(f"{folder}.{1 - killed}.json").read_text())
+    report = json.loads((tmp_path / f"{mode}.{1 - killed}.json").read_text())
     assert report["error"] == "DatasetError"
     assert re.search(message, report["message"])
     assert report["seconds"] < DEAD_AFTER_S

@@ -85,6 +85,20 @@ def test_an_image_of_any_kind_that_claims_too_many_pixels_is_refused_undecoded(m
         decode("x.png", make(31_000, 32_000))
 
 
+def test_a_jpeg_that_claims_more_pixels_than_its_bytes_can_hold_is_refused_undecoded() -> None:
+    """libjpeg makes room for all of a progressive image before it reads on: 9 bytes a pixel."""
+    small = bytearray(encode(".jpg", 8, 8))
+    at = small.index(b"\xff\xc0") + 5
+    small[at : at + 4] = struct.pack(">HH", 16_000, 16_000)
+    with pytest.raises(DecodeError, match=r"claims to be 16000x16000, which \d+ bytes cannot hold"):
+        decode("x.jpg", bytes(small))
+
+
+def test_a_large_jpeg_of_one_colour_is_decoded() -> None:
+    black = encode(".jpg", 4100, 4100, cv2.IMWRITE_JPEG_QUALITY, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
+    assert decode("x.jpg", black).shape == (4100, 4100, 3)
+
+
 @given(st.sampled_from(KINDS), st.data())
 def test_a_damaged_image_is_an_image_or_an_error_of_ours(extension: str, data: st.DataObject) -> None:
     whole = bytearray(encode(extension, 5, 6))

@@ -33,7 +33,19 @@ def test_ints_among_floats_are_floats():
 
 @pytest.mark.parametrize(
     "values",
-    [["a", "b"], [b"a"], [{"a": 1}], [None, 1], [1, "a"], [True, 1], [[1], [2]], [2**63, 1], [-(2**63) - 1], []],
+    [
+        ["a", "b"],
+        [b"a"],
+        [{"a": 1}],
+        [None, 1],
+        [1, "a"],
+        [True, 1],
+        [[1], [2]],
+        [2**63, 1],
+        [10**400, 0.5],
+        [-(2**63) - 1],
+        [],
+    ],
 )
 def test_anything_else_stays_the_list_that_it_is(values):
     collated = collate_values(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from dataclasses import replace
 from itertools import groupby
 
@@ -85,11 +86,12 @@ def rank_batches(
     first: int = 0,
     last_batch: str = "partial",
     steps_at_once: int = 3,
+    most: int = sys.maxsize,
 ) -> list[IntArray]:
-    """Every batch of a rank, as arrays of sample ids, through spans as the loader plans them."""
+    """Every batch of a rank, or so many, as arrays of sample ids, through spans as the loader plans them."""
     spans = EpochSpans(EpochPlan(sizes, order, epoch), share)
     ids_of = first_ids(sizes)
-    left = count_steps(int(sizes.sum()), first, share.global_batch_size, last_batch)
+    left = min(most, count_steps(int(sizes.sum()), first, share.global_batch_size, last_batch))
     batches = []
     while left:
         steps = min(steps_at_once, left)
@@ -146,7 +148,7 @@ def test_the_fast_path_agrees_with_the_definition(sizes, order, epoch, data):
     assert step_order == set(range(total))
     by_position = {}
     for position in range(total):
-        (one,) = rank_batches(sizes, order, epoch, Share(0, 1, 1), first=position, last_batch="drop")[:1]
+        (one,) = rank_batches(sizes, order, epoch, Share(0, 1, 1), first=position, last_batch="drop", most=1)
         by_position[position] = int(one[0])
         if position > 20:
             break

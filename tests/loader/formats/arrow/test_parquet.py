@@ -360,6 +360,19 @@ def test_a_plain_footer_is_checked_without_a_file_in_python(
     assert read_footer(parquet_store, parquet_store.head("a.parquet"))[0].num_rows == 10
 
 
+def test_a_dictionary_that_claims_more_values_than_its_page_holds_is_refused(parquet_store: FolderStore) -> None:
+    """pyarrow makes room for as many as it is told of: 17 GB for a page of 60 bytes."""
+    for kind in (pa.string(), pa.int64()):
+        table = pa.table({"x": pa.array([7, 7, 8]).cast(kind)})
+        write(parquet_store, "t.parquet", table, store_schema=False, compression="none")
+        data = bytearray((parquet_store.root / "t.parquet").read_bytes())
+        at = data.index(b"\x4c\x15\x04") + 2  # field 7 of the page's header, its first field: 2 values
+        data[at] = 0x7E
+        parquet_store.put("t.parquet", bytes(data))
+        with pytest.raises(FormatError, match="a dictionary of 63 values in a page of"):
+            open_all(parquet_store, ParquetFormat())
+
+
 def test_a_chunk_that_the_footer_does_not_know_is_an_error(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": np.arange(50)}), row_group_size=10)
     header = ParquetFormat().open_shard(parquet_store, parquet_store.head("t.parquet"))
