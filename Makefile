@@ -17,7 +17,7 @@ help:
 	@echo 'make test             install what the tests need, and run them all; ARGS="-k resume" goes to pytest'
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
-	@echo 'make bench            throughput against other loaders on made-up data; ARGS="--store s3" from a real S3 server'
+	@echo 'make bench            penstock beside other loaders in some minutes; ARGS="--full" takes hours'
 	@echo 'make gpu              the tests that need a GPU, and loaders that feed one; says so where there is none'
 	@echo 'make clean            remove the virtual environment and everything that was made'
 
@@ -40,11 +40,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-gpu: $(VENV)/.bench $(VENV)/.test
+gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
 	$(BIN)/python -m penstock.benchmarks.gpu $(ARGS)
 
+bench: ARGS ?= --quick
 bench: $(VENV)/.bench
-	$(BIN)/python -m penstock.benchmarks.suite $(ARGS)
+	$(BIN)/penstock bench $(ARGS)
 
 # A real S3 server and a real web server, where Debian's apt and root are there. Elsewhere their tests say what to do.
 servers:
@@ -76,6 +77,7 @@ $(VENV)/.test: HOLDS := $(VENV)/.demo
 $(VENV)/.lint: EXTRAS := test,lint
 $(VENV)/.lint: HOLDS := $(VENV)/.test $(VENV)/.demo
 $(VENV)/.bench: EXTRAS := bench,images
+$(VENV)/.gpu: EXTRAS := images-cuda
 
 clean:
 	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,11 +75,11 @@ def _hash(value: Any) -> int:
     if isinstance(value, list):
         value = np.asarray(value)
         if value.dtype.kind not in "iuf":
-            return xxhash.xxh3_64_intdigest(repr(value.tolist()))
+            return xxhash.xxh3_64_intdigest(repr(value.tolist()).encode())
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     if isinstance(value, np.ndarray | np.generic):
         return _sum_bits(np.asarray(value))
     if isinstance(value, int):
         return value & _MASK
-    return xxhash.xxh3_64_intdigest(value)
+    return xxhash.xxh3_64_intdigest(value.encode() if isinstance(value, str) else value)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import ShardFormat
-from .contenders import CONTENDERS, OURS
 from .job import Decode, PeerDecode, PeerLayout
+from .peers.catalogue import find_peer
+
+Environments = Literal["own", "here"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class BenchConfig:
     ``conversions`` is the folder or URL that peers' copies of the data are kept in; None chooses one. ``peer_layout``
     "plain" gives peers a record a sample and a field a column, as their manuals do; "packed" groups a table's columns
     into one array a type, and for webdataset also rows into blocks, as an expert would who needs speed from them.
+    ``environments``: peers run in pinned environments of their "own", which are made, or in the one "here". A run of a
+    peer that takes longer than ``timeout_s`` is ended, and the peer is not measured.
     """
 
     source: str | list[str]
@@ -37,13 +42,14 @@ class BenchConfig:
     format: ShardFormat | None = None
     conversions: str | None = None
     peer_layout: PeerLayout = "plain"
+    environments: Environments = "own"
+    trial_s: float = 2.0
+    timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}: must be 1 or more")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more")
-        unknown = [name for name in self.against if name not in CONTENDERS or name == OURS]
-        if unknown:
-            peers = ", ".join(name for name in CONTENDERS if name != OURS)
-            raise ConfigError(f"--against {','.join(unknown)}: unknown; the peers are {peers}")
+        for name in self.against:
+            find_peer(name)

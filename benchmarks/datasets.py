@@ -1,4 +1,4 @@
-"""Generated data sets for the four cases that loaders are compared on: raw images, tokens, click-log rows, images.
+"""Generated data sets of the workloads that loaders are compared on: bytes, images, tokens, rows, text.
 
 The same bytes for the same size every time. What is compressed compresses as real data does: pictures are smoothed
 noise at several scales, categories of the click log follow a power law.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ _DENSE, _CATEGORIES = 13, 26
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison: a data set of ``samples`` at scale 1, how it is read, and the ratio to the best peer to reach.
+    """A workload: a data set of ``samples`` at scale 1, and how it is read.
 
-    Cases of one ``data`` share a data set.
+    Cases of one ``data`` share a data set. Those that are ``everywhere`` are measured on several ranks and with a
+    delay, too, the others on one rank.
     """
 
     name: str
@@ -37,10 +39,31 @@ class Case:
     samples: int
     batch_size: int
     decode: Decode
-    target: float
     write: Callable[[str, int], None]
     data: str
     peer_layout: PeerLayout = "plain"
+    everywhere: bool = False
+
+
+def write_blobs(folder: str, samples: int, *, mean_bytes: int) -> None:
+    """Tar shards of random bytes, of three quarters to five quarters of ``mean_bytes``, each with a class."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(3 * mean_bytes // 4, 5 * mean_bytes // 4, samples)
+    rows = ({"__key__": f"{i:09d}", "bin": rng.bytes(int(size)), "cls": i % 1000} for i, size in enumerate(sizes))
+    pack(rows, folder, format="tar", shard_bytes=_shard_bytes(samples * mean_bytes), progress=False)
+
+
+def write_text(folder: str, samples: int) -> None:
+    """JSON lines of a number and a text of 20 to 300 words, which follow a power law."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    words = np.array(["".join(rng.choice(letters, int(size))) for size in rng.integers(2, 11, 20_000)])
+    lengths = rng.integers(20, 300, samples)
+    rows = (
+        {"id": i, "text": " ".join(words[np.minimum(rng.zipf(1.2, length), 20_000) - 1])}
+        for i, length in enumerate(lengths)
+    )
+    pack(rows, folder, format="jsonl", shard_bytes=_shard_bytes(samples * 1000), progress=False)
 
 
 def write_thumbnails(folder: str, samples: int) -> None:
@@ -122,32 +145,58 @@ CASES = {
     case.name: case
     for case in (
         Case(
-            name="raw",
-            title="small JPEGs, raw bytes",
-            samples=100_000,
+            name="bytes-6k",
+            title="bytes, 6 KB a sample",
+            samples=60_000,
             batch_size=256,
             decode="none",
-            target=2.0,
-            write=write_thumbnails,
-            data="thumbnails",
+            write=partial(write_blobs, mean_bytes=6_000),
+            data="blobs-6k",
+        ),
+        Case(
+            name="bytes-40k",
+            title="bytes, 40 KB a sample",
+            samples=8_000,
+            batch_size=64,
+            decode="none",
+            write=partial(write_blobs, mean_bytes=40_000),
+            data="blobs-40k",
+            everywhere=True,
+        ),
+        Case(
+            name="bytes-1m",
+            title="bytes, 1 MB a sample",
+            samples=400,
+            batch_size=8,
+            decode="none",
+            write=partial(write_blobs, mean_bytes=1_000_000),
+            data="blobs-1m",
+        ),
+        Case(
+            name="images",
+            title="photos, decoded to 224 px",
+            samples=6_000,
+            batch_size=64,
+            decode="224",
+            write=write_photos,
+            data="photos",
         ),
         Case(
             name="tokens",
-            title="tokens, 2,048 a sample",
-            samples=160_000,
+            title="tokens, 2,048 a sample, as int64",
+            samples=65_536,
             batch_size=64,
-            decode="none",
-            target=3.0,
+            decode="auto",
             write=write_tokens,
             data="tokens",
+            everywhere=True,
         ),
         Case(
             name="rows",
-            title="click-log rows, parquet",
+            title="click log, 40 columns, parquet",
             samples=1_000_000,
-            batch_size=2048,
+            batch_size=4096,
             decode="none",
-            target=20.0,
             write=write_clicks,
             data="clicks",
         ),
@@ -155,22 +204,20 @@ CASES = {
             name="rows-packed",
             title="the same, packed by hand for peers",
             samples=1_000_000,
-            batch_size=2048,
+            batch_size=4096,
             decode="none",
-            target=1.0,
             write=write_clicks,
             data="clicks",
             peer_layout="packed",
         ),
         Case(
-            name="images",
-            title="photos, decoded to 224 px",
-            samples=12_000,
-            batch_size=64,
-            decode="224",
-            target=1.0,
-            write=write_photos,
-            data="photos",
+            name="jsonl",
+            title="text, JSON lines of 1 KB",
+            samples=200_000,
+            batch_size=256,
+            decode="none",
+            write=write_text,
+            data="text",
         ),
     )
 }

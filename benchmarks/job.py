@@ -23,7 +23,8 @@ class Job:
     after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``
     is the layout of a sample; ``shape`` says how the peer's conversion was laid out, and is the peer's own affair.
     ``scratch`` is an empty folder of this job alone. ``device``: where batches will be used; ours go there themselves,
-    peers are told to pin them.
+    peers are told to pin them. ``rank`` of ``world_size`` reads its share of the data, beside the others; ``workers``
+    are each rank's. ``source_format`` is the format of the data set's own shards, for the bare loop.
     """
 
     contender: str
@@ -46,6 +47,11 @@ class Job:
     state: Any = None
     fields: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    source_format: str = ""
+    python: str | None = None
+    """The interpreter to run it with; None is the running one."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -66,13 +72,24 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A pass of a run: what it delivered, and when it began and ended, in seconds after the loader was asked for."""
+
+    samples: int
+    start_s: float
+    stop_s: float
+    complete: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The result of one run.
+    """The result of one run, of one rank or of all together.
 
     ``samples_per_s`` and ``mb_per_s`` (10^6 bytes of payload) count from the first batch on, so that nobody's start-up
     is in them; ``first_batch_s`` is that start-up: from making the loader, imports done, to its first batch. Waits are
     per batch, the first excluded. ``cpu_s`` is of the whole process tree, user and system. ``peak_bytes`` is the
     largest proportional set size of the tree, anonymous and shared memory, sampled; mapped files are not in it.
+    ``peak_rss_bytes`` is the sum of the processes' own peaks of resident memory (VmHWM), mapped files included.
     """
 
     contender: str
@@ -89,6 +106,9 @@ class Measurement:
     wait_share: float
     cpu_s: float
     peak_bytes: int = 0
+    peak_rss_bytes: int = 0
+    passes: list[Pass] = field(default_factory=list)
+    version: str | None = None
     checksum: str | None = None
     bottleneck: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -97,4 +117,4 @@ class Measurement:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Measurement:
-        return Measurement(**values)
+        return Measurement(**values | {"passes": [Pass(**each) for each in values.get("passes", ())]})

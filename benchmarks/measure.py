@@ -7,6 +7,7 @@ measurement is written to the file RESULT.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import resource
@@ -20,13 +21,15 @@ import numpy as np
 from ..storage.errors import PenstockError
 from .batch_stats import batch_stats, checksum
 from .contenders import Contender, find_module
-from .job import Job, Measurement
+from .job import Job, Measurement, Pass
+from .peers.catalogue import PEERS
 from .subprocesses import TOLD
 
 
 def measure(job: Job) -> Measurement:
     """Run a job in this process."""
     module = find_module(job.contender)
+    _join_ranks(job)
     cpu_before_s = _cpu_s()
     started = time.perf_counter()
     contender: Contender = module.open_contender(job)
@@ -53,6 +56,7 @@ class _Run:
         self._first_payload = 0
         self._checksum = 0
         self._state: Any = None
+        self._passes: list[Pass] = []
 
     def read(self) -> None:
         passes = 0
@@ -62,9 +66,20 @@ class _Run:
                 return
 
     def _read_epoch(self) -> bool:
-        """Read one pass. Returns False if the run ended before the pass did."""
+        """Read one pass. Returns False if the run ended before the pass did, or if the pass had nothing."""
+        began = self._last_at if self._passes else self._started
+        before = sum(self._samples)
+        complete = self._read_batches()
+        samples = sum(self._samples) - before
+        if samples:
+            start_s, stop_s = began - self._started, self._last_at - self._started
+            self._passes.append(Pass(samples=samples, start_s=start_s, stop_s=stop_s, complete=complete))
+        return complete and samples > 0
+
+    def _read_batches(self) -> bool:
+        """Read to the end of a pass, or of the run; returns whether the pass ended."""
         job = self._job
-        middle = job.num_samples // 2
+        middle = job.num_samples // (2 * job.world_size)
         in_epoch = 0
         asked = time.perf_counter()
         for batch in self._contender.epoch():
@@ -81,14 +96,14 @@ class _Run:
             if job.mode == "check":
                 self._checksum += checksum(batch)
             if job.mode == "first-batch" or (job.seconds is not None and got - self._first_at >= job.seconds):
-                return False
+                return in_epoch * job.world_size >= job.num_samples
             if self._state is None and job.mode == "epoch" and in_epoch >= middle:
                 self._state = self._contender.state()
             if job.step_ms:
                 time.sleep(job.step_ms / 1000)
             del batch
             asked = time.perf_counter()
-        return in_epoch > 0
+        return True
 
     def result(self, *, cpu_s: float, report: dict[str, Any]) -> Measurement:
         job = self._job
@@ -109,12 +124,32 @@ class _Run:
             wait_p99_ms=float(np.percentile(waits_ms, 99)),
             wait_share=float(waits_ms.sum() / 1000 / seconds) if seconds else 0.0,
             cpu_s=cpu_s,
+            passes=self._passes,
+            version=_version_of(job.contender),
             checksum=f"{self._checksum & (1 << 64) - 1:016x}" if job.mode == "check" else None,
             bottleneck=report.get("bottleneck"),
             settings=report.get("settings", {}),
             stages=report.get("stages", {}),
             state=self._state,
         )
+
+
+def _join_ranks(job: Job) -> None:
+    """Where there are several ranks, make them a process group as a training job does, and wait for all."""
+    if job.world_size == 1:
+        return
+    import torch.distributed as dist
+
+    names = {"RANK": job.rank, "LOCAL_RANK": job.rank, "WORLD_SIZE": job.world_size, "LOCAL_WORLD_SIZE": job.world_size}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    meeting = Path(job.scratch, "ranks")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=job.rank, world_size=job.world_size)
+    dist.barrier()
+
+
+def _version_of(contender: str) -> str | None:
+    peer = PEERS.get(contender)
+    return importlib.metadata.version(peer.package) if peer is not None else None
 
 
 def _cpu_s() -> float:

@@ -158,7 +158,7 @@ class _RandomCrop:
         self._rng = np.random.default_rng()
 
     def _draw(self, height: int, width: int) -> tuple[Any, bool]:
-        from ..loader.decoding.images import random_region
+        from ..loader.decoding.regions import random_region
 
         return random_region(height, width, _SCALE, _RATIO, self._rng), bool(self._rng.random() < 0.5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import tempfile
@@ -18,17 +17,18 @@ from ..loader.dataset.cache import cache_home
 from ..loader.dataset.manifest import Manifest
 from ..loader.errors import ConfigError
 from ..storage import NotFoundError, Store, open_store
+from ..storage.files import write_whole
 from .config import BenchConfig
-from .contenders import CONTENDERS
-from .job import Job, PeerDecode
+from .job import Job, Measurement
 from .layout import Layout, image_fields
+from .peers.catalogue import find_peer
+from .peers.environments import PeerUnavailableError, python_here, python_of
 from .s3 import is_s3
 from .subprocesses import MeasurementError, run_job, run_module
 
 _MARKER = "penstock-conversion.json"
 _VERSION = 3
 _CONVERSION_TIMEOUT_S = 4 * 3600.0
-_TRIAL_S = 2.0
 _MOST_SHARD_BYTES, _LEAST_SHARD_BYTES = 64 << 20, 1 << 18
 _SHARDS = 16  # at least so many, if they are not too small: workers read whole shards
 
@@ -37,43 +37,86 @@ def prepare_peers(
     config: BenchConfig, manifest: Manifest, layout: Layout, ours: Job, say: Callable[[str], None]
 ) -> tuple[dict[str, Job], dict[str, str]]:
     """The jobs of the peers that can be measured, and why the others cannot."""
-    if config.decode != "none" and any(field.get("image") for field in layout.values()):
-        ours = replace(ours, peer_decode=_settle_decoder(config, manifest, layout))
+    ours = settle_decoder(config, manifest, layout, ours)
     say("penstock: checking that every sample is delivered")
-    truth = run_job(replace(ours, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
+    truth = check_ours(ours)
     jobs: dict[str, Job] = {}
     refused: dict[str, str] = {}
     for name in config.against:
-        _, import_name, package = CONTENDERS[name]
-        if importlib.util.find_spec(import_name) is None:
-            refused[name] = f"it is not installed; pip install {package}, or 'penstock[bench]'"
-            continue
         try:
-            say(f"{name}: converting the data set")
-            job = _convert(replace(ours, contender=name), config, manifest)
-            say(f"{name}: checking that every sample is delivered")
-            check = run_job(replace(job, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0))
-            if (check.samples, check.checksum) != (truth.samples, truth.checksum):
-                refused[name] = (
-                    f"one epoch delivered {check.samples} samples of {truth.samples}, with checksum "
-                    f"{check.checksum} instead of {truth.checksum}"
-                )
-                continue
-            jobs[name] = job if config.workers is not None else _choose_workers(job, say)
-        except (ConfigError, MeasurementError) as exc:
-            refused[name] = _in_short(str(exc))
+            job = prepare_peer(name, config, manifest, ours, truth, say)
+            jobs[name] = job if config.workers is not None else choose_workers(job, config.trial_s, say)
+        except (ConfigError, MeasurementError, PeerUnavailableError) as exc:
+            refused[name] = in_short(str(exc))
     return jobs, refused
 
 
-def _in_short(reason: str) -> str:
+def prepare_peer(
+    name: str,
+    config: BenchConfig,
+    manifest: Manifest,
+    ours: Job,
+    truth: Measurement,
+    say: Callable[[str], None],
+    *,
+    checked: Path | None = None,
+) -> Job:
+    """A peer's job, in its environment and on its own copy of the data, which it delivers as ``truth`` says.
+
+    ``checked`` is a file that remembers which copies were found to be right.
+
+    Raises:
+        PeerUnavailableError: its environment cannot be made.
+        ConfigError, MeasurementError: it cannot take the data, or does not deliver each sample exactly once.
+    """
+    peer = find_peer(name)
+    python = python_of(peer, say=say) if config.environments == "own" else python_here(peer)
+    say(f"{name}: converting the data set")
+    job = _convert(replace(ours, contender=name, python=python), config, manifest)
+    key = f"{name} {config.peer_layout} {manifest.fingerprint} {truth.checksum} {python}"
+    if checked is not None and key in _read_list(checked):
+        return job
+    say(f"{name}: checking that every sample is delivered")
+    check = run_job(_checking(job), timeout_s=config.timeout_s)
+    if (check.samples, check.checksum) != (truth.samples, truth.checksum):
+        raise MeasurementError(
+            f"one epoch delivered {check.samples} samples of {truth.samples}, with checksum "
+            f"{check.checksum} instead of {truth.checksum}"
+        )
+    if checked is not None:
+        write_whole(checked, json.dumps([*_read_list(checked), key], indent=1).encode())
+    return job
+
+
+def _read_list(path: Path) -> list[str]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def check_ours(ours: Job) -> Measurement:
+    """What one pass over the data set has to deliver: its samples and their checksum."""
+    return run_job(_checking(ours))
+
+
+def _checking(job: Job) -> Job:
+    return replace(job, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0)
+
+
+def in_short(reason: str) -> str:
     """The first and the last line of a reason: of a traceback in it, the error itself."""
     lines = reason.strip().splitlines()
     return reason if len(lines) < 2 else f"{lines[0]} {lines[-1].strip()}"
 
 
-def _settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout) -> PeerDecode:
+def settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout, ours: Job) -> Job:
+    """The job with the image decoder of the peers chosen, where there are images to decode."""
+    if config.decode == "none" or not any(field.get("image") for field in layout.values()):
+        return ours
     if config.peer_decode != "auto":
-        return config.peer_decode
+        return replace(ours, peer_decode=config.peer_decode)
     from .peer_decode import fastest_image_function
 
     with DistributedDataLoader(
@@ -85,17 +128,27 @@ def _settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout) -> 
         world_size=1,
     ) as loader:
         images = [image for image in next(iter(loader))[image_fields(layout)[0]] if image is not None]
-    return fastest_image_function(images, "random-224" if config.decode == "224" else "full")
+    what = "random-224" if config.decode == "224" else "full"
+    return replace(ours, peer_decode=fastest_image_function(images, what))
 
 
-def _choose_workers(job: Job, say: Callable[[str], None]) -> Job:
-    """The job with the fastest number of worker processes on this machine: none, one per core, or two per core."""
-    rates = {}
+def choose_workers(job: Job, trial_s: float, say: Callable[[str], None], *, timeout_s: float = 3600.0) -> Job:
+    """The job with the number of worker processes that makes a pass shortest: none, one per core, or two per core."""
+    if not find_peer(job.contender).has_workers:
+        return job
+    took: dict[int, float] = {}
     for workers in (0, job.workers, 2 * job.workers):
         say(f"{job.contender}: trying {workers} workers")
-        trial = run_job(replace(job, workers=workers, epochs=None, seconds=_TRIAL_S, step_ms=0.0))
-        rates[workers] = trial.samples_per_s
-    return replace(job, workers=max(rates, key=lambda workers: rates[workers]))
+        trial = replace(job, workers=workers, epochs=None, seconds=trial_s, step_ms=0.0)
+        took[workers] = whole_pass_s(run_job(trial, timeout_s=timeout_s), job.num_samples)
+    return replace(job, workers=min(took, key=lambda workers: took[workers]))
+
+
+def whole_pass_s(run: Measurement, num_samples: int) -> float:
+    """How long a pass over all data takes, by the start and the rate of a run over some of it."""
+    if run.passes and run.passes[0].complete:
+        return run.passes[0].stop_s
+    return run.first_batch_s + (num_samples / run.samples_per_s if run.samples_per_s else float("inf"))
 
 
 def _convert(job: Job, config: BenchConfig, manifest: Manifest) -> Job:
@@ -161,7 +214,9 @@ def _make(job: Job, config: BenchConfig, store: Store, root: str, manifest: Mani
             "layout": config.peer_layout,
         }
         what = f"converting for {job.contender}"
-        made, _ = run_module("penstock.benchmarks.convert", json.dumps(message), what, timeout_s=_CONVERSION_TIMEOUT_S)
+        made, _ = run_module(
+            "penstock.benchmarks.convert", json.dumps(message), what, timeout_s=_CONVERSION_TIMEOUT_S, python=job.python
+        )
         if remote:
             files = [path for path in folder.rglob("*") if path.is_file()]
             with ThreadPoolExecutor(4) as pool:

@@ -19,6 +19,7 @@ _MEDIANS = (
     "wait_share",
     "cpu_s",
     "peak_bytes",
+    "peak_rss_bytes",
     "samples",
     "seconds",
 )

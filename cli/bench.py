@@ -19,6 +19,7 @@ from ..benchmarks.plot import plot_ratios, require_plotting
 from ..benchmarks.report import print_result
 from ..loader.dataset.source import resolve_split
 from ..loader.errors import ConfigError
+from . import bench_field
 from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json
 
 
@@ -26,9 +27,12 @@ from .common import Flag, OptionalNumber, SourceArguments, console, parse, print
 class BenchArguments(SourceArguments):
     """Measure how fast a data set is read: samples/s, MiB/s, time to the first batch, waits, memory, CPU, bottleneck.
 
+    Without a data set, --quick (minutes) and --full (hours) compare penstock with seven other loaders on generated
+    ones; penstock bench --quick --help tells more.
+
     Each run is a separate process, imports are not timed, and contenders alternate, so that other load on the machine
     affects all of them alike. --against converts the data set once for each peer, configures each peer as its manual
-    recommends for speed, and checks that it delivers every sample exactly once before timing it.
+    recommends for speed, in an environment of its own, and checks that it delivers every sample exactly once.
 
     example:  penstock bench s3://bucket/train/ --batch-size 256 --decode 224
 
@@ -54,7 +58,10 @@ class BenchArguments(SourceArguments):
     """Cache penstock's chunks in this folder. Peers always cache on the local disk."""
 
     against: Annotated[str, tyro.conf.arg(metavar="PEER,...", help_behavior_hint="")] = ""
-    """Peers to compare with: webdataset, mosaicml-streaming, litdata."""
+    """Peers to compare with: webdataset, mosaicml-streaming, litdata, datasets, grain, spdl, torch."""
+
+    environments: Literal["own", "here"] = "own"
+    """own: peers in pinned environments that are made; here: those that are installed beside penstock."""
 
     peer_decode: Literal["auto", "pil", "opencv", "penstock"] = "auto"
     """Image decoder of the peers; auto takes the faster of PIL and OpenCV."""
@@ -82,6 +89,8 @@ class BenchArguments(SourceArguments):
 
 
 def run(arguments: Sequence[str]) -> int:
+    if any(word.partition("=")[0] in bench_field.WORDS for word in arguments):
+        return bench_field.run(arguments)
     given = parse(BenchArguments, "bench", arguments)
     against = tuple(name.strip() for name in given.against.split(",") if name.strip())
     if given.plot is not None and not against:
@@ -96,6 +105,7 @@ def run(arguments: Sequence[str]) -> int:
         decode=given.decode,
         peer_decode=given.peer_decode,
         peer_layout=given.peer_layout,
+        environments=given.environments,
         workers=given.workers,
         epochs=given.epochs if given.epochs or given.seconds else 1,
         seconds=given.seconds,

@@ -11,6 +11,7 @@ from .decoding.byte_views import ByteViews as ByteViews
 from .decoding.byte_views import GatheredBytes as GatheredBytes
 from .decoding.decode import DecodeChoice as DecodeChoice
 from .decoding.decode import FieldDecoder as FieldDecoder
+from .decoding.device_images import DeviceFallbackWarning as DeviceFallbackWarning
 from .decoding.images import ImageDecoder as ImageDecoder
 from .error_arguments import OnError as OnError
 from .errors import ChecksumError as ChecksumError

@@ -27,6 +27,7 @@ class Control:
         """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
         check_at_least("epoch", epoch, 0)
         self._resources.check_open()
+        self._note_move()
         if self._position.set_epoch(epoch):
             self._resources.stop_pipeline()
 
@@ -50,6 +51,7 @@ class Control:
             weights = tuple(weights)
         share = replace(self._passes.share, weights=weights)
         self._resources.check_open()
+        self._passes.note_call(f"set_shares({None if weights is None else [float(weight) for weight in weights]})")
         self._change_share(share)
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Control:
         loaded = self._position.check_state(state)
         self._resources.check_open()
         self._resources.stop_pipeline()
+        self._note_move()
         self._position.load(loaded)
 
     def skip_batches(self, count: int) -> None:
@@ -82,6 +85,8 @@ class Control:
         check_at_least("count", count, 0)
         self._resources.check_open()
         self._resources.stop_pipeline()
+        self._passes.note_call(f"skip_batches({count})")
+        self._note_move()
         log = self._resources.log
         self._position.skip(count, (lambda *_: None) if log is None else log.record_skip)
 
@@ -103,6 +108,7 @@ class Control:
         self._resources.check_open()
         share = replace(share, global_batch_size=batch_size * share.world_size)
         self._position.check_share(share)
+        self._passes.note_call(f"set_batch_size({batch_size})")
         self._change_share(share)
         if self._resources.log is not None:
             self._resources.log.record_batch_size(*self._position.upcoming, share.global_batch_size)
@@ -121,8 +127,15 @@ class Control:
         if self._parts.mixture is None:
             raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
         self._resources.check_open()
+        before = self._position.upcoming
         self._parts.mixture.position.set_weights(weights, at)
+        told = {name: float(weight) for name, weight in sorted(weights.items())}
+        self._passes.note_call(f"set_weights({told}{'' if at is None else f', at={int(at)}'})", before)
         self._resources.stop_pipeline()
+
+    def _note_move(self) -> None:
+        if self._resources.calls is not None:
+            self._resources.calls.note_move()
 
     def _change_share(self, share: Share) -> None:
         self._resources.stop_pipeline()

@@ -20,6 +20,7 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
+from .calls import Calls
 from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.manifest import Manifest
@@ -27,6 +28,7 @@ from .dataset.splits import Split
 from .decoding.batch import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
+from .device_arguments import open_image_codec
 from .error_arguments import ErrorArguments, OnError
 from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
@@ -43,6 +45,7 @@ from .order.steps import TokenBudget
 from .order.subset import Subset
 from .packing.config import Packing
 from .parts import Common, open_one, open_several
+from .peers import tell_of_failure
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .ranks import check_rank
@@ -138,6 +141,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
     """
 
     @refuse_foreign
+    @tell_of_failure
     def __init__(
         self,
         source: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest | Mixture,
@@ -245,6 +249,15 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             packs=packs,
             has_collate=collate is not None,
         )
+        on_device = None if device is None or str(device) == "cpu" else resolve_cuda(device)
+        needs_host = {
+            "transform=": transform,
+            "collate=": collate,
+            "processes=": processes or None,
+            "keep=, may_drop=, packing= or on_error='skip'": reshaping,
+            "a Mixture": source if isinstance(source, Mixture) else None,
+        }
+        codec = open_image_codec(decode, on_device, needs_host)
         self._counters = Counters()
         common = Common(
             share=share,
@@ -258,20 +271,15 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             processes=processes,
             errors=errors,
             threads=count_threads(threads),
-            device=None if device is None or str(device) == "cpu" else resolve_cuda(device),
+            device=on_device,
+            codec=codec,
             memory_bytes=None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit"),
             columns=columns,
             format=format,
             storage_options=storage_options,
             cache_dir=cache_dir,
             cache_bytes=parse_cache_limit(cache_dir, cache_limit),
-            ordering={
-                "seed": seed,
-                "shuffle": shuffle,
-                "lanes": lanes,
-                "window": window,
-                "piece": piece,
-            },
+            ordering={"seed": seed, "shuffle": shuffle, "lanes": lanes, "window": window, "piece": piece},
             is_logged=audit_dir is not None,
             keep=keep,
             packing=packing,
@@ -286,6 +294,9 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             common,
             partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
+        if share.world_size > 1:
+            processes_of_group = share.world_size if mesh is None else mesh.size()
+            self._resources.calls = Calls(self._manifest.fingerprint, processes_of_group)
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir,
@@ -298,6 +309,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 bad=self._parts.bad,
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
+        if share.world_size > 1:
+            self._resources.join_peers()
 
     # -- iteration ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..storage import open_store
+from ..storage.counts import fastest_response_s
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
 from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
@@ -18,6 +19,7 @@ from .dataset.index import open_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch import BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
+from .decoding.device_codec import DeviceCodec
 from .decoding.first_values import ImageFields
 from .decoding.row_work import RowWork
 from .decoding.worker_pool import WorkerPool
@@ -71,6 +73,7 @@ class Common:
     errors: ErrorArguments
     threads: int
     device: torch.device | None
+    codec: DeviceCodec | None
     memory_bytes: int | None
     columns: Sequence[str] | None
     format: ShardFormat | str | None
@@ -142,7 +145,7 @@ def open_one(
     weights: SampleWeights | None,
 ) -> Parts:
     """The parts of a loader of one data set."""
-    decoders = FieldDecoders(common.decode, common.raw, common.processes)
+    decoders = FieldDecoders(common.decode, common.raw, common.processes, common.codec)
     batch_options = common.batch_options
     common.start_workers(batch_options.work, common.decode)
     manifest = open_manifest(
@@ -229,7 +232,9 @@ def open_one(
         quarantine=quarantine,
         look=look,
         peek=look.peek if reshaping is None else partial(peek_alone, make_pipeline, decoders),
-        tune=partial(tune, manifest, is_local=reads_locally(store), **common.tuning),
+        tune=partial(
+            tune, manifest, is_local=reads_locally(store), response_s=fastest_response_s(store), **common.tuning
+        ),
         make_pipeline=make_pipeline,
         bad=policy.bad,
         selection=selection,

@@ -57,6 +57,17 @@ class Passes:
         cursors = self.position.cursors() if consumed else None
         return Start(order=self.position.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
 
+    def note_call(self, text: str, upcoming: tuple[int, int] | None = None) -> None:
+        """Note a call that every rank must make alike; ``upcoming``: the position before it, if not that of now."""
+        if self.resources.calls is not None:
+            self.resources.calls.note(text, upcoming or self.position.upcoming, self.begun)
+
+    def check_calls(self) -> None:
+        """Raise ConfigError where another rank has called what this one should have called by now."""
+        calls = self.resources.calls
+        if calls is not None and calls.lacks_one:
+            calls.check(self.position.upcoming, self.begun)
+
     def pipeline(self) -> Pipeline:
         """The running pipeline, or a new one from the position on."""
         self.resources.check_open()
@@ -108,6 +119,7 @@ class Pass(Iterator[BatchT]):
         before = position.save(), self._at
         try:
             passes.resources.check_peers()
+            passes.check_calls()
             item = self._take()
             if item is None:
                 self._end()

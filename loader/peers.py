@@ -1,7 +1,8 @@
 """An error that ends the loader on one rank is told to all, through the key-value store of their process group.
 
-There are no collectives, so a rank that is late, blocked or gone delays nobody. A thread of each process looks at the
-store twice a second. A rank that waits for a batch is woken; one that trains gets the error with its next batch; one
+So is one that kept a loader from being made, and calls that ranks make differently (``calls.py``). There are no
+collectives, so a rank that is late, blocked or gone delays nobody. A thread of each process looks at the store twice a
+second. A rank that waits for a batch is woken; one that trains gets the error with its next batch; one
 that is blocked in a collective cannot be woken by us, but its log names the first cause.
 """
 
@@ -17,10 +18,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
+from .calls import Calls
 from .dataset.exchange import RemoteError
 from .errors import RankStoppedError
+from .ranks import is_torch_worker
 
 LOOK_S = 0.5
 RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds look less often
@@ -29,6 +33,7 @@ TOLD_WITHIN_S = 2.0  # how long an error is held back until the others have seen
 _NAMESPACE = "penstock/stop"
 _LOG = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 Interrupt = Callable[[RankStoppedError | None], None]
 
 _lock = threading.Lock()
@@ -36,21 +41,59 @@ _watches: dict[int, PeerWatch] = {}  # by process: a fork has none of its parent
 _seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # incidents that this process raised, by store
 
 
-def join_peers(key: object, interrupt: Interrupt) -> PeerWatch | None:
+def join_peers(key: object, interrupt: Interrupt, calls: Calls | None = None) -> PeerWatch | None:
     """Watch for errors of other ranks until ``leave(key)``; None outside a process group of two or more ranks.
 
     ``interrupt`` is called, perhaps more than once, with an error that whoever waits for a batch is to raise, and with
-    None once it was raised.
+    None once it was raised. ``calls`` are compared with those of the other ranks.
     """
     store = _group_store()
     if store is None:
         return None
     with _lock:
         watch = _watches.get(os.getpid())
-        if watch is None or not watch.is_of(store) or not watch.join(key, interrupt):
+        if watch is None or not watch.is_of(store) or not watch.join(key, interrupt, calls):
             watch = _watches[os.getpid()] = PeerWatch(store)
-            watch.join(key, interrupt)
+            watch.join(key, interrupt, calls)
         return watch
+
+
+def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
+    """Tell all ranks where a loader that they are to share cannot be made on this one; see ``PeerWatch.tell``."""
+
+    @wraps(init)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            init(*args, **kwargs)
+        except Exception as exc:
+            if kwargs.get("world_size") != 1:
+                _tell_at_once(exc)
+            raise
+
+    return telling
+
+
+def _tell_at_once(error: Exception) -> None:
+    """Tell of an error without a watch. Where all ranks fail alike, each raises its own, and nobody waits."""
+    group = _group_store()
+    if group is None or is_torch_worker():
+        return
+    with _lock:
+        number = _seen[group] = _seen.get(group, 0) + 1
+    incident, (rank, world_size) = f"{_NAMESPACE}/{number}", _place()
+    with suppress(RuntimeError):  # the store is gone, and nobody is left to tell
+        store = _clone(group)
+        if int(store.add(f"{incident}/claims", 1)) == 1:
+            store.set(f"{incident}/cause", json.dumps(asdict(_in_transit(error, rank))))
+        elif store.check([f"{incident}/cause"]):
+            first = RemoteError(**json.loads(store.get(f"{incident}/cause")))
+            if first.message not in str(error):
+                error.add_note(f"before that, {RankStoppedError(first.rank, first.kind, first.text)}")
+        until = time.monotonic() + TOLD_WITHIN_S
+        while time.monotonic() < until:
+            if sum(int(store.add(f"{incident}/{what}", 0)) for what in ("known", "claims")) >= world_size:
+                return
+            time.sleep(_AGAIN_S)
 
 
 class PeerWatch:
@@ -65,7 +108,7 @@ class PeerWatch:
         self._rank, world_size = _place()
         self._look_s = max(LOOK_S, world_size / RANKS_A_SECOND)
         self._changed = threading.Condition()
-        self._members: dict[int, Interrupt] = {}
+        self._members: dict[int, tuple[Interrupt, Calls | None]] = {}
         self._own: BaseException | None = None
         self._is_over = False
         self._thread: threading.Thread | None = None
@@ -75,12 +118,12 @@ class PeerWatch:
         """Whether it is of the group with this store."""
         return self._group() is store
 
-    def join(self, key: object, interrupt: Interrupt) -> bool:
+    def join(self, key: object, interrupt: Interrupt, calls: Calls | None = None) -> bool:
         """Become a member; returns False where the watch is over."""
         with self._changed:
             if self._is_over:
                 return False
-            self._members[id(key)] = interrupt
+            self._members[id(key)] = interrupt, calls
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="penstock-peers", daemon=True)
                 self._thread.start()
@@ -129,7 +172,7 @@ class PeerWatch:
     def _note_seen(self) -> None:
         """The newest incident was raised here."""
         self.pending = None
-        for interrupt in self._members.values():
+        for interrupt, _ in self._members.values():
             interrupt(None)
         store = self._group()
         if store is not None:
@@ -169,10 +212,20 @@ class PeerWatch:
             store.add(f"{incident}/known", 1)  # after the log has it: the rank that failed may exit now
         if self._own is not None:
             self._tell(store, incident)
+        self._compare_calls(store, incident)
         with self._changed:
             if self.pending is not None:
-                for interrupt in self._members.values():
+                for interrupt, _ in self._members.values():
                     interrupt(self.pending)  # again each time: a pass may just have begun
+
+    def _compare_calls(self, store: Any, incident: str) -> None:
+        """Where this rank and another one made different calls, that is the cause that all ranks find next."""
+        with self._changed:
+            members = [calls for _, calls in self._members.values() if calls is not None]
+        for calls in members:
+            error = calls.compare(store)
+            if error is not None and int(store.add(f"{incident}/claims", 1)) == 1:
+                store.set(f"{incident}/cause", json.dumps(asdict(RemoteError.of(error, self._rank))))
 
     def _note(self, number: int, cause: RemoteError) -> None:
         error = RankStoppedError(cause.rank, cause.kind, cause.text)

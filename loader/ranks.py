@@ -166,6 +166,11 @@ def local_world_size() -> int:
     return max(1, _from_environment("LOCAL_WORLD_SIZE", 1))
 
 
+def is_torch_worker() -> bool:
+    """Whether this is a worker process of a torch DataLoader."""
+    return torch.utils.data.get_worker_info() is not None
+
+
 def refuse_worker() -> None:
     """Raise ConfigError in a worker process of a torch DataLoader."""
     worker = torch.utils.data.get_worker_info()

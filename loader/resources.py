@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ..storage.counts import StoreCounts, count_running, count_store
 from ..storage.process_usage import resident_bytes
+from .calls import Calls
 from .decoding.worker_pool import WorkerPool
 from .errors import ForkedLoaderError, LoaderClosedError
 from .metrics import Levels
@@ -17,6 +18,8 @@ from .peers import PeerWatch, join_peers
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.pipeline import Pipeline
 from .ranks import refuse_worker
+
+_process = os.getpid()  # this one's number: asking the kernel for each batch takes longer than all else about it
 
 
 class Resources:
@@ -32,11 +35,12 @@ class Resources:
         self.workers: WorkerPool | None = None
         self.log: DeliveryLog | None = None
         self.peers: PeerWatch | None = None
+        self.calls: Calls | None = None  # which are compared with those of the other ranks
         self.others: list[Any] = []  # what its users want closed with it
         self._counts = StoreCounts()  # of the store, once it is closed
         self._is_closed = False
         self._closing = threading.RLock()
-        self._process = os.getpid()
+        self._process = _process
         _ALL.add(self)
 
     def check_open(self) -> None:
@@ -50,7 +54,7 @@ class Resources:
         if not self._is_ours:
             refuse_worker()  # a worker of a torch DataLoader is a fork too, and has a cure of its own
             raise ForkedLoaderError(
-                f"the loader was made in process {self._process}, from which this one, {os.getpid()}, was forked: its "
+                f"the loader was made in process {self._process}, from which this one, {_process}, was forked: its "
                 "threads and connections stayed there. Start processes with the method spawn or forkserver, and make a "
                 "loader in each"
             )
@@ -80,7 +84,7 @@ class Resources:
 
     @property
     def _is_ours(self) -> bool:
-        return os.getpid() == self._process
+        return self._process == _process
 
     def join_peers(self) -> None:
         """From now on hear of errors on other ranks, until ``close``."""
@@ -92,7 +96,7 @@ class Resources:
             if pipeline is not None:
                 pipeline.interrupt(error)
 
-        self.peers = join_peers(self, interrupt)
+        self.peers = join_peers(self, interrupt, self.calls)
 
     def check_peers(self) -> None:
         """Raise RankStoppedError where another rank's loader failed, once for each such error."""
@@ -155,6 +159,8 @@ _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()
 
 def _let_go_in_child() -> None:
     """A copy of a worker's connection that a child holds would keep the worker after the parent's death."""
+    global _process
+    _process = os.getpid()
     for resources in list(_ALL):
         if resources.workers is not None:
             resources.workers.let_go()

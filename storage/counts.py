@@ -65,6 +65,12 @@ def count_running(store: object) -> tuple[int, int]:
     return (limiters[0].running, limiters[0].limit) if limiters else (0, 0)
 
 
+def fastest_response_s(store: object) -> float | None:
+    """How long the store's host took for its fastest response to this process so far; None where there was none."""
+    limiters = [layer.limiter for layer in _layers(store) if isinstance(layer, RetryStore)]
+    return limiters[0].round_trip_s if limiters else None
+
+
 def _layers(store: object) -> Iterator[object]:
     while store is not None:
         yield store

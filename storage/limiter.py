@@ -56,6 +56,7 @@ class Limiter:
         self._limit = float(max_running)
         self._clock = clock
         self._open_budget = open_budget
+        self.round_trip_s: float | None = None  # of the fastest response so far, with the server's own time
         self._reset()
 
     def _reset(self) -> None:
@@ -95,8 +96,10 @@ class Limiter:
                 self._give_spare(self._budget)
             self._changed.notify()
 
-    def note_success(self) -> None:
+    def note_success(self, took_s: float | None = None) -> None:
         """Record a success: after a full round of them the limit grows by one, here and for the node."""
+        if took_s is not None:
+            self.round_trip_s = min(took_s, self.round_trip_s or took_s)
         budget = self._budget
         if self._limit >= self._max and (budget is None or budget.limit >= budget.max_places):
             return

@@ -250,7 +250,7 @@ class RetryStore:
             self._latencies.add(hedge_bytes, took_s)
         self._reached = self._granted = True
         self._patience.note_success(took_s, limit)
-        self.limiter.note_success()
+        self.limiter.note_success(took_s)
         return result
 
     def _race(self, call: Callable[[], T], late_s: float, limit: TimeLimit) -> tuple[T, float]:

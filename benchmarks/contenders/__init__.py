@@ -9,14 +9,18 @@ from typing import Any, Protocol
 from ...loader.errors import ConfigError
 from ..job import Job
 
-OURS = "penstock"
-
-# Name on the command line -> (module of this folder, the import that must succeed, its package's name for pip)
-CONTENDERS = {
-    OURS: ("ours", "penstock", "penstock"),
-    "webdataset": ("webdataset", "webdataset", "webdataset"),
-    "mosaicml-streaming": ("mosaicml", "streaming", "mosaicml-streaming"),
-    "litdata": ("litdata", "litdata", "litdata"),
+# Name -> its module in this folder. ``limit`` is no loader: a bare loop over the same libraries.
+OURS, LIMIT = "penstock", "limit"
+MODULES = {
+    OURS: "ours",
+    LIMIT: "limit",
+    "webdataset": "webdataset",
+    "mosaicml-streaming": "mosaicml",
+    "litdata": "litdata",
+    "datasets": "hf_datasets",
+    "grain": "grain",
+    "spdl": "spdl",
+    "torch": "torch_loader",
 }
 
 
@@ -46,13 +50,12 @@ def find_module(name: str) -> Any:
     Raises:
         ConfigError: there is no such contender, or it is not installed.
     """
-    if name not in CONTENDERS:
-        raise ConfigError(f"unknown contender {name!r}; the contenders are {', '.join(CONTENDERS)}")
-    module, _, package = CONTENDERS[name]
+    if name not in MODULES:
+        raise ConfigError(f"unknown contender {name!r}; the contenders are {', '.join(MODULES)}")
     try:
-        return importlib.import_module(f".{module}", __name__)
+        return importlib.import_module(f".{MODULES[name]}", __name__)
     except ImportError as exc:
-        raise ConfigError(f"{name} cannot be imported ({exc}); pip install {package}, or 'penstock[bench]'") from exc
+        raise ConfigError(f"{name} cannot be imported ({exc})") from exc
 
 
 def open_contender(job: Job) -> Contender:

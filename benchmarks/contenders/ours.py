@@ -24,8 +24,8 @@ class Ours:
             storage_options=job.storage_options or None,
             format=None if job.format is None else make_format(job.format, job.format_config),
             device=job.device,
-            rank=0,
-            world_size=1,
+            rank=job.rank,
+            world_size=job.world_size,
         )
         if job.state is not None:
             self._loader.load_state_dict(job.state)

@@ -127,8 +127,9 @@ class WebDataset:
         )
         if any(url.startswith("pipe:") and url.count("'") != 2 for url in urls):
             raise ConfigError("webdataset's pipe: cannot take URLs with quotes")
-        self._workers = min(job.workers, len(urls))
-        dataset = wds.WebDataset(urls, shardshuffle=len(urls), empty_check=False)
+        self._workers = min(job.workers, len(urls) // job.world_size)
+        split = wds.split_by_node if job.world_size > 1 else wds.single_node_only
+        dataset = wds.WebDataset(urls, shardshuffle=len(urls), empty_check=False, nodesplitter=split)
         if rows is not None:
             dataset = dataset.compose(_TakeApart(rows))
         if job.shape.get("encoded"):

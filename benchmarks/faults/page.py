@@ -62,9 +62,16 @@ share; one with `rank=0, world_size=1` of its own is alone.
 - The **failing rank** holds its error back until the others know of it, for two seconds at most. If another one failed
   before, a note at its error says so.
 - Each error is raised once on each rank. Whoever catches it goes on with `next`; catch it on all ranks or on none.
+- A loader that **cannot be made** on one rank (a folder that it cannot write, a file that is missing there) ends the
+  others in the same way, once the process group is initialised: at their first batch, or in the log of a rank that is
+  blocked before it. Where all ranks fail alike, each raises its own error at once.
+- Ranks that are **told different things** are told so: `set_batch_size`, `set_weights`, `set_shares` and
+  `skip_batches` are compared between the ranks. A call with other values or at another batch, or one that a rank left
+  out, is an error within seconds that names both ranks. This holds for loaders that all ranks of the process group
+  share, or all of a mesh that has all ranks.
 
-A thread looks at the store twice a second (less often in worlds of more than a thousand ranks), and ends with the
-loader. A batch costs one comparison more.
+A thread looks at the store twice a second (less often in worlds of more than a thousand ranks), from when the loader is
+made to its end. A batch costs two comparisons more.
 
 """
 

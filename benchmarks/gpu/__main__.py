@@ -30,6 +30,7 @@ from ..layout import find_layout
 from ..machine import describe_machine, list_versions
 from ..prepare import prepare_peers
 from ..subprocesses import MeasurementError, run_module
+from .decoding import Decoding
 from .feeding import Copying, Feeding, message_of
 from .models import Model
 from .plot import plot_feeding
@@ -47,8 +48,9 @@ class GpuConfig:
     """Run the tests marked gpu, then measure how well loaders feed a GPU; in about eight minutes.
 
     ResNet-50 on photos that are decoded to 224 px, and a small GPT on tokens, in bf16: the same loop for every loader,
-    in a process of its own, in turns. "no loader" trains on one batch that stays on the device. Also the rate of copies
-    to the device, against bare pinned ones. Without a GPU it says so and ends with exit code 3.
+    in a process of its own, in turns. "no loader" trains on one batch that stays on the device. Also how fast images
+    are decoded on the CPU and on the device, and copied to it, against the bare codec and bare pinned copies. Without
+    a GPU it says so and ends with exit code 3.
     """
 
     device: Literal["cuda", "cpu"] = "cuda"
@@ -102,7 +104,7 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
     rows = _SMALL_ROWS[name] if config.small else rows
     url = str(make_case(case, config.data, config.scale))
     manifest = open_manifest(url)
-    settings = BenchConfig(source=url, against=config.against, batch_size=rows, decode=case.decode)
+    settings = BenchConfig(source=url, against=config.against, batch_size=rows, decode=case.decode, environments="here")
     layout = find_layout(manifest, None, None)
     ours = Job(
         contender=OURS,
@@ -140,7 +142,7 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
     return {"case": name, "title": case.title, "model": model, "batch_size": rows, "runs": runs, "refused": refused}
 
 
-def _run(asked: Feeding | Copying, what: str) -> dict[str, Any]:
+def _run(asked: Feeding | Copying | Decoding, what: str) -> dict[str, Any]:
     return run_module("penstock.benchmarks.gpu.feeding", message_of(asked), what, timeout_s=600.0)[0]
 
 
@@ -155,6 +157,13 @@ def run_copies(config: GpuConfig, screen: Console) -> dict[str, Any]:
     job = Job(contender=OURS, url=url, num_samples=1, scratch="", workers=usable_cores())
     asked = Copying(device="cuda", url=url, rows=_COPIED_ROWS, seconds=config.seconds / 2, job=asdict(job))
     return _run(asked, "copies to the device")
+
+
+def run_decoding(config: GpuConfig, screen: Console) -> dict[str, Any]:
+    screen.print("  decoding images on the CPU and on the device", style="dim")
+    url = str(make_case(CASES["images"], config.data, config.scale))
+    asked = Decoding(device="cuda", url=url, rows=_CASES["images"][1], seconds=config.seconds)
+    return _run(asked, "decoding on the device")
 
 
 def print_result(result: Mapping[str, Any], screen: Console) -> None:
@@ -173,10 +182,22 @@ def print_result(result: Mapping[str, Any], screen: Console) -> None:
         screen.print(table)
         for loader, why in case["refused"].items():
             screen.print(f"not measured: {loader}: {why}", highlight=False, markup=False)
+    if "decoding" in result:
+        print_decoding(result["decoding"], screen)
     if "copies" in result:
         rates = {name.removesuffix("_bytes_per_s"): value / 1e9 for name, value in result["copies"].items()}
         told = ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items())
         screen.print(f"to the device: {told}", highlight=False)
+
+
+def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
+    names = {"cpu": "on the CPU", "device": "on the device", "bare": "bare codec, whole images"}
+    for way, name in names.items():
+        if way in result:
+            rate, cpu = result[way]["images_per_s"], result[way]["cpu_us_per_image"]
+            screen.print(f"images decoded {name}: {rate:,.0f}/s, {cpu:,.0f} us of CPU an image", highlight=False)
+    if "refused" in result:
+        screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
 
 
 def main(config: GpuConfig, screen: Console) -> int:
@@ -200,6 +221,7 @@ def main(config: GpuConfig, screen: Console) -> int:
         result["tests"] = run_tests(screen)
     result["cases"] = [run_case(name, config, screen) for name in config.cases]
     if on_gpu:
+        result["decoding"] = run_decoding(config, screen)
         result["copies"] = run_copies(config, screen)
     print_result(result, screen)
     config.results.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from ...storage.errors import PenstockError
 from ..contenders import find_module
 from ..job import Job
 from ..measure import tell
+from .decoding import Decoding, run_decoding
 from .models import Model, TrainStep, make_batch
 
 _WARM_STEPS = 3
@@ -162,14 +163,20 @@ def main() -> None:
     kind = asked.pop("kind")
     os.dup2(2, 1)  # what a peer prints is no result
     try:
-        result = run_copying(Copying(**asked)) if kind == "copying" else run_feeding(Feeding(**asked))
+        if kind == "copying":
+            result: dict[str, Any] = run_copying(Copying(**asked))
+        else:
+            result = run_decoding(Decoding(**asked)) if kind == "decoding" else run_feeding(Feeding(**asked))
     except (PenstockError, ImportError) as exc:
         sys.exit(tell(exc))
     Path(sys.argv[1]).write_text(json.dumps(result))
 
 
-def message_of(asked: Feeding | Copying) -> str:
-    return json.dumps({"kind": "copying" if isinstance(asked, Copying) else "feeding", **asdict(asked)})
+_KINDS: Mapping[type, str] = {Copying: "copying", Decoding: "decoding", Feeding: "feeding"}
+
+
+def message_of(asked: Feeding | Copying | Decoding) -> str:
+    return json.dumps({"kind": _KINDS[type(asked)], **asdict(asked)})
 
 
 if __name__ == "__main__":

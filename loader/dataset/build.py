@@ -88,7 +88,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
     if selection.saved is None:
         return None
     try:
-        data = store.get(MANIFEST_NAME)
+        data = store.get(MANIFEST_NAME) if selection.saved_data is None else selection.saved_data.result()
         if is_unfinished(data) and selection.chosen is None:
             raise UnfinishedDatasetError(
                 f"{store.url}: it is still being packed, or packing was interrupted; wait, or run `penstock pack` again"

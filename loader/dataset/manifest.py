@@ -247,7 +247,10 @@ class Manifest:
                 parts = PartSums.from_stream(stream, manifest.fingerprint, manifest.num_chunks)
                 manifest = replace(manifest, parts=parts)
         except MemoryError as exc:
-            raise MemoryLimitError(f"{where}: memory ran out while this manifest was read ({exc})") from exc
+            raise MemoryLimitError(
+                f"{where}: memory ran out while this manifest was read ({exc}); where that is more than a manifest can "
+                "take, its bytes are damaged: build it anew with `penstock index`"
+            ) from exc
         except (
             pa.ArrowException,
             OSError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,6 +20,7 @@ from ..formats.tokens import index_keys
 from ..progress import show_progress
 from .manifest import MANIFEST_NAME
 from .patterns import expand_braces, fixed_prefix, is_glob, is_path, match_glob
+from .prefix import Prefix
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -46,8 +47,9 @@ class Selection:
 
     ``listing`` also holds companions of the shards (an index.json, an .idx). ``chosen`` are the keys in the order the
     caller gave them, or None if the source is a whole prefix; ``named`` are those that the caller named individually,
-    which must therefore be shards. ``saved`` is the manifest beside the data, if there is one. ``folders`` are the
-    prefixes, '' or ending in '/', that the source names as a whole and that may not mix splits.
+    which must therefore be shards. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
+    bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
+    as a whole and that may not mix splits.
     """
 
     url: str
@@ -56,6 +58,7 @@ class Selection:
     saved: ObjectInfo | None
     named: frozenset[str] = frozenset()
     folders: tuple[str, ...] = ()
+    saved_data: Future[memoryview] | None = None
 
 
 def select(
@@ -75,7 +78,7 @@ def select(
     if not urls:
         raise DatasetError("the list of shards is empty; give at least one URL")
     if len(urls) == 1 and not is_glob(urls[0]):
-        store, selection = _select_one(urls[0], storage_options, progress)
+        store, selection = _select_one(urls[0], storage_options, progress, is_split=split is not None)
     else:
         root, keys = _common_root(urls)
         store = open_store(root, storage_options=storage_options)
@@ -142,27 +145,38 @@ def _split(url: str) -> tuple[str, str]:
     return f"{scheme}://{authority}/", path
 
 
-def _select_one(url: str, storage_options: Mapping[str, Any] | None, progress: bool) -> tuple[Store, Selection]:
+def _select_one(
+    url: str, storage_options: Mapping[str, Any] | None, progress: bool, *, is_split: bool
+) -> tuple[Store, Selection]:
     base, path = _split(url)
     folder, _, name = path.rpartition("/")
     # A web server answers for a folder's name with the page of its index, as if that were an object.
-    if name and not (base.startswith("http") and "." not in name):
+    may_be_object = bool(name) and not (base.startswith("http") and "." not in name)
+    is_prefix = base not in {"/", "file:///"} and "." not in name  # probably; local ones are asked at once
+    ahead = Prefix(url, storage_options, with_manifest=not is_split) if is_prefix else None
+    if may_be_object:
         root = f"{base}{folder}/" if folder else base
         store = open_store(root, storage_options=storage_options)
         try:
             info = store.head(name)
-            return store, _select_objects(store, root, [info], named=frozenset((name,)))
+            selection = _select_objects(store, root, [info], named=frozenset((name,)))
         except NotFoundError:
             store.close()
         except BaseException:
-            store.close()
+            for opened in (store, ahead):
+                if opened is not None:
+                    opened.close()
             raise
+        else:
+            if ahead is not None:
+                ahead.close()
+            return store, selection
     url = url.rstrip("/") + "/"
-    store = open_store(url, storage_options=storage_options)
+    store = open_store(url, storage_options=storage_options) if ahead is None else ahead.store
     try:
         objects = []
         with show_progress("listing", None, unit="objects", enabled=progress) as advance:
-            for info in store.list():
+            for info in store.list() if ahead is None else ahead.listing.result():
                 objects.append(info)
                 advance(1)
         saved = next((info for info in objects if info.key == MANIFEST_NAME), None)
@@ -172,7 +186,8 @@ def _select_one(url: str, storage_options: Mapping[str, Any] | None, progress: b
     except BaseException:
         store.close()
         raise
-    return store, Selection(url=url, listing=listing, chosen=None, saved=saved, folders=("",))
+    data = None if ahead is None else ahead.manifest
+    return store, Selection(url=url, listing=listing, chosen=None, saved=saved, folders=("",), saved_data=data)
 
 
 def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:

@@ -6,30 +6,27 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..columns import AnyArray, IntArray, Ragged
+from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
-from ..errors import ConfigError, LoaderClosedError
+from ..errors import ConfigError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
 from .byte_views import ByteViews
-from .collate import collate_samples, collate_values, images_to_tensor
-from .decode import FieldDecoders, is_channels_first
-from .gather import Rows, Values
-from .replace import Replacer, tell_bad
-from .row_errors import explain_row_error
-from .row_work import RowError, RowResults, RowTask, RowWork, Sample
+from .collate import collate_samples
+from .decode import FieldDecoders
+from .gather import Rows
+from .replace import Replacer
+from .row_job import RowCrew, RowJob
+from .row_work import RowWork, Sample
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
@@ -129,7 +126,22 @@ class BatchMaker:
             keys = np.empty((len(rows.ids), 3), np.uint64)
             keys[:] = np.array([self.seed, epoch, 0], np.uint64)
             keys[:, 2] = rows.ids
-        return RowJob(self, rows, epoch, keys)
+        return RowJob(self.crew, rows, epoch, keys)
+
+    @property
+    def crew(self) -> RowCrew:
+        """Who works on rows."""
+        return RowCrew(
+            work=self.options.work,
+            decoders=self.decoders,
+            manifest=self.manifest,
+            pool=self.pool,
+            workers=self.workers,
+            parts=self.parts,
+            counters=self.counters,
+            is_stopped=self.stopping.is_set,
+            bad=self.bad,
+        )
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
         """A batch of samples that are decoded and transformed; the numbers are as in ``start``."""
@@ -155,121 +167,6 @@ class BatchMaker:
     def finish(self, batch: Batch, num_rows: int) -> Batch:
         """A batch as it is handed out."""
         return batch if self.options.finish is None else self.options.finish(batch, num_rows)
-
-    def is_stopped(self) -> bool:
-        """Whether batches are no longer wanted."""
-        return self.stopping.is_set()
-
-
-class RowJob:
-    """Rows that are being decoded and transformed, by the threads of the pool or by worker processes."""
-
-    def __init__(self, maker: BatchMaker, rows: Rows, epoch: int, keys: AnyArray | None = None) -> None:
-        self._maker = maker
-        self.rows = rows
-        settled = maker.decoders.settled
-        encoded = {
-            name: decoder
-            for name, values in rows.fields.items()
-            if isinstance(values, list) and (decoder := settled.get(name)) is not None
-        }
-        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
-        self._work = maker.options.work
-        self.results = self._work.allocate(self.task)
-        self._futures: list[Future[None]] = []
-        if encoded or maker.options.transform is not None or maker.options.avoided:
-            count = len(rows.ids)
-            size = max(1, -(-count // (2 * maker.parts)))
-            self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
-
-    def _submit(self, start: int, stop: int) -> Future[None]:
-        maker = self._maker
-        if maker.workers is None:
-            return maker.pool.submit(self._run, start, stop)
-        task = self.task.cut(start, stop, with_plain=maker.options.transform is not None)
-        return maker.workers.submit(task, partial(self._place, start, stop), maker.is_stopped)
-
-    def _run(self, start: int, stop: int) -> None:
-        """Work on some of the rows; on a thread of the pool."""
-        started = time.perf_counter()
-        try:
-            self._work.run(self.task, self.results, start, stop, self._maker.is_stopped)
-        finally:
-            self._maker.counters.add(decode_s=time.perf_counter() - started, decoded_rows=stop - start)
-
-    def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
-        """Put a process's results into their places."""
-        for name, values in results.values.items():
-            of_field: Any = self.results.values[name]
-            of_field[start:stop] = values
-        self.results.samples[start:stop] = results.samples
-        self.results.failed.extend(results.failed)
-        self._maker.counters.add(decode_s=busy_s, decoded_rows=stop - start)
-
-    def wait(self) -> RowError | None:
-        """The error of the first row that failed, in the order of rows; None where all are done.
-
-        Raises:
-            LoaderClosedError: the pipeline is stopped.
-        """
-        try:
-            for future in self._futures:
-                future.result()
-        except RowError as exc:
-            return exc
-        except CancelledError as exc:
-            raise LoaderClosedError("the loader was closed while a batch was being decoded") from exc
-        return None
-
-    def explain(self, failed: RowError) -> Exception:
-        """What users see of a row's error."""
-        return explain_row_error(failed, self.rows, self._maker.manifest)
-
-    def samples(self) -> tuple[list[Sample | None], Exception | None]:
-        """The transformed samples, None for those dropped or bad, up to the first row that failed; and why it did."""
-        failed = self.wait()
-        samples: list[Sample | None] = list(self.results.samples)
-        if self._work.transform is None:
-            samples = [self.task.sample(self.results.values, row) for row in range(len(self.rows.ids))]
-        for bad in self.results.failed:
-            samples[bad.row] = None
-        if self._maker.bad is not None:
-            told = [bad for bad in self.results.failed if failed is None or bad.row < failed.row]
-            try:
-                tell_bad(told, self.rows, self.task.epoch, self._maker.manifest, self._maker.bad)
-            except RowError as too_many:
-                return samples[: too_many.row], too_many.cause
-        return (samples, None) if failed is None else (samples[: failed.row], self.explain(failed))
-
-    def finish(self) -> None:
-        """Wait until all rows are done. Raises what decoding or transform raised of the first that failed."""
-        failed = self.wait()
-        if failed is not None:
-            raise self.explain(failed)
-
-    def fields(self) -> dict[str, Any]:
-        """The values of each field, one a row, as batches have them; after ``finish``."""
-        images = {name for name, decoder in self.task.encoded.items() if is_channels_first(decoder)}
-        return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
-
-    def all_samples(self) -> list[Any]:
-        """All rows as samples, transformed or not; after ``finish``."""
-        rows = range(len(self.rows.ids))
-        return self.results.samples or [self.task.sample(self.results.values, row) for row in rows]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows and of what they are decoded into, about."""
-        return self.rows.count_bytes(self._maker.decoders.settled)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all rows are decoded and transformed; any thread may ask."""
-        return all(future.done() for future in self._futures)
-
-    def cancel(self) -> None:
-        for future in self._futures:
-            future.cancel()
 
 
 class UnfinishedBatch(ABC):
@@ -315,11 +212,13 @@ class PendingBatch(UnfinishedBatch):
         self._rows = rows
         self._num_rows = num_rows
         self._num_valid = num_valid
-        self._job = RowJob(maker, rows, epoch, keys)
+        self._job = RowJob(maker.crew, rows, epoch, keys)
         self._ids = rows.ids  # of what is delivered
 
     @property
     def replaced(self) -> IntArray | None:
+        if self._ids is self._rows.planned_ids:
+            return None
         planned, ids = self._rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
         if not np.any(planned != ids):
             return None
@@ -378,13 +277,3 @@ def _gather_views(values: Any) -> Any:
     kinds = set(map(type, values)) if isinstance(values, list) else set()
     are_views = memoryview in kinds and kinds <= {memoryview, type(None)}
     return ByteViews(values) if are_views and all(v is None or v.format == "B" for v in values) else values
-
-
-def _collate(values: Values, *, is_image: bool) -> Any:
-    if isinstance(values, ByteViews):
-        return values
-    if isinstance(values, Ragged):
-        return list(map(torch.from_numpy, values))
-    if isinstance(values, list):
-        return collate_values(values, is_image=is_image)
-    return images_to_tensor(values) if is_image else torch.from_numpy(values)

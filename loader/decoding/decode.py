@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 
 from ..columns import AnyArray, BytesColumn
 from ..errors import ConfigError, DecodeError, MemoryLimitError
-from .arrays import read_npy, read_npz
+from .batch_values import BatchValues
+from .readers import IMAGE_EXTENSIONS, READERS, read_text
+
+if TYPE_CHECKING:
+    from .device_codec import DeviceCodec
+    from .images import ImageDecoder
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
+
+# Numbers that are handed out as int64.
+WIDENED = frozenset({"uint16", "uint32"})
 
 
 @runtime_checkable
@@ -122,9 +130,9 @@ def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
 
 def _auto(field: str) -> FieldDecoder | None:
     extension = field.lower().rsplit(".", 1)[-1]
-    if extension in _IMAGE_EXTENSIONS:
+    if extension in IMAGE_EXTENSIONS:
         return _image_decoder(field)
-    reader = _READERS.get(extension)
+    reader = READERS.get(extension)
     return None if reader is None else _Calling(field, reader)
 
 
@@ -140,7 +148,7 @@ def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | None) -> Fiel
     if not isinstance(decoder, type) and isinstance(decoder, FieldDecoder):
         return _Named(field, decoder)
     if decoder is str:
-        return _Calling(field, _read_text)
+        return _Calling(field, read_text)
     if not callable(decoder):
         raise ConfigError(f"decode[{field!r}]={decoder!r} cannot be called; use a function of bytes, or None")
     return _Calling(field, _UserFunction(decoder))
@@ -156,6 +164,23 @@ class _Named:
         self.slot = decoder.slot
         self.is_image = decoder.is_image
         self.layout = getattr(decoder, "layout", "chw")
+        self.codec: DeviceCodec | None = None
+
+    @property
+    def asks_for_device(self) -> bool:
+        return decodes_on_device(self._decoder)
+
+    def on_host(self) -> _Named:
+        """The same decoder without a device."""
+        return _Named(self._field, self._decoder)
+
+    def batch_values(self, count: int) -> BatchValues | None:
+        """Room for ``count`` values that are decoded on a device; None where each is decoded by itself."""
+        if self.codec is None:
+            return None
+        from .device_images import DeviceImages  # torch, which worker processes need not wait for
+
+        return DeviceImages(cast("ImageDecoder", self._decoder), self.codec, count, partial(_field_error, self._field))
 
     def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
         try:
@@ -211,6 +236,16 @@ class _Calling:
         raise ConfigError(f"field {self._field!r} cannot be decoded into a slot; call its decoder instead")
 
 
+def batch_values(decoder: FieldDecoder, count: int) -> BatchValues | None:
+    """Room for ``count`` values of a decoder that decodes them together; None where it decodes one by one."""
+    return decoder.batch_values(count) if isinstance(decoder, _Named) else None
+
+
+def decodes_on_device(decoder: object) -> bool:
+    """Whether a decoder is an ``ImageDecoder`` that asks to decode batches on the loader's device."""
+    return hasattr(decoder, "decode_planned") and getattr(decoder, "device", None) is not None
+
+
 def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exception:
     if isinstance(exc, ConfigError):
         return exc
@@ -231,33 +266,12 @@ def has_rng_parameter(function: Callable[..., Any]) -> bool:
         return False
 
 
-def _read_text(data: memoryview | str) -> str:
-    return data if isinstance(data, str) else str(data, "utf-8")
-
-
-def _read_int(data: memoryview) -> int:
-    return int(bytes(data))
-
-
-def _read_json(data: memoryview) -> Any:
-    return json.loads(bytes(data))
-
-
-_IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
-_READERS: dict[str, Callable[[memoryview], Any]] = {
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _read_int),
-    **dict.fromkeys(("json", "jsn"), _read_json),
-    **dict.fromkeys(("txt", "text", "transcript"), _read_text),
-    "npy": read_npy,
-    "npz": read_npz,
-}
-
-
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
     ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
     the values that happen to come first.
+    Decoders that ask for a device are given ``codec``; without one they decode on the CPU.
     With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
 
     Raises:
@@ -265,7 +279,13 @@ class FieldDecoders:
             are worker ``processes``, to which no view can be sent.
     """
 
-    def __init__(self, choice: DecodeChoice, raw: RawValues = "bytes", processes: int = 0) -> None:
+    def __init__(
+        self,
+        choice: DecodeChoice,
+        raw: RawValues = "bytes",
+        processes: int = 0,
+        codec: DeviceCodec | None = None,
+    ) -> None:
         if raw not in get_args(RawValues):
             raise ConfigError(f"raw={raw!r}: must be 'bytes' or 'view'")
         if raw == "view" and processes:
@@ -277,14 +297,24 @@ class FieldDecoders:
             _require_mapping(choice)
         self.choice = choice
         self.raw = raw
+        self.codec = codec
         self.settled: dict[str, FieldDecoder | None] = {}
         self.are_images: Callable[[str], bool] = lambda name: False
 
     def copy(self) -> FieldDecoders:
         """Decoders that begin with what is settled here; what they settle later does not come back."""
-        copied = FieldDecoders(self.choice, self.raw)
+        copied = FieldDecoders(self.choice, self.raw, codec=self.codec)
         copied.settled.update(self.settled)
         copied.are_images = self.are_images
+        return copied
+
+    def on_host(self) -> FieldDecoders:
+        """A copy that decodes on the CPU."""
+        copied = self.copy()
+        copied.codec = None
+        for name, decoder in self.settled.items():
+            if isinstance(decoder, _Named):
+                copied.settled[name] = decoder.on_host()
         return copied
 
     def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
@@ -292,6 +322,8 @@ class FieldDecoders:
             decoder = self.settled[name] = self._settle(name, column)
             if self.raw == "view" and isinstance(decoder, _Calling):
                 decoder.give_views()
+            if isinstance(decoder, _Named) and decoder.asks_for_device:
+                decoder.codec = self.codec
         return self.settled[name]
 
     def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
@@ -308,5 +340,5 @@ class FieldDecoders:
 
         uint64 stays, as there is no wider type.
         """
-        wide = self.choice is not None and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
+        wide = self.choice is not None and values.dtype.name in WIDENED
         return np.dtype(np.int64) if wide else values.dtype

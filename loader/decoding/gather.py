@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
+from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records, join_slices
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
 from ..reading.records import unpack_records
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .decode import FieldDecoder, FieldDecoders
 
+# Rows from this size on are copied one by one, straight to their place; many of narrower ones by one call.
 _WIDE_ROW_BYTES = 1024
+_TILE_BYTES = 256 << 10  # of wide rows, which stay in the core's cache until they are converted
 _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
 _SIZED = {bytes, memoryview, str}
 
@@ -84,13 +86,13 @@ def gather(
     Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied. Lists of
     integers in fields named ``flat`` come as ``Ragged``, without a Python object a value.
 
-    Values are stored in the order in which chunks arrive and reordered at the end, all at once; wide rows are copied
-    straight to their place.
+    Values are stored in the order in which chunks arrive and reordered at the end, all at once; of wide rows the places
+    are noted, and the rows copied and converted at the end.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
     arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive belongs
-    wide: dict[str, AnyArray] = {}
+    wide: dict[str, _WideRows] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
     views: dict[str, ViewsOfSpan] = {}
@@ -128,9 +130,9 @@ def gather(
                 continue
             source = column.values
             if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
-                out = _array(wide, name, source, num_rows, decoders)
-                for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
-                    out[target] = source[row]
+                if name not in wide:
+                    wide[name] = _WideRows(source, num_rows)
+                wide[name].add(source, group)
             else:
                 # numpy's take would first copy all of an array that is not contiguous
                 taken = source.take(group.rows, axis=0) if source.flags.c_contiguous else source[group.rows]
@@ -142,7 +144,7 @@ def gather(
         done = stop
     order = np.empty(num_rows, np.int64)
     order[arrived] = np.arange(num_rows)
-    fields: dict[str, Values] = dict(wide)
+    fields: dict[str, Values] = {name: rows.finish(decoders.dtype_of(rows.like)) for name, rows in wide.items()}
     for packed, rows in records:
         for name, scalars in unpack_records(packed, rows.take(order)).items():
             fields[name] = scalars.astype(decoders.dtype_of(scalars), copy=False)
@@ -162,6 +164,42 @@ def gather(
         of_field.pad(num_rows)
         fields[name] = of_field.finish(order)
     return Rows(ids, fields, _planned(ids, replaced))
+
+
+class _WideRows:
+    """Collects one field's wide rows: where each lies, and at the end all as one array.
+
+    They are copied as bytes: numpy would release the GIL for each row, and wait for it again, while others have it.
+    """
+
+    def __init__(self, like: AnyArray, num_rows: int) -> None:
+        self.like = like[:0]
+        self._rows = [memoryview(b"")] * num_rows
+
+    def add(self, source: AnyArray, group: ChunkRows) -> None:
+        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's."""
+        if source.dtype != self.like.dtype or not source.flags.c_contiguous:
+            for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
+                self._rows[target] = _bytes_of(np.ascontiguousarray(source[row], self.like.dtype))
+            return
+        whole, size = _bytes_of(source), source.nbytes // len(source)
+        for target, start in zip(group.targets.tolist(), (group.rows * size).tolist(), strict=True):
+            self._rows[target] = whole[start : start + size]
+
+    def finish(self, dtype: np.dtype[Any]) -> AnyArray:
+        """(num_rows, ...) of ``dtype``."""
+        shape = self.like.shape[1:]
+        out: AnyArray = np.empty((len(self._rows), *shape), dtype)
+        tile = max(1, _TILE_BYTES // (self.like.itemsize * math.prod(shape)))
+        for start in range(0, len(out), tile):
+            rows = join_slices(self._rows[start : start + tile], self.like.dtype)
+            out[start : start + tile] = rows.reshape(-1, *shape)
+        return out
+
+
+def _bytes_of(array: AnyArray) -> memoryview:
+    flat: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
 def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError, DecodeError
 from .image_kind import image_kind, image_size
+from .regions import Region, center_region, random_region, scale_region
 
 try:
     import cv2
@@ -36,8 +37,6 @@ MAX_PIXELS = 1 << 28
 
 _DEFAULT_SCALE = (0.08, 1.0)
 _DEFAULT_RATIO = (3 / 4, 4 / 3)
-_EVAL_MARGIN = 256 / 224
-_CROP_ATTEMPTS = 10
 # Scaling in libjpeg is a box filter. At least this ratio is left to the resampling, whose filter is better.
 _LEAST_RESAMPLING = 1.2
 _THREE_TAPS = 2.1
@@ -48,13 +47,13 @@ _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progres
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A rectangle of an image in whole pixels."""
+class ImagePlan:
+    """An image's height and width, the region of it that is taken, and whether that is flipped."""
 
-    top: int
-    left: int
     height: int
     width: int
+    region: Region
+    flip: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +84,10 @@ class ImageDecoder:
     or better on photographs; an edge that is no multiple of 8 pixels can cost a little of that. A region is placed to
     within half a pixel of the output.
 
+    ``device="cuda"`` has a loader's batches decoded on the loader's device: JPEGs by nvJPEG, as whole images of which
+    the same regions as ever are cut, resized with an antialiased bilinear filter, and flipped there. PNGs, progressive
+    and CMYK JPEGs and others are decoded on the CPU, and copied. A call of the decoder itself stays on the CPU.
+
     An instance holds no mutable state; any number of threads may use it, and the heavy calls release the GIL.
     """
 
@@ -95,6 +98,7 @@ class ImageDecoder:
     ratio: tuple[float, float] = _DEFAULT_RATIO
     flip: float = 0.0
     layout: Literal["chw", "hwc"] = "chw"
+    device: Literal["cuda"] | None = None
 
     def __post_init__(self) -> None:
         if self.crop not in (None, "center", "random"):
@@ -117,6 +121,10 @@ class ImageDecoder:
             raise ConfigError(f"flip={self.flip!r} is no probability; use 0 to 1")
         if self.layout not in ("chw", "hwc"):
             raise ConfigError(f"layout={self.layout!r} is unknown; use 'chw' or 'hwc'")
+        if self.device not in (None, "cuda"):
+            raise ConfigError(f"device={self.device!r}: must be 'cuda', for the loader's device, or None for the CPU")
+        if self.device is not None and self.size is None:
+            raise ConfigError(f"device={self.device!r} needs a size, so that batches are one tensor; give size=224")
 
     is_image = True
 
@@ -161,16 +169,34 @@ class ImageDecoder:
             raise ConfigError(
                 f"the slot is {out.shape} {out.dtype}, but this decoder fills C-contiguous {self.shape} uint8"
             )
-        height, width, is_jpeg = _read_header(data)
-        if is_jpeg:
-            region = self._choose_region(height, width, rng)
-            pixels = _decode_jpeg(data, height, width, _choose_reduction(region, self.shape))
-        else:
-            pixels = _decode_other(data)
-            height, width = pixels.shape[:2]
-            region = self._choose_region(height, width, rng)
+        plan = self.plan(data, rng)
+        if plan is not None:
+            self.decode_planned(data, plan, out)
+            return
+        pixels = _decode_other(data)
+        height, width = pixels.shape[:2]
+        region = self._choose_region(height, width, rng)
         _resample(_cut(pixels, region, height, width), out)
         if self._draw_flip(rng):
+            _flip(out)
+
+    def plan(self, data: bytes | memoryview, rng: np.random.Generator | None) -> ImagePlan | None:
+        """What will be done to a JPEG, by its header; draws what is random. None, and nothing drawn, for all others.
+
+        Raises:
+            DecodeError: the header is damaged, or claims too many pixels.
+        """
+        height, width, is_jpeg = _read_header(data)
+        if not is_jpeg:
+            return None
+        return ImagePlan(height, width, self._choose_region(height, width, rng), self._draw_flip(rng))
+
+    def decode_planned(self, data: bytes | memoryview, plan: ImagePlan, out: Pixels) -> None:
+        """Decode a JPEG into ``out``, as in ``decode_into``, by its plan."""
+        assert self.shape is not None
+        pixels = _decode_jpeg(data, plan.height, plan.width, _choose_reduction(plan.region, self.shape))
+        _resample(_cut(pixels, plan.region, plan.height, plan.width), out)
+        if plan.flip:
             _flip(out)
 
     def _choose_region(self, height: int, width: int, rng: np.random.Generator | None) -> Region:
@@ -186,39 +212,6 @@ class ImageDecoder:
         if self.flip in (0, 1):
             return self.flip == 1
         return bool(_needed(rng).random() < self.flip)
-
-
-def center_region(height: int, width: int, out_height: int, out_width: int, resize: int | None) -> Region:
-    """The part of an image that remains when its short side is resized to ``resize`` and the centre is cropped."""
-    fit = max(out_height / height, out_width / width)
-    zoom = fit * _EVAL_MARGIN if resize is None else max(fit, resize / min(height, width))
-    cut_height = min(height, max(1, round(out_height / zoom)))
-    cut_width = min(width, max(1, round(out_width / zoom)))
-    return Region((height - cut_height) // 2, (width - cut_width) // 2, cut_height, cut_width)
-
-
-def random_region(
-    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
-) -> Region:
-    """A random part of an image, by the algorithm of torchvision's RandomResizedCrop (Szegedy et al., 2014).
-
-    Ten draws of area and aspect are tried; if none fits, it is the largest centred part whose aspect is in ``ratio``.
-    """
-    low, high = math.log(ratio[0]), math.log(ratio[1])
-    draws = rng.random((_CROP_ATTEMPTS, 2)).tolist()
-    place = rng.random(2).tolist()
-    for area_draw, aspect_draw in draws:
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
-        aspect = math.exp(low + (high - low) * aspect_draw)
-        cut_width, cut_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < cut_width <= width and 0 < cut_height <= height:
-            top = int(place[0] * (height - cut_height + 1))
-            left = int(place[1] * (width - cut_width + 1))
-            return Region(top, left, cut_height, cut_width)
-    aspect = min(max(width / height, ratio[0]), ratio[1])
-    cut_width = min(width, max(1, round(height * aspect)))
-    cut_height = min(height, max(1, round(width / aspect)))
-    return Region((height - cut_height) // 2, (width - cut_width) // 2, cut_height, cut_width)
 
 
 def _needed(rng: np.random.Generator | None) -> np.random.Generator:
@@ -301,13 +294,6 @@ def _cut(pixels: Pixels, region: Region, height: int, width: int) -> Pixels:
     """The view of ``region``, in pixels of the full (height, width) image, in its perhaps reduced ``pixels``."""
     part = scale_region(region, pixels.shape[0] / height, pixels.shape[1] / width)
     return pixels[part.top : part.top + part.height, part.left : part.left + part.width]
-
-
-def scale_region(region: Region, factor_y: float, factor_x: float) -> Region:
-    """The region in an image scaled by the factors, each edge on the nearest pixel."""
-    top, left = round(region.top * factor_y), round(region.left * factor_x)
-    stop, right = round((region.top + region.height) * factor_y), round((region.left + region.width) * factor_x)
-    return Region(top, left, max(1, stop - top), max(1, right - left))
 
 
 def _resample(source: Pixels, out: Pixels) -> None:

@@ -18,11 +18,12 @@ from ..reading.bad_samples import BadSamples
 from ..reading.chunk_source import ChunkSource
 from ..reading.quarantine import DATA_ERRORS
 from ..reading.quarantine_file import Quarantined
+from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .decode import FieldDecoders
 from .gather import Rows, gather
 from .row_errors import describe_row
-from .row_work import RowError, RowResults, RowTask, RowWork, Values
+from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
 
 _KEPT_BLOCKS = 4
 
@@ -142,6 +143,7 @@ class Replacer:
             its_task = RowTask(task.epoch, 0, other.ids, other.fields, encoded)
             its_results = self._work.allocate(its_task)
             self._work.run(its_task, its_results, 0, 1, lambda: False)
+            self._work.finish(its_task, its_results, lambda: False)
             if its_results.failed:
                 last = _reason(its_results.failed[0])
                 self._tell(its_results, other, task.epoch)
@@ -164,11 +166,15 @@ class Replacer:
 
 def _fits(results: RowResults, found: RowResults) -> bool:
     """Whether the values can stand in the batch's arrays: they have all of these fields, in the same shapes."""
-    return all(
-        isinstance(there := found.values.get(name), np.ndarray) and there.shape[1:] == values.shape[1:]
-        for name, values in results.values.items()
-        if isinstance(values, np.ndarray)
-    )
+    for name, values in results.values.items():
+        there = found.values.get(name)
+        if isinstance(values, BatchValues) and not isinstance(there, BatchValues):
+            return False
+        if isinstance(values, np.ndarray) and not (
+            isinstance(there, np.ndarray) and there.shape[1:] == values.shape[1:]
+        ):
+            return False
+    return True
 
 
 def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, found: RowResults) -> None:
@@ -186,7 +192,7 @@ def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, foun
         results.values[name] = _with_value(given, row, value)
 
 
-def _with_value(values: Values, row: int, value: Any) -> Values:
+def _with_value(values: ResultValues, row: int, value: Any) -> ResultValues:
     """The values of a field with another one in one row."""
     changed: Any = list(values) if isinstance(values, ByteViews) else values
     changed[row] = value

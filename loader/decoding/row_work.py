@@ -16,11 +16,13 @@ import numpy as np
 from ..columns import AnyArray, IntArray, Ragged
 from ..errors import ConfigError, DecodeError, MemoryLimitError
 from ..order.randomness import DECODING, TRANSFORM, sample_rng
+from .batch_values import BatchValues
 from .byte_views import ByteViews
-from .decode import FieldDecoder, has_rng_parameter, is_channels_first
+from .decode import FieldDecoder, batch_values, has_rng_parameter, is_channels_first
 
 Sample = dict[str, Any]
 Values = AnyArray | ByteViews | Ragged | list[Any]
+ResultValues = Values | BatchValues
 Step = Literal["decode", "transform", "result", "avoid"]
 
 
@@ -55,7 +57,7 @@ class RowTask:
     encoded: dict[str, FieldDecoder]
     keys: AnyArray | None = None
 
-    def sample(self, values: Mapping[str, Values], row: int) -> Sample:
+    def sample(self, values: Mapping[str, ResultValues], row: int) -> Sample:
         """One row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
         sample = {name: of_field[row] for name, of_field in values.items()}
         for name, decoder in self.encoded.items():
@@ -81,7 +83,7 @@ class RowResults:
     ``failed``: the rows that have none, since their samples are bad; in no order.
     """
 
-    values: dict[str, Values]
+    values: dict[str, ResultValues]
     samples: list[Sample | None]
     failed: list[RowError] = field(default_factory=list)
 
@@ -101,13 +103,18 @@ class RowWork:
     avoided: frozenset[int] = frozenset()
 
     def allocate(self, task: RowTask) -> RowResults:
-        """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others."""
+        """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others.
+
+        ``BatchValues`` for a field whose values are decoded together.
+        """
         count = len(task.ids)
-        values: dict[str, Values] = {}
+        values: dict[str, ResultValues] = {}
         for name, given in task.fields.items():
             decoder = task.encoded.get(name)
             if decoder is None:
                 values[name] = given
+            elif (together := batch_values(decoder, count)) is not None:
+                values[name] = together
             elif decoder.slot is None:
                 values[name] = [None] * count
             else:
@@ -145,6 +152,22 @@ class RowWork:
                     raise error from exc
                 out.failed.append(error)
 
+    def finish(self, task: RowTask, out: RowResults, is_stopped: Callable[[], bool]) -> None:
+        """Decode what is decoded together, once ``run`` was called for all rows. Raises what ``run`` raises."""
+        errors = [
+            RowError(task.first_row + row, "decode", exc)
+            for values in out.values.values()
+            if isinstance(values, BatchValues)
+            for row, exc in values.decode(is_stopped)
+        ]
+        known = {error.row for error in out.failed}
+        for error in sorted(errors, key=lambda each: each.row):
+            if not self.goes_on or not error.is_of_sample:
+                raise error from error.cause
+            if error.row not in known:
+                out.failed.append(error)
+                known.add(error.row)
+
     def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any) -> None:
         data: Any = task.fields[name][row]
         if data is None:
@@ -152,7 +175,9 @@ class RowWork:
                 raise DecodeError(f"has no field {name!r}, which is decoded into a tensor")
             return
         rng = self._rng(task, row, DECODING) if decoder.takes_rng else None
-        if decoder.slot is not None:
+        if isinstance(out, BatchValues):
+            out.prepare(row, data, rng)
+        elif decoder.slot is not None:
             decoder.decode_into(data, out[row], rng)
         else:
             out[row] = decoder(data, rng)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from ...storage import ByteRange, ObjectInfo, Store
+from ..columns import Block
 from ..errors import ConfigError, FormatError, MemoryLimitError
 from .names import find_shards
 from .schema import merge_columns
@@ -54,6 +55,21 @@ class BaseFormat:
         self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
     ) -> int:
         return chunk.memory
+
+    @property
+    def opens_pieces(self) -> bool:
+        return False
+
+    def open_pieces(
+        self,
+        chunk: ChunkRef,
+        header: Any,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        schema: Mapping[str, Any],
+        rows: int,
+    ) -> Iterator[Block]:
+        raise NotImplementedError
 
 
 def refuse_empty(shard: ObjectInfo) -> None:

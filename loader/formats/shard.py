@@ -6,7 +6,7 @@ A format holds no state but its configuration. The loader's threads call it conc
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -129,6 +129,23 @@ class ShardFormat(Protocol):
         self, chunk: ChunkRef, header: Any, columns: Sequence[str] | None, schema: Mapping[str, Any]
     ) -> int:
         """About how many bytes ``columns`` of a chunk take while it is opened, as far as that is known before."""
+        ...
+
+    @property
+    def opens_pieces(self) -> bool:
+        """Whether ``open_pieces`` works, so that a chunk that is too large for memory can be opened onto the disk."""
+        ...
+
+    def open_pieces(
+        self,
+        chunk: ChunkRef,
+        header: Any,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        schema: Mapping[str, Any],
+        rows: int,
+    ) -> Iterator[Block]:
+        """As ``open_chunk``, in blocks of at most ``rows`` samples, one after another."""
         ...
 
     def open_chunk(

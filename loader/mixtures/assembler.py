@@ -13,9 +13,10 @@ from ..columns import Block, IntArray
 from ..decoding.gather import Rows, gather
 from ..order.mixed_spans import MixedSpan, MixedSpans, SourceOrder
 from ..order.spans import ChunkRows
-from ..pipeline.assembler import Equipment, Start
+from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
+from ..pipeline.tuning import mean_row_bytes
 from .batch import Kind, KindRows, start_batch
 from .epochs import Place
 from .fields import check_fields
@@ -85,10 +86,8 @@ class MixtureAssembler:
     def _plan(self) -> Iterator[tuple[int, MixedSpan | None, list[int]]]:
         """Every span from here on, with the chunks that it is the first to need; None marks an epoch's end."""
         plan, place, size = self._place.plan, self._place, self._share.global_batch_size
-        manifest = self._sources.manifest
-        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
-        step_bytes = max(1, size // self._share.world_size) * row_bytes
-        most = int(min(64, max(1, self._equipment.options.span_bytes // step_bytes)))
+        row_bytes = mean_row_bytes(self._sources.manifest)
+        most = steps_at_once(self._equipment.options, size // self._share.world_size, row_bytes)
         epoch, start, consumed, here, at_once = place.epoch, place.start, place.consumed, place.here, 1
         while True:
             left = plan.steps_left(start, here)
@@ -144,19 +143,14 @@ class MixtureAssembler:
             batch=pending,
             logged=to_keys(cut.ids[:num_valid], cut.epochs[:num_valid]),
         )
-        delivered = self._equipment.deliver(item)
-        if not delivered:
-            pending.cancel()
-        self._counters.add(backpressure_s=time.perf_counter() - started)
-        return delivered
+        return hand_over(self._equipment, item, started)
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         """About when resident chunks are next used, after the current span."""
         if self._next_uses is None:
             assert self._gathering is not None
             self._next_uses = self._spans.next_uses(self._gathering)
-        never = 1 << 62
-        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
+        return pick_uses(chunks, self._next_uses)
 
 
 class RowGatherer:

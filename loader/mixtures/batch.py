@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from ..columns import AnyArray, IntArray
-from ..decoding.batch import Batch, BatchMaker, RowJob, UnfinishedBatch
+from ..decoding.batch import Batch, BatchMaker, UnfinishedBatch
 from ..decoding.byte_views import ByteViews
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import Rows
+from ..decoding.row_job import RowJob
 from ..decoding.row_work import Sample
 from ..errors import ConfigError
 from .sources import OpenSource, OpenSources

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray
-from ..decoding.batch import BatchMaker, RowJob, UnfinishedBatch
+from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.gather import Rows
+from ..decoding.row_job import RowJob
 from ..metrics import Counters
 from ..order.mixed_spans import pick_segments
 from ..order.plan import Share, column_segments, share_bounds

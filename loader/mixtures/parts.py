@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..decoding.batch import BatchOptions
-from ..decoding.decode import FieldDecoders, RawValues
+from ..decoding.decode import FieldDecoders, RawValues, decodes_on_device
 from ..decoding.first_values import ImageFields
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
@@ -191,6 +191,11 @@ def check_packed(sources: OpenSources) -> None:
 def _make_kind(sources: OpenSources, group: tuple[int, ...], raw: RawValues, processes: int) -> Kind:
     options = sources[group[0]].options
     decoders = FieldDecoders(options.decode, raw, processes)
+    if isinstance(options.decode, Mapping) and any(map(decodes_on_device, options.decode.values())):
+        raise ConfigError(
+            f"Source(decode=...) of {sources[group[0]].name!r}: an ImageDecoder(device='cuda') does not go with a "
+            "Mixture; leave out its device="
+        )
     decoders.are_images = _ImagesOfAll({sources[number].name: ImageFields(sources[number].chunks) for number in group})
     may_drop = any(source.reshaping is not None and source.reshaping.may_drop for source in (sources[n] for n in group))
     return Kind(group, decoders, options.transform, may_drop)

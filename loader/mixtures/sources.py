@@ -293,3 +293,7 @@ class JointChunks(ChunkSource):
     def reserve(self, index: int) -> int:
         source, chunk = self._sources.of_chunk(index)
         return self.of_sources[source].reserve(chunk)
+
+    def hold(self, index: int) -> int:
+        source, chunk = self._sources.of_chunk(index)
+        return self.of_sources[source].hold(chunk)

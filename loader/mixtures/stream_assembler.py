@@ -18,7 +18,7 @@ from ..order.laps import Lap, is_over
 from ..order.mixture import Cursor
 from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
-from ..pipeline.assembler import Equipment, Start
+from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
@@ -34,7 +34,8 @@ from .stream_position import StreamPlace
 from .supply import SourceSupply
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
-_MOST_AT_ONCE, _MOST_PARTS = 64, 64
+_STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
+_MOST_PARTS = 64  # epochs of sources that are dealt together
 _AHEAD_AT_ONCE = 8
 _PATIENCE = 16  # spans for which a lane of another rank is kept that was needed
 
@@ -83,7 +84,8 @@ class MixedStreamAssembler:
         self._supplies: dict[int, SourceSupply] = {}
         self._dealer = Dealer(equipment.maker, self._share, sources, self._seen, self._works, counts)
         self._waiting: tuple[str, float] | None = None
-        open_ledger(0, self._place.laps[0].epoch)  # refuses ranks without a channel
+        streaming = next(k for k, source in enumerate(sources) if source.reshaping is not None)
+        open_ledger(streaming, self._place.laps[streaming].epoch)  # refuses ranks without a channel
 
     def _make_work(self, number: int, quarantine: MixedQuarantine) -> WindowWork:
         source = self._sources[number]
@@ -127,8 +129,7 @@ class MixedStreamAssembler:
     def _choose_steps(self) -> int:
         """The most steps that are dealt together."""
         output_bytes = max(work.output_bytes for work in self._works)
-        share_bytes = max(1, self._share.batch_size) * output_bytes
-        return int(min(_MOST_AT_ONCE, max(1, self._equipment.options.span_bytes // share_bytes)))
+        return steps_at_once(self._equipment.options, self._share.batch_size, output_bytes)
 
     def _supply(self, number: int, taken: int, lap: Lap) -> SourceSupply:
         """A source's supply, begun where the run is when it is first taken of."""
@@ -140,7 +141,7 @@ class MixedStreamAssembler:
                 lap=lap,
                 taken=taken,
                 cursors=self._place.cursors[number],
-                stride=_MOST_AT_ONCE * self._share.global_batch_size,
+                stride=_STRIDE * self._share.global_batch_size,
             )
         return self._supplies[number]
 
@@ -172,8 +173,12 @@ class MixedStreamAssembler:
             supply.rate = max(1.0, goals[number][0] - int(taken[0, number])) / at_once
             supply.work(*goals[number])
 
+        def settled(number: int) -> int:
+            # Where a source is now is known, whether or not other ranks have worked on what it gives to later steps.
+            return max(supplies[number].settled, int(taken[0, number]))
+
         def lacking() -> list[int]:
-            return [k for k in used if supplies[k].settled < taken[1, k]]
+            return [k for k in used if settled(k) < taken[1, k]]
 
         def look() -> None:
             for number in lacking():
@@ -188,8 +193,7 @@ class MixedStreamAssembler:
             self._wait(is_enough, look, [supplies[k].describe_wait(int(taken[1, k])) for k in lacking()])
         for number in lacking():
             supplies[number].raise_blocked(int(taken[1, number]))
-        settled = [np.searchsorted(taken[1 : at_once + 1, k], supplies[k].settled, side="right") for k in used]
-        return int(min(settled, default=at_once))
+        return int(min(np.searchsorted(taken[1 : at_once + 1, k], settled(k), side="right") for k in used))
 
     def _wait(self, is_enough: Callable[[], bool], look: Callable[[], None], what: Sequence[str | None]) -> None:
         self._waiting = next((text for text in what if text), "other ranks"), time.perf_counter()
@@ -243,10 +247,9 @@ class MixedStreamAssembler:
         for step in range(steps):
             item = self._make(dealt, step, epoch, bounds, taken, laps[step + 1])
             item = replace(item, is_last=is_end and step == steps - 1)
-            if not self._equipment.deliver(item):
-                item.batch.cancel()
+            if not hand_over(self._equipment, item, started):
                 return False
-        self._equipment.counters.add(backpressure_s=time.perf_counter() - started)
+            started = time.perf_counter()
         return True
 
     def _make(
@@ -279,20 +282,22 @@ class MixedStreamAssembler:
 
     def _look_ahead(self) -> None:
         """Request inputs of the sources that are the least far ahead, as long as the reader has room."""
+        horizons = {number: supply.horizon for number, supply in self._supplies.items()}
         for _ in range(_AHEAD_AT_ONCE * len(self._supplies)):
-            if not self._equipment.reader.has_room:
+            nearest = min(horizons, key=horizons.__getitem__, default=None)
+            if nearest is None or not self._equipment.reader.has_room:
                 return
-            by_horizon = sorted(self._supplies.values(), key=lambda supply: supply.horizon)
-            if not any(supply.look_ahead() for supply in by_horizon):
-                return
+            if self._supplies[nearest].look_ahead():
+                horizons[nearest] = self._supplies[nearest].horizon
+            else:
+                del horizons[nearest]
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         uses: dict[int, int] = {}
         for number, supply in list(self._supplies.items()):
             first = self._sources.first_chunks[number]
             uses |= {first + chunk: int(1024 * use) for chunk, use in supply.next_uses().items()}
-        never = 1 << 62
-        return {chunk: uses.get(chunk, never) for chunk in chunks}
+        return pick_uses(chunks, uses)
 
     def fail(self, error: Exception) -> None:
         for supply in list(self._supplies.values()):

@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from ..columns import IntArray
-from ..errors import PartitionError
+from ..errors import PartitionError, StateMismatchError
 from ..order.cursors import Cursors
 from ..order.laps import Lap
 from ..order.outputs import Tail, fillable
@@ -59,7 +59,10 @@ class SourceSupply:
         first = make_epoch(lap.epoch, 0, cursors)
         self._epochs = deque([Running(first, taken - lap.outputs)])
         self._next: EpochSupply | None = None
+        self._begins_at = taken
         for position in range(fillable(cursors.outputs, first.ledger.turns) + stride, lap.outputs, stride):
+            if all(feed.is_over for feed in first.feeds.feeds.values()):
+                break
             first.reach(position, 0)
             first.pass_by(position)
         first.pass_by(lap.outputs)
@@ -98,6 +101,12 @@ class SourceSupply:
             running.total = ledger.tail.stop
             if not running.total:
                 self._refuse_empty(running.supply)
+            if running is self._epochs[0] and running.began + running.total < self._begins_at:
+                raise StateMismatchError(
+                    f"a damaged loader state, or keep=, transform= or packing= decide otherwise than in its run: the "
+                    f"source {self.name!r} is at output {self._begins_at - running.began:,} of its epoch "
+                    f"{running.supply.plan.epoch} there, which has {running.total:,} here"
+                )
 
     def _refuse_empty(self, supply: EpochSupply) -> NoReturn:
         inputs, epoch = supply.plan.num_samples, supply.plan.epoch
@@ -149,9 +158,9 @@ class SourceSupply:
 
     @property
     def horizon(self) -> float:
-        """How many steps ahead inputs have been requested, about; more than any number where all have been."""
-        running = self._epochs[-1].supply if self._next is None else self._next
-        return running.feeds.horizon * self._lanes / self.rate
+        """For how many steps inputs have been requested ahead, about."""
+        ahead = self._epochs[-1].supply.feeds.horizon + (0.0 if self._next is None else self._next.feeds.horizon)
+        return ahead * self._lanes / self.rate
 
     def look_ahead(self) -> bool:
         """Request some inputs more, also of the next epoch; whether there were any to be requested."""

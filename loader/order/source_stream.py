@@ -57,7 +57,7 @@ class SourceStream:
                 if "unit" in state:
                     fits &= (offsets % state["unit"] == 0) | (offsets == lane_sizes)
                 else:
-                    fits &= outputs <= offsets
+                    fits &= (outputs <= offsets) & (here.outputs <= int(lane_sizes.sum()))
                 if not np.all(fits) or int(outputs.sum()) > here.outputs:
                     raise ValueError("its cursors contradict each other")
         except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError, zlib.error) as exc:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,9 @@ from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
 from .delivery_queue import Delivery
 from .tuning import PipelineOptions
+
+_MOST_AT_ONCE = 64  # steps that are gathered together
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,25 @@ class Assembler(Protocol):
 
     def waiting_for(self) -> dict[str, Any] | None:
         """What else than chunks keeps ``run`` waiting now, as ``Pipeline.activity`` tells it. Called by any thread."""
+
+
+def steps_at_once(options: PipelineOptions, rows: int, row_bytes: int) -> int:
+    """The most steps that are gathered together, of each of which a rank has about so many rows."""
+    return int(min(_MOST_AT_ONCE, max(1, options.span_bytes // (max(1, rows) * row_bytes))))
+
+
+def pick_uses(chunks: Sequence[int], uses: Mapping[int, int]) -> dict[int, int]:
+    """When each of some chunks is used next; those that are in no window are last."""
+    return {chunk: uses.get(chunk, _NEVER) for chunk in chunks}
+
+
+def hand_over(equipment: Equipment, item: Delivery, since: float) -> bool:
+    """Deliver a batch that was begun at ``since`` (``time.perf_counter()``); False where the pipeline is stopped."""
+    delivered = equipment.deliver(item)
+    if not delivered:
+        item.batch.cancel()
+    equipment.counters.add(backpressure_s=time.perf_counter() - since)
+    return delivered
 
 
 def cut_step(rows: Rows, span: Span, step: int, share: Share) -> tuple[Rows, int, int]:

@@ -144,8 +144,9 @@ class DeviceFeeder:
         """Start a batch's copies to the device; waits, without the GIL, until the ring's oldest slot is free.
 
         Strided CPU tensors are moved, also those inside lists, tuples and dicts; dtype and strides (channels_last) are
-        kept, and tensors with gaps or overlaps become contiguous. Everything else passes through unchanged. The batch
-        may be modified as soon as this returns. ``ByteViews`` arrive as ``GatheredBytes``.
+        kept, and tensors with gaps or overlaps become contiguous. Everything else passes through unchanged; of tensors
+        that are on the device already it is recorded that the consumer's stream uses them. The batch may be modified
+        as soon as this returns. ``ByteViews`` arrive as ``GatheredBytes``.
 
         Raises:
             LoaderClosedError: the feeder was closed.
@@ -163,7 +164,8 @@ class DeviceFeeder:
             tensors, event = self._backend.start_copies(sources)
             slot.event = event
         moved = _replace(batch, iter(tensors))
-        return StagedBatch(moved, tensors, event, self._backend)
+        there = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.device.type == "cuda"]
+        return StagedBatch(moved, [*tensors, *there], event, self._backend)
 
     def _fill(self, slot: _Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Pack tensors into the slot's buffer; returns views on it with their shapes and strides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 
 from ..columns import Block, IntArray
+from ..decoding.decode import WIDENED
 from ..decoding.gather import Rows, gather
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
 from ..order.selection import Selection
 from ..order.spans import EpochSpans, Span, chunks_by_first_use
 from ..reading.quarantine import Quarantine
-from .assembler import Equipment, ReadsChunks, Start, cut_step
+from .assembler import Equipment, ReadsChunks, Start, cut_step, hand_over, pick_uses, steps_at_once
 from .delivery_queue import Delivery
+from .tuning import mean_row_bytes
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 
@@ -67,20 +70,29 @@ class PlainAssembler:
         """Every span from here on, with the chunks that it is the first to need; span None marks an epoch's end."""
         manifest = self._source.manifest
         global_batch = self._share.global_batch_size
-        steps_at_once = 1
-        row_bytes = max(1, int(manifest.memory.sum()) // manifest.num_samples)
-        step_bytes = max(1, global_batch // self._share.world_size) * row_bytes
-        most = int(min(64, max(1, self._equipment.options.span_bytes // step_bytes)))
+        at_once = 1  # so that the first batch does not wait for others
+        rows = global_batch // self._share.world_size
+        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest) + self._widened_bytes())
         while True:
             plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
             spans = EpochSpans(plan, self._share, self._last_batch)
-            while steps := spans.steps.ahead(self._position, steps_at_once):
+            while steps := spans.steps.ahead(self._position, at_once):
                 span, entered = spans.plan_span(self._position, steps)
                 yield spans, span, chunks_by_first_use(entered)
                 self._position = int(span.bounds[-1])
-                steps_at_once = min(most, 2 * steps_at_once)  # so that the first batch does not wait for others
+                at_once = min(most, 2 * at_once)
             yield spans, None, []
             self._epoch, self._position = self._epoch + 1, 0
+
+    def _widened_bytes(self) -> int:
+        """How many bytes a row has more when it is handed out than it has in its chunk."""
+        widened = 0
+        for column in self._source.manifest.schema.get("columns", {}).values():
+            if "shape" in column and column["type"] in WIDENED:
+                stored = np.empty(0, column["type"])
+                growth = self._maker.decoders.dtype_of(stored).itemsize - stored.itemsize
+                widened += growth * math.prod(column["shape"])
+        return widened
 
     def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
         if span is None:
@@ -140,19 +152,14 @@ class PlainAssembler:
             nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
             batch=pending,
         )
-        delivered = self._equipment.deliver(item)
-        if not delivered:
-            pending.cancel()
-        self._counters.add(backpressure_s=time.perf_counter() - started)
-        return delivered
+        return hand_over(self._equipment, item, started)
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         """Positions at which resident chunks are next used, after the current span."""
         if self._next_uses is None:
             assert self._assembling is not None
             self._next_uses = self._assembling.next_uses(self._next_uses_from)
-        never = self._source.manifest.num_samples
-        return {chunk: self._next_uses.get(chunk, never) for chunk in chunks}
+        return pick_uses(chunks, self._next_uses)
 
 
 class _LookAhead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from ..reading.chunk_source import ALWAYS_BYTES
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
 _SPAN_BYTES = 8 << 20
+# Chunks that are fetched at a time: of a disk; of a store that answers at once; and of any store at most.
+_LOCAL_FETCHES, _REMOTE_FETCHES, _MOST_FETCHES = 4, 16, 64
+_LINK_BYTES_PER_S = 1.25e9  # a link of 10 Gb/s
 
 
 class MemoryLimitWarning(UserWarning):
@@ -49,6 +53,11 @@ def reads_locally(store: Store) -> bool:
     return isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore)
 
 
+def mean_row_bytes(manifest: Manifest) -> int:
+    """What a sample takes once opened, at least 1; the same on every rank."""
+    return max(1, int(manifest.memory.sum()) // manifest.num_samples)
+
+
 def tune(
     manifest: Manifest,
     order: Order,
@@ -59,11 +68,12 @@ def tune(
     is_local: bool,
     device: torch.device | None,
     others: Sequence[tuple[Manifest, Order]] = (),
+    response_s: float | None = None,
 ) -> PipelineOptions:
     """The options of one rank's pipeline. ``memory_limit`` is in bytes; None derives it from machine and cgroup.
 
     ``others`` are the data sets, each in an order of its own, of which ``manifest`` holds the chunks; () where it is
-    one data set.
+    one data set. ``response_s`` is how long the store takes for a response, where that is known.
 
     Warns if the limit does not hold the windows that the rank keeps open at once.
     """
@@ -86,7 +96,7 @@ def tune(
     # Chunks that do not all fit are read again for each span that needs them, so longer spans read less.
     span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
     return PipelineOptions(
-        fetch_threads=4 if is_local else 16,
+        fetch_threads=first_fetch_threads(is_local, response_s, int(manifest.lengths.mean())),
         decode_threads=threads,
         memory_limit_bytes=memory_limit,
         chunk_budget_bytes=chunk_budget,
@@ -95,6 +105,18 @@ def tune(
         span_bytes=span_bytes,
         device=device,
     )
+
+
+def first_fetch_threads(is_local: bool, response_s: float | None, chunk_bytes: int) -> int:
+    """How many chunks to fetch at a time to begin with.
+
+    Of a remote store so many more as are on their way in ``response_s`` on a link of 10 Gb/s: the bandwidth-delay
+    product. Those beside them hide the server's own time for each.
+    """
+    if is_local:
+        return _LOCAL_FETCHES
+    on_their_way = math.ceil((response_s or 0.0) * _LINK_BYTES_PER_S / max(1, chunk_bytes))
+    return min(_REMOTE_FETCHES + on_their_way, _MOST_FETCHES)
 
 
 def _open_bytes(own_lanes: int, manifest: Manifest, order: Order) -> int:

@@ -87,7 +87,7 @@ class ChunkReader:
                 slot = self._slots.setdefault(chunk, _Slot())
                 slot.uses += 1
                 if slot.uses == 1:
-                    self._requested_bytes += self._source.reserve(chunk)
+                    self._requested_bytes += self._source.hold(chunk)
                     if slot.block is None and not slot.in_flight:
                         slot.queued = True
                         self._ahead.append(chunk)
@@ -105,7 +105,7 @@ class ChunkReader:
                 slot = self._slots[chunk]
                 slot.uses -= 1
                 if slot.uses == 0:
-                    self._requested_bytes -= self._source.reserve(chunk)
+                    self._requested_bytes -= self._source.hold(chunk)
                     if not slot.in_flight:
                         self._drop(chunk)
             self._wake()
@@ -283,7 +283,9 @@ class ChunkReader:
 
     def _evict(self, wanted: int) -> None:
         """Drop resident chunks that the current span does not wait for, furthest next use first. Holds the lock."""
-        candidates = [c for c, slot in self._slots.items() if slot.block is not None and c not in self._current]
+        candidates = [
+            c for c, slot in self._slots.items() if slot.reserved and slot.block is not None and c not in self._current
+        ]
         if not candidates:
             return
         uses = self._next_use(candidates)

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from ...storage import DiscardingStore, Store
+from ...storage import ByteRange, DiscardingStore, EncryptedStore, Store
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
@@ -18,11 +19,15 @@ from ..limits import usable_cores, usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
+from .layouts import Layouts
+from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
 from .records import pack_records
 
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
 # However small the limit: one chunk of this size is always read.
 ALWAYS_BYTES = 64 << 20
+_AHEAD_ON_DISK = 8  # chunks that are requested at a time
+_PIECE_BYTES = 8 << 20  # of a chunk that is fetched and opened onto the disk
 _REFETCHES = 3
 
 
@@ -33,8 +38,8 @@ class AvoidedError(FormatError):
 class ChunkSource:
     """Reads and opens one chunk at a time. Called by the fetch threads.
 
-    Mutable state: the shards' headers, and the most that one chunk may take: until it is set, ``memory_limit`` bytes or
-    what the process may use.
+    Mutable state: the shards' headers, the layouts of chunks, and the most that one chunk may take: until it is set,
+    ``memory_limit`` bytes or what the process may use.
     """
 
     def __init__(
@@ -55,8 +60,11 @@ class ChunkSource:
         self._counters = counters
         self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
+        self._layouts = Layouts(_HEADER_BYTES)
+        # Nothing is decrypted onto a disk.
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
+        self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
         self._may_open = threading.Semaphore(usable_cores())
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
@@ -99,7 +107,8 @@ class ChunkSource:
             return  # then nothing of the chunk was read
         self._headers.forget(chunk.shard)
         if isinstance(self._store, DiscardingStore) and chunk.shard.etag is not None:
-            for byte_range in self._format.chunk_ranges(chunk, header, self.columns):
+            ranges = self._format.chunk_ranges(chunk, header, self.columns)
+            for byte_range in {*ranges, *cut_ranges(ranges, _PIECE_BYTES)}:
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 
     def _load(self, index: int, chunk: ChunkRef) -> Block:
@@ -107,8 +116,13 @@ class ChunkSource:
         with explain_failures(chunk.shard.key, "opened"):
             header = self._headers.get(chunk.shard)
             ranges = self._format.chunk_ranges(chunk, header, self.columns)
-            refuse_large(chunk, self._format.opened_bytes(chunk, header, self.columns, self.manifest.schema))
-        if len(ranges) == 1:
+            needed = self._format.opened_bytes(chunk, header, self.columns, self.manifest.schema)
+        is_large = needed > chunk.memory_limit
+        if is_large and not self._onto_disk:
+            refuse_large(chunk, needed)
+        if is_large:
+            parts = fetch_onto_disk(self._store, chunk, ranges, needed, _PIECE_BYTES)
+        elif len(ranges) == 1:
             parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
         else:
             parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
@@ -118,8 +132,10 @@ class ChunkSource:
         self._counters.add(check_s=time.perf_counter() - fetched)
         with self._may_open, explain_failures(chunk.shard.key, "opened", chunk.offset):
             started_opening = time.perf_counter()
-            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
-            block = pack_records(block)
+            if is_large:
+                block = self._open_onto_disk(chunk, header, parts, needed)
+            else:
+                block = self._open(index, chunk, header, ranges, parts)
             self._counters.add(open_s=time.perf_counter() - started_opening)
         if block.samples != chunk.samples:
             raise FormatError(
@@ -131,14 +147,36 @@ class ChunkSource:
         self._counters.add(fetched_chunks=1, fetched_bytes=sum(map(len, parts)))
         return block
 
+    def _open_onto_disk(self, chunk: ChunkRef, header: Any, parts: Sequence[memoryview], needed: int) -> Block:
+        """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""
+        rows = max(1, chunk.samples * _PIECE_BYTES // needed)
+        pieces = self._format.open_pieces(chunk, header, parts, self.columns, self.manifest.schema, rows)
+        return join_on_disk(map(pack_records, pieces), chunk, needed)
+
+    def _open(
+        self, index: int, chunk: ChunkRef, header: Any, ranges: Sequence[ByteRange], parts: Sequence[memoryview]
+    ) -> Block:
+        """The chunk as columns; where its values lie is not found out twice."""
+        sums = self.manifest.checksums  # what was read was compared with them
+        checksum = None if sums is None else int(sums[index])
+        is_whole = header is None and len(ranges) == 1 and ranges[0] == chunk.byte_range
+        block = self._layouts.find(index, parts[0], checksum) if is_whole else None
+        if block is None:
+            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+            if is_whole:
+                self._layouts.keep(index, block, parts[0], checksum)
+            block = pack_records(block)
+        return block
+
     @property
     def header_bytes(self) -> int:
-        """Bytes of the shards' headers that are kept, about."""
-        return self._headers.nbytes
+        """Bytes of the shards' headers, or of where values lie in chunks, that are kept, about."""
+        return self._headers.nbytes + self._layouts.nbytes
 
     def limit_headers(self, budget_bytes: int) -> None:
-        """Keep no more of the shards' headers than this."""
+        """Keep no more of the shards' headers than this, nor, where there are none, of the layouts of chunks."""
         self._headers.limit(budget_bytes)
+        self._layouts.limit(budget_bytes)
 
     def limit_memory(self, limit_bytes: int) -> None:
         """Refuse a chunk that alone takes more than this, and more than 64 MiB, once opened."""
@@ -149,4 +187,10 @@ class ChunkSource:
         if self.columns is not None and not self.columns:
             return 0
         length, memory = int(self.manifest.lengths[index]), int(self.manifest.memory[index])
-        return length if memory == length else length + memory
+        most = length if memory == length else length + memory
+        return min(most, self._memory_limit) if self._onto_disk else most
+
+    def hold(self, index: int) -> int:
+        """How much a chunk counts for how far ahead is read: on the disk, too, which has an end."""
+        size = self.reserve(index)
+        return size // _AHEAD_ON_DISK if self._onto_disk and size == self._memory_limit else size

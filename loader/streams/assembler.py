@@ -13,14 +13,14 @@ from ..errors import PartitionError
 from ..order.cursors import Cursors
 from ..order.plan import EpochPlan, Order, next_power_of_two, share_bounds
 from ..order.selection import Selection
-from ..pipeline.assembler import Equipment, Start
+from ..pipeline.assembler import Equipment, Start, pick_uses, steps_at_once
+from ..pipeline.tuning import mean_row_bytes
 from .epoch_run import EpochRun, StreamOptions
 from .epoch_supply import FeedOptions
 from .ledger import Ledgers
-from .work import WindowWork, mean_row_bytes
+from .work import WindowWork
 
 _ANCHOR_BYTES = 1 << 18  # about so much of a lane is worked on again at a resume
-_MOST_AT_ONCE = 64
 _MOST_SAMPLES = 1024  # of one round
 
 
@@ -43,12 +43,10 @@ class StreamAssembler:
         self._selection = selection
         self._ledgers = ledgers
         self._work = make_work(equipment)
-        share_bytes = max(1, start.share.batch_size) * self._work.output_bytes
-        span_bytes = equipment.options.span_bytes
         world_size = start.share.world_size
         self._options = StreamOptions(
             last_batch=last_batch,
-            steps_at_once=int(min(_MOST_AT_ONCE, max(1, span_bytes // share_bytes))),
+            steps_at_once=steps_at_once(equipment.options, start.share.batch_size, self._work.output_bytes),
             feeding=choose_feeding(self._work, equipment),
             is_logged=is_logged,
         )
@@ -92,8 +90,7 @@ class StreamAssembler:
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         assert self._running is not None
         uses = self._running.supply.next_uses()
-        never = 1 << 62
-        return {chunk: uses.get(chunk, never) for chunk in chunks}
+        return pick_uses(chunks, uses)
 
     def fail(self, error: Exception) -> None:
         if self._running is not None:

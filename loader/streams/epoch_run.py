@@ -14,7 +14,7 @@ from ..order.cursors import Cursors
 from ..order.outputs import Tail, lanes_of_share
 from ..order.plan import EpochPlan, Segments, Share, batch_bounds, count_steps, rank_segments, share_bounds
 from ..order.spans import Span
-from ..pipeline.assembler import Equipment
+from ..pipeline.assembler import Equipment, hand_over
 from ..pipeline.delivery_queue import Delivery
 from .deal import deal, find_dropped
 from .epoch_supply import ALL_OUTPUTS, EpochSupply, FeedOptions
@@ -269,10 +269,9 @@ class EpochRun:
                 left=left,
                 is_last=is_end,
             )
-            if not self._equipment.deliver(delivery):
-                delivery.batch.cancel()
+            if not hand_over(self._equipment, delivery, started):
                 return False
-        self._equipment.counters.add(backpressure_s=time.perf_counter() - started)
+            started = time.perf_counter()
         return True
 
     # -- what was not delivered -----------------------------------------------------------------------------------

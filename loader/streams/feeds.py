@@ -243,8 +243,11 @@ class LaneFeeds:
 
     @property
     def horizon(self) -> float:
-        """How many outputs a lane have been requested, about; endless where there are no lanes, or no more inputs."""
-        return math.inf if self.is_requested else self._horizon - min(feed.found for feed in self.feeds.values())
+        """How many outputs a lane have been requested beyond those found, about; endless where there are no lanes."""
+        feeds = self.feeds.values()
+        if not self.is_requested:
+            return self._horizon - min(feed.found for feed in feeds)
+        return sum(feed.size - feed.done for feed in feeds) / len(feeds) if feeds else math.inf
 
     def look_ahead(self, at_once: int = _AHEAD_AT_ONCE) -> None:
         """Request what is expected to be needed next, as long as the reader has room; a few windows a lane."""

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray, Ragged
-from ..decoding.batch import RowJob, UnfinishedBatch
+from ..decoding.batch import UnfinishedBatch
+from ..decoding.batch_values import BatchValues
 from ..decoding.gather import Values
+from ..decoding.row_job import RowJob
 from ..decoding.row_work import RowError
 from ..errors import LoaderClosedError
 from ..order.spans import ChunkRows
@@ -86,8 +88,8 @@ class PackWork:
         """The values that are packed, and which of the rows from ``low`` on they are of: not those that are dropped."""
         if not self._equipment.maker.options.transform:
             every = np.arange(high - low)
-            found = {n: _cut(of, low, high) for n, of in job.results.values.items() if n in self._packer.needed}
-            return found, every
+            given = ((name, values) for name, values in job.results.values.items() if name in self._packer.needed)
+            return {n: _cut(of, low, high) for n, of in given if not isinstance(of, BatchValues)}, every
         samples = job.results.samples[low:high]
         present = np.flatnonzero(np.fromiter((sample is not None for sample in samples), np.bool_, len(samples)))
         left = [sample for sample in samples if sample is not None]

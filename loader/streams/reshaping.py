@@ -15,10 +15,11 @@ from ..order.state import PACKING
 from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
+from ..pipeline.tuning import mean_row_bytes
 from ..reading.quarantine import ReplacesChunks
 from .keep import KeepChoice, Sieve
 from .pack_work import PackWork
-from .work import FilterWork, WindowWork, mean_row_bytes
+from .work import FilterWork, WindowWork
 
 FILTER = "filter"
 

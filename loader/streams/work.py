@@ -9,14 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..columns import Block, IntArray
-from ..dataset.manifest import Manifest
-from ..decoding.batch import RowJob, UnfinishedBatch
+from ..decoding.batch import UnfinishedBatch
 from ..decoding.byte_views import Lend
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import Rows, gather
 from ..decoding.row_errors import describe_row
+from ..decoding.row_job import RowJob
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
+from ..pipeline.tuning import mean_row_bytes
 from ..reading.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 
@@ -298,11 +299,6 @@ def _narrow(block: Block, columns: Sequence[str] | None) -> Block:
     wanted = {name: column for name, column in block.columns.items() if name in columns}
     records = tuple(packed for packed in block.records if any(name in columns for name in packed.names))
     return Block(block.samples, block.nbytes, wanted, records)
-
-
-def mean_row_bytes(manifest: Manifest) -> int:
-    """What a sample takes once opened, at least 1; the same on every rank."""
-    return max(1, int(manifest.memory.sum()) // manifest.num_samples)
 
 
 def pick_rows(chunks: IntArray, rows: IntArray) -> list[ChunkRows]:

@@ -82,7 +82,8 @@ def _touch_values(block: Block, chunk: ChunkRef) -> None:
     for name, column in block.columns.items():
         try:
             if isinstance(column, ObjectColumn):
-                column.values.validate(full=True)
+                for array in getattr(column, "pieces", (column.values,)):
+                    array.validate(full=True)
             elif isinstance(column, BytesColumn) and column.text:
                 for start, stop in zip(column.starts.tolist(), column.stops.tolist(), strict=True):
                     if start >= 0:

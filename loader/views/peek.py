@@ -47,7 +47,7 @@ class Look:
         selection: Selection | None = None,
         bucket_costs: SampleCosts | None = None,
     ) -> None:
-        self.samples = SampleReader(chunks, decoders.copy, batch_options.work, resources.check_open)
+        self.samples = SampleReader(chunks, decoders.on_host, batch_options.work, resources.check_open)
         self.ids = range(chunks.manifest.num_samples) if selection is None else SelectedIds(selection)
         self._decoders = decoders
         self._make = partial(

@@ -20,10 +20,11 @@ from penstock import pack
 from penstock.benchmarks import subprocesses
 from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.config import BenchConfig
-from penstock.benchmarks.contenders import CONTENDERS, OURS
+from penstock.benchmarks.contenders import OURS
 from penstock.benchmarks.convert import group_scalars
 from penstock.benchmarks.job import Job, Measurement
 from penstock.benchmarks.layout import _describe
+from penstock.benchmarks.peers.catalogue import PEERS
 from penstock.benchmarks.plot import caption, is_wide, plot_ratios, short_number
 from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, summarize
 from penstock.benchmarks.report import format_duration
@@ -160,14 +161,14 @@ def run_tool(*arguments: str, cache: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_peer_delivers_every_sample_once_and_is_measured(pictures: Path, tmp_path: Path) -> None:
-    peers = [name for name in CONTENDERS if name != OURS and importlib.util.find_spec(CONTENDERS[name][1])]
-    missing = sorted(set(CONTENDERS) - {OURS, *peers})
+    peers = [name for name, peer in PEERS.items() if importlib.util.find_spec(peer.imports.partition(".")[0])]
+    missing = sorted(set(PEERS) - {*peers})
     if not peers:
         pytest.skip(f"{', '.join(missing)}: not installed; pip install 'penstock[bench]'")
     plot, out = tmp_path / "ratios.png", tmp_path / "deep" / "result.json"
     result = run_tool(
         str(pictures), "--against", ",".join(peers + missing), "--rounds", "1", "--workers", "1", "--no-startup",
-        "--batch-size", "32", "--decode", "none", "--plot", str(plot), "--out", str(out),
+        "--batch-size", "32", "--decode", "none", "--environments", "here", "--plot", str(plot), "--out", str(out),
         cache=tmp_path / "cache",
     )  # fmt: skip
     assert sorted(result["refused"]) == missing
@@ -254,7 +255,8 @@ def test_peers_are_measured_on_mixed_images_and_on_vectors(tmp_path: Path) -> No
     for name, peer in (("rows", "webdataset"), ("mixed", "mosaicml-streaming")):
         result = run_tool(
             str(tmp_path / name), "--against", peer, "--rounds", "1", "--workers", "1",
-            "--no-startup", "--batch-size", "16", "--decode", "none", cache=tmp_path / "cache",
+            "--no-startup", "--batch-size", "16", "--decode", "none", "--environments", "here",
+            cache=tmp_path / "cache",
         )  # fmt: skip
         assert result["refused"] == {}
         assert result["contenders"][peer]["epoch"][0]["samples"] == 64

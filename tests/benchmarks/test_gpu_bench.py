@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import simplejpeg
 import torch
 from rich.console import Console
 
-from penstock.benchmarks.gpu.__main__ import LIMIT, GpuConfig, main
+from penstock.benchmarks.datasets import CASES, make_case
+from penstock.benchmarks.gpu import decoding
+from penstock.benchmarks.gpu.__main__ import LIMIT, GpuConfig, main, print_decoding
+from penstock.benchmarks.gpu.decoding import Decoding, run_decoding
 from penstock.benchmarks.gpu.models import make_resnet50
 from penstock.loader import ConfigError
+from penstock.loader.decoding import device_codec
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -47,3 +54,32 @@ def test_loaders_take_turns_in_one_loop_and_leave_json_and_a_plot(tmp_path: Path
         assert runs[0]["samples_per_s"] > 0
         assert 0 <= runs[0]["wait_share"] < 1
     assert (tmp_path / "results" / "gpu.png").stat().st_size > 0
+
+
+def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(make_case(CASES["images"], tmp_path, 0.001))
+    asked = Decoding(device="cpu", url=url, rows=4, seconds=0.01)
+    told = run_decoding(asked)
+    assert "give the loader device='cuda' too" in told["refused"]
+
+    class Codec:
+        device = torch.device("cpu")
+
+        @contextmanager
+        def lane(self) -> Iterator[Callable[[], None]]:
+            yield lambda: None
+
+        def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [torch.from_numpy(simplejpeg.decode_jpeg(one.numpy())).movedim(-1, 0) for one in streams]
+
+    monkeypatch.setattr(device_codec, "open_codec", lambda device: Codec())
+    monkeypatch.setattr(decoding, "_BARE_IMAGES", 4)
+    rates = run_decoding(asked)
+    assert rates.keys() == {"cpu", "device", "bare"}
+    assert all(rate["images_per_s"] > 0 for rate in rates.values())
+    screen = Console(record=True, width=120)
+    print_decoding(rates, screen)
+    print_decoding(told, screen)
+    assert "images decoded on the device: " in screen.export_text()

@@ -1,7 +1,8 @@
 """Run by torchrun on three ranks: ``stopping_rank.py SOURCE FOLDER``. Rank 1's loader fails; each tells how it ended.
 
-First rank 0 trains and rank 2 waits for a store that does not answer; then all go on with new loaders; at last the
-others are blocked in a collective that rank 1 never enters.
+First rank 0 trains and rank 2 waits for a store that does not answer. Then rank 1 cannot make its loader, and then it
+sets another batch size than the others. All go on with new loaders. At last the others are blocked in a collective that
+rank 1 never enters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,37 @@ def open_loader(url: str, *, fails: bool) -> DistributedDataLoader[Any]:
     return DistributedDataLoader(url, batch_size=1, transform=fail if fails else None)
 
 
-def read(loader: DistributedDataLoader[Any], *, meets: bool = False, pause_s: float = 0.0) -> dict[str, Any]:
-    """Read until the epoch or the loader ends; tells of batches, the error, and the seconds until it came."""
+def start(url: str, folder: Path) -> dict[str, Any]:
+    """Make a loader that rank 1 cannot make, and read from it."""
+    began = time.monotonic()
+    audit_dir = folder / f"audit-{dist.get_rank()}"
+    if dist.get_rank() == FAILING:
+        audit_dir.write_bytes(b"")
+    try:
+        with DistributedDataLoader(url, batch_size=1, audit_dir=audit_dir) as loader:
+            return read(loader, pause_s=0.3)
+    except Exception as exc:  # noqa: BLE001 - as below
+        return {"error": type(exc).__name__, "message": str(exc), "seconds": time.monotonic() - began}
+
+
+def read(
+    loader: DistributedDataLoader[Any],
+    *,
+    meets: bool = False,
+    pause_s: float = 0.0,
+    call: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Read until the epoch or the loader ends; tells of batches, the error, and the seconds until it came.
+
+    ``call`` comes after the first batch.
+    """
     told: dict[str, Any] = {"batches": 0}
     began = time.monotonic()
     try:
         for _ in loader:
             told["batches"] += 1
+            if told["batches"] == 1:
+                call()
             if meets:
                 dist.all_reduce(torch.zeros(1))
             time.sleep(pause_s)
@@ -75,6 +101,12 @@ def main() -> None:
     store.slow_down(latency_s=0.0)
     dist.barrier()
 
+    told["start"] = start(store.url, Path(folder))
+    dist.barrier()
+    with open_loader(store.url, fails=False) as loader:
+        told["called"] = read(loader, pause_s=0.3, call=lambda: loader.set_batch_size(4 if rank == FAILING else 2))
+    dist.barrier()
+
     with open_loader(store.url, fails=False) as loader:
         told["again"] = read(loader)
     dist.barrier()
@@ -84,7 +116,7 @@ def main() -> None:
         dist.barrier()
         told["blocked"] = read(loader, meets=True)
         Path(folder, f"rank-{rank}.json").write_text(json.dumps(told))
-        wait_until_counted("2/known", dist.get_world_size() - 1)
+        wait_until_counted("4/known", dist.get_world_size() - 1)
     sys.exit(1)
 
 

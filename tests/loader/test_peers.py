@@ -18,7 +18,9 @@ from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
-from penstock.loader import LoaderClosedError, RankStoppedError
+from penstock.loader import ConfigError, LoaderClosedError, RankStoppedError
+from penstock.loader.peers import TOLD_WITHIN_S
+from penstock.storage import NotFoundError
 
 SCRIPT = Path(__file__).with_name("stopping_rank.py")
 SOON_S = 20.0  # on a busy machine; without being told, rank 0 trains for 30 s and rank 2 waits for ten minutes
@@ -48,6 +50,17 @@ def test_an_error_on_one_rank_reaches_those_that_train_wait_or_are_blocked(tmp_p
         assert "shard-0" in apart["message"]
         assert apart["seconds"] < SOON_S
     assert [one["threads"] for one in told] == [[], [], []]
+    assert told[1]["start"]["error"] == "ConfigError"
+    for rank in (0, 2):  # one was at its first batch, the other before it
+        assert told[rank]["start"]["error"] == "RankStoppedError"
+        assert told[rank]["start"]["message"].startswith("rank 1 stopped: ConfigError: audit_dir=")
+        assert told[rank]["start"]["seconds"] < SOON_S
+    assert [one["called"]["error"] for one in told] == ["RankStoppedError"] * 3
+    for one in told:
+        assert "set_batch_size(2) at position" in one["called"]["message"]
+        assert "rank 1 called set_batch_size(4)" in one["called"]["message"].replace(
+            "and rank 1 set_", "rank 1 called set_"
+        )
     assert [one["again"] for one in told] == [{"batches": samples // 3}] * 3
     # Blocked in a collective, a rank cannot be stopped by us: its log has named the cause before it ends.
     assert run.stderr.count("rank 1 stopped: ") >= 4
@@ -148,6 +161,87 @@ def test_an_error_after_another_ranks_names_that_as_the_first_cause(group, data)
         with pytest.raises((ValueError, RankStoppedError)) as caught:
             next(iter(loader))
         assert "rank 1 stopped: ChecksumError" in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+def test_an_error_that_kept_a_loader_from_being_made_is_told(group, data):
+    group.add("penstock/stop/1/known", 1)  # by rank 1
+    (data.parent / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="audit_dir"):
+        open_loader(data, audit_dir=data.parent / "file")
+    told = json.loads(group.get("penstock/stop/1/cause"))
+    assert (told["rank"], told["kind"]) == (0, "ConfigError")
+    with open_loader(data) as loader:  # whoever catches it goes on
+        assert sum(1 for _ in loader) == 50
+    with pytest.raises(NotFoundError):
+        DistributedDataLoader(data.parent / "nothing", batch_size=1, rank=0, world_size=1)
+    assert not group.check(["penstock/stop/2/cause"])
+
+
+def test_where_loaders_fail_alike_each_rank_raises_its_own_error_at_once(group, data):
+    group.add("penstock/stop/1/claims", 1)
+    tell(group, 1, "wrong bytes")
+    before = time.monotonic()
+    with pytest.raises(ConfigError, match="batch_size=0") as caught:
+        DistributedDataLoader(data, batch_size=0)
+    assert time.monotonic() - before < TOLD_WITHIN_S
+    assert "rank 1 stopped: ChecksumError" in " ".join(caught.value.__notes__)
+
+
+def test_an_error_of_another_rank_is_known_before_the_first_batch(group, data, caplog):
+    with open_loader(data) as loader:
+        tell(group, 1, "no such file")
+        wait_until(lambda: "no such file" in caplog.text)  # as a rank needs it that is blocked before its first batch
+        with pytest.raises(RankStoppedError, match="no such file"):
+            next(iter(loader))
+
+
+def call_elsewhere(store: Any, loader: DistributedDataLoader[Any], number: int, text: str, position: int) -> None:
+    """What rank 1 called as its call ``number``."""
+    call = {"rank": 1, "text": text, "epoch": 0, "position": position, "moves": 1}
+    store.set(f"{loader._resources.calls._prefix}/{number}", json.dumps(call))
+
+
+def test_a_batch_size_that_ranks_set_differently_is_an_error_that_names_them(group, data):
+    with open_loader(data) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        call_elsewhere(group, loader, 0, "set_batch_size(2)", 2)
+        call_elsewhere(group, loader, 1, "set_batch_size(3)", 2)
+        loader.set_batch_size(2)
+        next(iterator)
+        loader.set_batch_size(4)
+        wait_until(lambda: bool(loader._resources.peers.pending))
+        with pytest.raises(RankStoppedError, match="rank 1 called set_batch_size") as caught:
+            next(iterator)
+        assert (
+            "rank 1 called set_batch_size(3) at position 2 of epoch 0, and rank 0 set_batch_size(4) at position 6"
+            in (str(caught.value))
+        )
+
+
+def test_a_call_that_a_rank_left_out_is_an_error_there_once_it_is_past_it(group, data):
+    with open_loader(data) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        call_elsewhere(group, loader, 0, "set_shares([1.0, 2.0])", 2)
+        wait_until(lambda: loader._resources.calls.lacks_one)
+        next(iterator)  # it may still come before this
+        with pytest.raises(
+            ConfigError, match=r"rank 1 called set_shares.* and rank 0, which is at 4 of epoch 0, did not"
+        ):
+            next(iterator)
+
+
+def test_a_rank_that_went_back_is_not_past_a_call_of_the_others(group, data):
+    with open_loader(data) as loader:
+        iterator = iter(loader)
+        for _ in range(9):
+            next(iterator)
+        call_elsewhere(group, loader, 0, "set_batch_size(2)", 2)
+        wait_until(lambda: loader._resources.calls.lacks_one)
+        iterator = iter(loader)  # which rank 1 did not, or not yet
+        for _ in range(9):
+            next(iterator)
 
 
 def test_closing_a_loader_is_no_error_of_its_rank(group, data):

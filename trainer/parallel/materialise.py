@@ -234,7 +234,7 @@ def _own_generators(device: torch.device) -> Iterator[None]:
 
 
 def _seed_generators(seed: int, name: str, device: torch.device) -> None:
-    mixed = xxhash.xxh3_64_intdigest(f"initial weights {seed} {name}") & 0x7FFFFFFFFFFFFFFF
+    mixed = xxhash.xxh3_64_intdigest(f"initial weights {seed} {name}".encode()) & 0x7FFFFFFFFFFFFFFF
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
         torch.cuda.manual_seed(mixed)

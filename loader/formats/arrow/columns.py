@@ -135,6 +135,14 @@ def table_block(table: pa.Table, chunk: ChunkRef, known: Mapping[str, Any], held
     return make_block(found, chunk.samples, held_bytes)
 
 
+def batch_block(batch: pa.RecordBatch, chunk: ChunkRef, known: Mapping[str, Any]) -> Block:
+    """The columns of some rows of a chunk; see ``table_block``."""
+    found: dict[str, Column] = {}
+    for name in batch.schema.names:
+        found |= to_columns(name, batch.column(name), nulls=known[name]["nulls"], shard=chunk.shard.key)
+    return make_block(found, batch.num_rows)
+
+
 def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, shard: str) -> dict[str, Column]:
     """One Arrow column as one column, or as two where ``nulls`` are possible and values alone cannot say so.
 

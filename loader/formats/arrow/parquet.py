@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
-from .columns import has_offsets, marks_nulls, schema_columns, table_block, value_bytes
+from .columns import batch_block, has_offsets, marks_nulls, schema_columns, table_block, value_bytes
 from .parquet_footer import (
     SparseFile,
     arrow_schema,
@@ -159,6 +160,25 @@ class ParquetFormat(BaseFormat):
         table = self._read(chunk, header, parts, columns, names, share=True)
         return table_block(table.select(names), chunk, known)
 
+    @property
+    def opens_pieces(self) -> bool:
+        return True
+
+    def open_pieces(
+        self,
+        chunk: ChunkRef,
+        header: ParquetHeader,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        schema: Mapping[str, Any],
+        rows: int,
+    ) -> Iterator[Block]:
+        known = schema["columns"]
+        names = choose_columns(known, columns)
+        with self._opened(chunk, header, parts, columns, names, share=True) as (file, groups, _):
+            for batch in file.iter_batches(rows, row_groups=list(groups), columns=names, use_threads=False):
+                yield batch_block(batch.select(names), chunk, known)
+
     def read_table(
         self, chunk: ChunkRef, header: ParquetHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
     ) -> pa.Table:
@@ -178,6 +198,23 @@ class ParquetFormat(BaseFormat):
         share: bool,
     ) -> pa.Table:
         """The columns as a table; with ``share``, text that many rows share as a dictionary."""
+        with self._opened(chunk, header, parts, columns, names, share=share) as (file, groups, shared):
+            if all(has_offsets(header.schema.field(name).type) for name in shared):
+                return file.read_row_groups(groups, columns=names, use_threads=False)
+            return _read_counted(file, groups, names, chunk)
+
+    @contextmanager
+    def _opened(
+        self,
+        chunk: ChunkRef,
+        header: ParquetHeader,
+        parts: Sequence[memoryview],
+        columns: Sequence[str] | None,
+        names: list[str],
+        *,
+        share: bool,
+    ) -> Iterator[tuple[pq.ParquetFile, range, list[str]]]:
+        """A chunk as pyarrow reads it, its row groups, and the columns whose values rows share."""
         groups = header.row_groups(chunk)
         ranges = self.chunk_ranges(chunk, header, columns)
         source = SparseFile(chunk.shard.size, [(r.start, part) for r, part in zip(ranges, parts, strict=True)])
@@ -193,9 +230,7 @@ class ParquetFormat(BaseFormat):
                 pre_buffer=True,
                 page_checksum_verification=True,
             ) as file:
-                if all(has_offsets(header.schema.field(name).type) for name in shared):
-                    return file.read_row_groups(groups, columns=names, use_threads=False)
-                return _read_counted(file, groups, names, chunk)
+                yield file, groups, shared
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise FormatError(
                 chunk.shard.key,

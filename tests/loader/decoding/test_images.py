@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from penstock.loader.decoding import images
-from penstock.loader.decoding.images import ImageDecoder, center_region, random_region
+from penstock.loader.decoding.images import ImageDecoder
+from penstock.loader.decoding.regions import Region, center_region, random_region, scale_region
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 
@@ -39,7 +40,7 @@ def psnr(one: np.ndarray, other: np.ndarray) -> float:
     return math.inf if error == 0 else 10 * math.log10(255**2 / error)
 
 
-def resized_by_pil(image: Image.Image, region: images.Region, height: int, width: int) -> np.ndarray:
+def resized_by_pil(image: Image.Image, region: Region, height: int, width: int) -> np.ndarray:
     box = (region.left, region.top, region.left + region.width, region.top + region.height)
     return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, box=box))
 
@@ -161,7 +162,7 @@ def test_random_crops_are_pils_resize_of_the_region_drawn():
         reduction = images._choose_reduction(region, (96, 96, 3))
         reductions.add(reduction)
         factor_y, factor_x = -(-height // reduction) / height, -(-width // reduction) / width
-        placed = images.scale_region(region, factor_y, factor_x)
+        placed = scale_region(region, factor_y, factor_x)
         assert abs(placed.top / factor_y - region.top) <= reduction / 2
         assert abs(placed.left / factor_x - region.left) <= reduction / 2
         box = (
@@ -179,11 +180,11 @@ def test_random_crops_are_pils_resize_of_the_region_drawn():
 
 
 def test_the_centre_region_is_what_resize_256_and_crop_224_leave():
-    assert center_region(375, 500, 224, 224, None) == images.Region(23, 86, 328, 328)
-    assert center_region(375, 500, 224, 224, 256) == images.Region(23, 86, 328, 328)
-    assert center_region(375, 500, 224, 224, 224) == images.Region(0, 62, 375, 375)
-    assert center_region(100, 100, 32, 64, 64) == images.Region(25, 0, 50, 100)
-    assert center_region(1, 1, 224, 224, None) == images.Region(0, 0, 1, 1)
+    assert center_region(375, 500, 224, 224, None) == Region(23, 86, 328, 328)
+    assert center_region(375, 500, 224, 224, 256) == Region(23, 86, 328, 328)
+    assert center_region(375, 500, 224, 224, 224) == Region(0, 62, 375, 375)
+    assert center_region(100, 100, 32, 64, 64) == Region(25, 0, 50, 100)
+    assert center_region(1, 1, 224, 224, None) == Region(0, 0, 1, 1)
 
 
 def test_a_narrow_image_is_enlarged_until_the_crop_fits():
@@ -228,17 +229,17 @@ def _naive_random_region(height: int, width: int, rng: np.random.Generator) -> t
 
 def test_where_no_draw_fits_the_largest_centred_part_is_taken():
     rng = np.random.default_rng(0)
-    assert random_region(1000, 10, (0.9, 1.0), (1.0, 1.0), rng) == images.Region(495, 0, 10, 10)
-    assert random_region(10, 1000, (0.9, 1.0), (0.5, 2.0), rng) == images.Region(0, 490, 10, 20)
-    assert random_region(1, 1, (0.01, 0.02), (1.0, 1.0), rng) == images.Region(0, 0, 1, 1)
+    assert random_region(1000, 10, (0.9, 1.0), (1.0, 1.0), rng) == Region(495, 0, 10, 10)
+    assert random_region(10, 1000, (0.9, 1.0), (0.5, 2.0), rng) == Region(0, 490, 10, 20)
+    assert random_region(1, 1, (0.01, 0.02), (1.0, 1.0), rng) == Region(0, 0, 1, 1)
 
 
 def test_golden_random_regions():
     drawn = [random_region(375, 500, (0.08, 1), (3 / 4, 4 / 3), sample_rng(0, 0, sample_id)) for sample_id in range(3)]
     assert drawn == [
-        images.Region(38, 19, 140, 121),
-        images.Region(7, 33, 367, 424),
-        images.Region(97, 218, 250, 267),
+        Region(38, 19, 140, 121),
+        Region(7, 33, 367, 424),
+        Region(97, 218, 250, 267),
     ]
 
 

@@ -19,6 +19,7 @@ import zstandard
 from penstock import DistributedDataLoader
 from penstock.loader import MemoryLimitError
 from penstock.loader.formats.arrow.parquet_pages import read_dictionary_facts
+from penstock.loader.reading import on_disk
 
 TOO_LARGE = 68 << 20  # above the 64 MiB of one chunk that every limit allows
 WORDS = ["a" * 4000, "", "b", None, "ü" * 2000]
@@ -94,11 +95,7 @@ def write_packed_batch(folder: Path) -> None:
         write_packed_tar,
         write_lines_of_few_keys,
         write_packed_mds,
-        write_row_group,
-        write_fetched_beside_opened,
-        write_lists,
-        write_fixed_binaries,
-        write_texts_in_structs,
+        write_texts_in_structs,  # whose footer does not tell how large they are
         write_packed_batch,
     ],
 )
@@ -119,6 +116,18 @@ def test_a_chunk_that_cannot_fit_is_refused_by_name_with_the_limit_and_what_to_d
         assert len(next(iter(loader))["x" if not shard.startswith("a.tar") else "bin"]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
+@pytest.mark.parametrize("write", [write_row_group, write_fetched_beside_opened, write_lists, write_fixed_binaries])
+def test_a_row_group_above_the_limit_is_opened_onto_the_disk(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    found = []
+    for limit in ("1MiB", "1GiB"):
+        with DistributedDataLoader(str(tmp_path), batch_size=1, memory_limit=limit, lanes=1, seed=1) as loader:
+            found.append(next(iter(loader))["x"])
+    assert list(found[0]) == list(found[1])
+
+
 @pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
 @pytest.mark.parametrize(
     "look",
@@ -130,9 +139,10 @@ def test_a_chunk_that_cannot_fit_is_refused_by_name_with_the_limit_and_what_to_d
     ids=["peek", "sample", "find"],
 )
 def test_looking_beside_a_pass_keeps_to_the_limit(
-    tmp_path: Path, look: Callable[[DistributedDataLoader], object]
+    tmp_path: Path, look: Callable[[DistributedDataLoader], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_row_group(tmp_path)
+    monkeypatch.setattr(on_disk, "_kind_of_disk", lambda _: "tmpfs")  # where nothing large can be opened
     with (
         DistributedDataLoader(str(tmp_path), batch_size=1, memory_limit="64MiB") as loader,
         pytest.raises(MemoryLimitError, match=r"a\.parquet at byte 4: .* the limit is 67,108,864"),

@@ -104,6 +104,13 @@ def test_a_damaged_state_of_a_source_is_refused(rows: dict[str, Manifest]) -> No
                 loader.load_state_dict(damaged)
         loader.load_state_dict(state)
         assert loader.state_dict() == state
+    moved = copy.deepcopy(state)
+    del moved["checksum"]
+    moved["sources"][0]["stream"] |= {"here": [1, 45], "offsets": [0] * 8, "outputs": [0] * 8}  # an epoch has 30
+    with DistributedDataLoader(mix(rows), batch_size=6) as loader:
+        loader.load_state_dict(moved)
+        with pytest.raises(StateMismatchError, match="'a' is at output 45 of its epoch 1 there, which has 30 here"):
+            next(iter(loader))
 
 
 def test_passes_epochs_and_looks(rows: dict[str, Manifest]) -> None:
@@ -330,7 +337,7 @@ def test_states_of_8_sources_on_4096_lanes_are_small_and_load_fast() -> None:
         offsets = 256 * rng.integers(2800, 3000, 4096)  # an anchor every 256 inputs, lanes far from each other
         outputs = rng.binomial(offsets, 0.5)
         streams.append(
-            SourceStream({"kind": "filter"}, Lap(3, 17), Lap(4, 1 << 35), Cursors(offsets, outputs, outputs))
+            SourceStream({"kind": "filter"}, Lap(3, 17), Lap(4, 1 << 31), Cursors(offsets, outputs, outputs))
         )
     text = json.dumps([stream.to_dict() for stream in streams])
     assert len(text) < 256 << 10
@@ -357,3 +364,18 @@ def test_processes_of_one_rank_get_the_same(rows: dict[str, Manifest]) -> None:
     whole, _ = run_leg(mix(rows), 1, 15, None, batch_size=12, **OPTIONS)
     joined = [sorted([*one, *other]) for one, other in zip(results[0], results[2], strict=True)]
     assert joined == [sorted(output for _, output in batch) for _, batch in whole]
+
+
+def test_shares_change_in_mid_run_and_global_batches_do_not(rows: dict[str, Manifest]) -> None:
+    def read(loader: DistributedDataLoader) -> Any:
+        batches = iter(loader)
+        first = next(batches)["__id__"].tolist()
+        if loader.world_size > 1:
+            loader.set_shares([2, 1])
+        return [first, *(next(batches)["__id__"].tolist() for _ in range(12))]
+
+    options = {"with_ids": True, **OPTIONS}
+    whole = ThreadRanks(1, mix(rows), batch_size=12, **options).run(read)[0]
+    one, other = ThreadRanks(2, mix(rows), batch_size=6, **options).run(read)
+    assert [(len(a), len(b)) for a, b in zip(one, other, strict=True)] == [(6, 6), *[(8, 4)] * 12]
+    assert [sorted([*a, *b]) for a, b in zip(one, other, strict=True)] == [sorted(batch) for batch in whole]

@@ -91,7 +91,7 @@ def packs_of(way: str, number: int, unit: int) -> Yields:
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     ways=st.lists(st.sampled_from(["plain", "columns", "stretch", "transform"]), min_size=1, max_size=3),
     is_packed=st.booleans(),

@@ -356,3 +356,22 @@ def test_close_in_the_middle_of_copies_is_safe_on_the_device():
     ring.close()
     assert [int(batch.take()["x"].max()) for batch in staged] == [0, 1]
     assert ring.pinned_bytes == 0
+
+
+class Resident(torch.Tensor):
+    """Says that it is on a CUDA device."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def test_tensors_that_are_on_the_device_already_are_handed_over_and_not_copied():
+    ring, device = feeder()
+    there = torch.zeros(2, 3).as_subclass(Resident)
+    batch = ring.stage({"jpg": there, "cls": torch.arange(2)}).take()
+    ring.close()
+    assert batch["jpg"] is there
+    assert batch["cls"].tolist() == [0, 1]
+    assert [len(sources) for sources in device.sources] == [1]
+    assert device.handed == [2]

@@ -12,7 +12,7 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
 from penstock.loader.order.plan import Order
-from penstock.loader.pipeline.tuning import MemoryLimitWarning, PipelineOptions, tune
+from penstock.loader.pipeline.tuning import MemoryLimitWarning, PipelineOptions, first_fetch_threads, tune
 
 MANIFEST = make_manifest([[1000] * 40])  # chunks of 7,000 bytes of memory
 
@@ -60,3 +60,21 @@ def test_the_warning_points_to_the_loop_over_the_loader(tmp_path: Path) -> None:
     ):
         next(iter(loader))
     assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+
+
+def test_a_store_far_away_is_asked_for_what_is_on_its_way() -> None:
+    fetches = [first_fetch_threads(False, response_s, 4 << 20) for response_s in (None, 0.001, 0.02, 0.1, 10.0)]
+    assert fetches == [16, 17, 22, 46, 64]
+    assert first_fetch_threads(False, 0.02, 1000) == 64
+    assert first_fetch_threads(True, 0.1, 4 << 20) == 4
+
+
+@pytest.mark.parametrize(("response_s", "threads"), [(None, 16), (0.05, 64)])
+def test_a_loader_begins_with_as_many_requests_as_its_store_is_slow(
+    memory_store, put_shards, monkeypatch, response_s, threads
+) -> None:
+    put_shards(memory_store, 3)
+    monkeypatch.setattr("penstock.loader.parts.fastest_response_s", lambda store: response_s)
+    with DistributedDataLoader(memory_store.url, batch_size=4) as loader:
+        next(iter(loader))
+        assert loader.metrics().fetch_threads == threads

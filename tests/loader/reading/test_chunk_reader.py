@@ -42,6 +42,8 @@ class FakeSource:
     def reserve(self, index: int) -> int:
         return self.sizes[index]
 
+    hold = reserve
+
     def load(self, index: int) -> Block:
         with self._lock:
             self.loads.append(index)

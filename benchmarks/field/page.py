@@ -1,0 +1,195 @@
+"""The report as one HTML page that needs nothing else: plots are inline, there is no script, and nothing is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ...trainer.report.style import STYLE
+from ..contenders import LIMIT, OURS
+from . import words
+from .plots import draw_rates, draw_ratios
+from .style import FIELD_STYLE
+from .summary import best_peer, load_note, median, ratio
+from .table import by_speed, refusals
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The page of a report."""
+    return "".join(_page(report))
+
+
+def _page(report: Mapping[str, Any]) -> Iterator[str]:
+    cells, machine, settings = report["cells"], report["machine"], report["settings"]
+    loads = [load for cell in cells for load in cell["loads"]]
+    rounds = settings["rounds"]
+    yield "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+    yield "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+    yield f"<title>penstock and other loaders</title><style>{STYLE}{FIELD_STYLE}</style></head><body>"
+    yield "<header><h1>penstock and other loaders</h1>"
+    yield f"<p>{escape(report['date'][:16].replace('T', ' '))} UTC. {machine['cores']} cores of "
+    yield f"{escape(machine['cpu'])}. {'One round' if rounds == 1 else f'Medians of {rounds} rounds'} in which "
+    yield "contenders take turns, each run in a process of its own. "
+    yield f"{escape(load_note(loads, machine['cores']).capitalize())}.</p></header><main>"
+    yield from _tiles(cells)
+    yield from _ratio_section(cells)
+    for workload in dict.fromkeys(cell["workload"] for cell in cells):
+        yield from _workload_section([cell for cell in cells if cell["workload"] == workload])
+    yield from _refused_section(cells)
+    yield from _setup_section(report)
+    yield from _method_section(report)
+    yield "</main></body></html>\n"
+
+
+def _tiles(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    ratios = [
+        found for cell in cells if (found := ratio(cell["contenders"], best_peer(cell["contenders"]))) is not None
+    ]
+    limits = [found for cell in cells if (found := ratio(cell["contenders"], LIMIT)) is not None]
+    tiles = [("comparisons", str(len(cells)))]
+    if ratios:
+        ahead = sum(each >= 1 for each in ratios)
+        tiles += [("ahead of the best peer", f"{ahead} of {len(ratios)}")]
+        tiles += [("least", words.times(min(ratios))), ("most", words.times(max(ratios)))]
+    if limits:
+        tiles.append(("of the bare loop", f"{min(limits):.2f} to {max(limits):.2f}"))
+    yield "<dl class='tiles'>"
+    yield from (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles)
+    yield "</dl>"
+
+
+def _ratio_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    plot = draw_ratios(cells)
+    if plot:
+        yield "<section><h2>First pass, as a multiple of the best peer</h2><p class='hint'>The best peer is the one "
+        yield "whose first pass is fastest in that comparison. Dots are ratios of medians, bands the quartiles of the "
+        yield f"ratios within a round.</p><figure class='ratios'>{plot}</figure></section>"
+
+
+_KEYS = (
+    ('<rect class="bar ours" x="0" y="2" width="30" height="10" rx="2"/>', "first pass, from the start of the loader"),
+    ('<line class="whisker" x1="2" x2="28" y1="7" y2="7"/>', "its quartiles"),
+    ('<circle class="steady" cx="15" cy="7" r="4"/>', "steady: passes after the first; from S3, after the first batch"),
+    ('<rect class="bar limit" x="1" y="2" width="28" height="10" rx="2"/>', "a bare loop, no loader"),
+)
+
+
+def _workload_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    data = cells[0]["data"]
+    yield f"<section><h2>{escape(cells[0]['title'])} <small>{data['samples']:,} samples, "
+    yield f"{words.size(data['bytes'])} in {data['shards']} {escape(data['format'])} shards; "
+    yield f"batches of {cells[0]['batch_size']:,}</small></h2>"
+    yield "<ul class='keys'>"
+    yield from (f"<li class='key'><svg viewBox='0 0 32 14'>{shape}</svg>{escape(text)}</li>" for shape, text in _KEYS)
+    yield "</ul><div class='charts'>"
+    for cell in cells:
+        plot = draw_rates(cell)
+        title = f"{words.place_of(cell)}: samples per second"
+        if plot:
+            yield f"<figure><figcaption>{escape(title)}</figcaption>{plot}</figure>"
+    yield "</div>"
+    for cell in cells:
+        if cell["contenders"]:
+            yield f"<details{' open' if len(cells) == 1 else ''}><summary>All figures: "
+            yield f"{escape(words.place_of(cell))}</summary>{_table(cell)}{_notes(cell)}</details>"
+    yield "</section>"
+
+
+_HEADS = ("", "first pass", "steady", "first batch", "resume", "CPU a sample", "peak RSS", "works with")
+
+
+def _table(cell: Mapping[str, Any]) -> str:
+    rows = []
+    for name in by_speed(cell["contenders"]):
+        entry = cell["contenders"][name]
+        summary = entry["summary"]
+        values = (
+            _spread(summary, "first_pass_per_s"),
+            words.rate(median(summary, "steady_per_s")),
+            words.seconds(median(summary, "first_batch_s")),
+            words.times(median(summary, "resume_ratio")),
+            words.microseconds(median(summary, "cpu_us_per_sample")),
+            words.size(median(summary, "peak_rss_bytes")),
+            words.workers(entry["settings"]),
+        )
+        cells = "".join(f"<td class='num'>{escape(value)}</td>" for value in values)
+        kind = " class='ours'" if name == OURS else ""
+        rows.append(f"<tr{kind}><th>{escape(words.name_of(name))}</th>{cells}</tr>")
+    heads = "".join(f"<th class='num'>{head}</th>" if head else "<th></th>" for head in _HEADS)
+    return f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _spread(summary: Mapping[str, Any], name: str) -> str:
+    low, middle, high = summary[name]
+    return words.rate(middle) + (f" ({words.rate(low)} to {words.rate(high)})" if high > low else "")
+
+
+def _notes(cell: Mapping[str, Any]) -> str:
+    notes = [f"{words.name_of(name)}: {text}" for name, text in cell["notes"].items()]
+    return "<ul class='notes'>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
+
+
+def _refused_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    found = refusals(cells)
+    if not found:
+        return
+    yield "<section><h2>Not measured</h2><ul class='notes'>"
+    for (name, reason), where in found.items():
+        places = f"{len(where)} comparisons" if len(where) > 3 else "; ".join(where)
+        yield f"<li><b>{escape(words.name_of(name))}</b> ({escape(places)}): {escape(reason)}</li>"
+    yield "</ul></section>"
+
+
+def _setup_section(report: Mapping[str, Any]) -> Iterator[str]:
+    versions = {
+        name: entry["version"]
+        for cell in report["cells"]
+        for name, entry in cell["contenders"].items()
+        if entry.get("version")
+    }
+    if not report["peers"]:
+        return
+    yield "<section><h2>How the others are set up</h2><p class='hint'>By the advice of their own documentation, each "
+    yield f"in an environment of its own with pinned packages, with {_workers(report['settings'])}, on a copy of the "
+    yield "data in its own format, and checked to deliver every sample once.</p>"
+    yield "<dl class='peers'>"
+    for name, peer in report["peers"].items():
+        yield f"<dt>{escape(words.name_of(name))} {escape(str(versions.get(name, '')))}</dt>"
+        yield f"<dd><blockquote>{escape(peer['advice'])}</blockquote>"
+        yield f"<a href='{escape(peer['source'], quote=True)}'>{escape(_host(peer['source']))}</a>. Here: "
+        yield f"{escape(peer['setup'])}.</dd>"
+    yield "</dl></section>"
+
+
+def _workers(settings: Mapping[str, Any]) -> str:
+    if settings["workers"] is None:
+        return "the number of workers (none, one or two a core) that makes a pass shortest here"
+    return "no worker processes, which would take longer to start than such small data to read"
+
+
+def _host(url: str) -> str:
+    return url.split("/")[2]
+
+
+def _method_section(report: Mapping[str, Any]) -> Iterator[str]:
+    seconds, machine = report["settings"]["seconds"], report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    yield "<section><h2>How it is measured</h2><ul class='notes'>"
+    yield from (f"<li>{escape(' '.join(fact.format(seconds=seconds).split()))}</li>" for fact in _METHOD)
+    yield f"</ul></section><footer><p><code>{escape(report['command'])}</code></p>"
+    yield f"<p>{escape(machine['system'])}; {escape(versions)}</p></footer>"
+
+
+_METHOD = (
+    """Each run is a fresh process; imports are not timed. A first pass is timed from the making of the loader to its
+    last batch, so every cost of a start is in it. Runs end {seconds:g} s after the first batch; a slow loader's first
+    pass may be cut there, and counts as far as it came.""",
+    """Files come from a warm page cache. From S3 a run is one pass: a second one would come from the copies that peers
+    keep on the local disk.""",
+    """Resume: time to the first batch after a resume in mid-epoch, over that of a fresh start, pair by pair.""",
+    """CPU: user and system time of the process tree, start-up of the loader included. Peak RSS: the sum of the
+    processes' peaks (VmHWM), pages that they share or map counted in each.""",
+    """The bare loop reads whole shards with a thread a core and makes batches, without a shuffle: what the
+    libraries below allow.""",
+)

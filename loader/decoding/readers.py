@@ -1,0 +1,32 @@
+"""What bytes are by a field's extension: images, and values that a function of bytes reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .arrays import read_npy, read_npz
+
+
+def read_text(data: memoryview | str) -> str:
+    """UTF-8 text; a column of text as it is."""
+    return data if isinstance(data, str) else str(data, "utf-8")
+
+
+def _read_int(data: memoryview) -> int:
+    return int(bytes(data))
+
+
+def _read_json(data: memoryview) -> Any:
+    return json.loads(bytes(data))
+
+
+IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
+READERS: dict[str, Callable[[memoryview], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _read_int),
+    **dict.fromkeys(("json", "jsn"), _read_json),
+    **dict.fromkeys(("txt", "text", "transcript"), read_text),
+    "npy": read_npy,
+    "npz": read_npz,
+}

@@ -1,0 +1,181 @@
+"""Rows that are being decoded and transformed, in parts, by the threads of a pool or by worker processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...storage.daemon_pool import DaemonPool
+from ..columns import AnyArray, Ragged
+from ..dataset.manifest import Manifest
+from ..errors import LoaderClosedError
+from ..metrics import Counters
+from ..reading.bad_samples import BadSamples
+from .batch_values import BatchValues
+from .byte_views import ByteViews
+from .collate import collate_values, images_to_tensor
+from .decode import FieldDecoders, is_channels_first
+from .gather import Rows
+from .replace import tell_bad
+from .row_errors import explain_row_error
+from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample
+from .worker_pool import WorkerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCrew:
+    """Who does ``work`` on rows: ``pool``'s threads, or ``workers``, about ``parts`` of a batch at once.
+
+    Where bad samples are dropped, ``bad`` counts them.
+    """
+
+    work: RowWork
+    decoders: FieldDecoders
+    manifest: Manifest
+    pool: DaemonPool
+    workers: WorkerPool | None
+    parts: int
+    counters: Counters
+    is_stopped: Callable[[], bool]
+    bad: BadSamples | None
+
+
+class RowJob:
+    """Rows that are being decoded and transformed, by the threads of the pool or by worker processes."""
+
+    def __init__(self, crew: RowCrew, rows: Rows, epoch: int, keys: AnyArray | None = None) -> None:
+        self._crew = crew
+        self.rows = rows
+        settled = crew.decoders.settled
+        encoded = {
+            name: decoder
+            for name, values in rows.fields.items()
+            if isinstance(values, list) and (decoder := settled.get(name)) is not None
+        }
+        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
+        self._work = crew.work
+        self.results = self._work.allocate(self.task)
+        self._is_joint = any(isinstance(values, BatchValues) for values in self.results.values.values())
+        self._lock = threading.Lock()
+        self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
+        self._futures: list[Future[None]] = []
+        if encoded or crew.work.transform is not None or crew.work.avoided:
+            count = len(rows.ids)
+            size = max(1, -(-count // (2 * crew.parts)))
+            self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def _submit(self, start: int, stop: int) -> Future[None]:
+        crew = self._crew
+        if crew.workers is None:
+            return crew.pool.submit(self._run, start, stop)
+        task = self.task.cut(start, stop, with_plain=crew.work.transform is not None)
+        return crew.workers.submit(task, partial(self._place, start, stop), crew.is_stopped)
+
+    def _run(self, start: int, stop: int) -> None:
+        """Work on some of the rows; on a thread of the pool."""
+        started = time.perf_counter()
+        try:
+            self._work.run(self.task, self.results, start, stop, self._crew.is_stopped)
+            if self._is_joint and self._is_last(stop - start):
+                self._work.finish(self.task, self.results, self._crew.is_stopped)
+        finally:
+            self._crew.counters.add(decode_s=time.perf_counter() - started, decoded_rows=stop - start)
+
+    def _is_last(self, rows: int) -> bool:
+        """Whether all others are done once these rows are; never where some failed."""
+        with self._lock:
+            self._rows_left -= rows
+            return not self._rows_left
+
+    def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
+        """Put a process's results into their places."""
+        for name, values in results.values.items():
+            of_field: Any = self.results.values[name]
+            of_field[start:stop] = values
+        self.results.samples[start:stop] = results.samples
+        self.results.failed.extend(results.failed)
+        self._crew.counters.add(decode_s=busy_s, decoded_rows=stop - start)
+
+    def wait(self) -> RowError | None:
+        """The error of the first row that failed, in the order of rows; None where all are done.
+
+        Raises:
+            LoaderClosedError: the pipeline is stopped.
+        """
+        try:
+            for future in self._futures:
+                future.result()
+        except RowError as exc:
+            return exc
+        except CancelledError as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being decoded") from exc
+        return None
+
+    def explain(self, failed: RowError) -> Exception:
+        """What users see of a row's error."""
+        return explain_row_error(failed, self.rows, self._crew.manifest)
+
+    def samples(self) -> tuple[list[Sample | None], Exception | None]:
+        """The transformed samples, None for those dropped or bad, up to the first row that failed; and why it did."""
+        failed = self.wait()
+        samples: list[Sample | None] = list(self.results.samples)
+        if self._work.transform is None:
+            samples = [self.task.sample(self.results.values, row) for row in range(len(self.rows.ids))]
+        for bad in self.results.failed:
+            samples[bad.row] = None
+        if self._crew.bad is not None:
+            told = [bad for bad in self.results.failed if failed is None or bad.row < failed.row]
+            try:
+                tell_bad(told, self.rows, self.task.epoch, self._crew.manifest, self._crew.bad)
+            except RowError as too_many:
+                return samples[: too_many.row], too_many.cause
+        return (samples, None) if failed is None else (samples[: failed.row], self.explain(failed))
+
+    def finish(self) -> None:
+        """Wait until all rows are done. Raises what decoding or transform raised of the first that failed."""
+        failed = self.wait()
+        if failed is not None:
+            raise self.explain(failed)
+
+    def fields(self) -> dict[str, Any]:
+        """The values of each field, one a row, as batches have them; after ``finish``."""
+        images = {name for name, decoder in self.task.encoded.items() if is_channels_first(decoder)}
+        return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
+
+    def all_samples(self) -> list[Any]:
+        """All rows as samples, transformed or not; after ``finish``."""
+        rows = range(len(self.rows.ids))
+        return self.results.samples or [self.task.sample(self.results.values, row) for row in rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and of what they are decoded into, about."""
+        return self.rows.count_bytes(self._crew.decoders.settled)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all rows are decoded and transformed; any thread may ask."""
+        return all(future.done() for future in self._futures)
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+
+def _collate(values: ResultValues, *, is_image: bool) -> Any:
+    if isinstance(values, ByteViews):
+        return values
+    if isinstance(values, BatchValues):
+        return values.tensor().movedim(-1, -3) if is_image else values.tensor()
+    if isinstance(values, Ragged):
+        return list(map(torch.from_numpy, values))
+    if isinstance(values, list):
+        return collate_values(values, is_image=is_image)
+    return images_to_tensor(values) if is_image else torch.from_numpy(values)

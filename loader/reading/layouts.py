@@ -1,0 +1,92 @@
+"""Where the values of a chunk lie, kept from one opening to the next: the headers of an archive are walked once.
+
+What is found in bytes depends on nothing but them. So a layout is used again for bytes of the same length and checksum,
+whatever else is known of the object; for any others the chunk is opened anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from ..columns import Block, BytesColumn, Column
+
+_ENTRY_BYTES = 1000  # what a layout takes beside its arrays, about
+_IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    checksum: int
+    length: int
+    block: Block
+
+
+class Layouts:
+    """Keeps layouts of ``budget_bytes`` at most, those that came first. Called by any thread.
+
+    Mutable state: the layouts and the sum of their bytes, under a lock.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._layouts: dict[int, _Layout] = {}
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept, about; resident chunks share them."""
+        return self._nbytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Change the budget; where more is kept, it is dropped."""
+        with self._lock:
+            self._budget = budget_bytes
+            if self._nbytes > budget_bytes:
+                self._layouts.clear()
+                self._nbytes = 0
+
+    def find(self, chunk: int, data: memoryview, checksum: int | None) -> Block | None:
+        """The chunk as it is opened from ``data``; None where that has to be found out.
+
+        ``checksum`` is the XXH3-64 of ``data`` where that is known.
+        """
+        layout = self._layouts.get(chunk)
+        if layout is None or layout.length != len(data):
+            return None
+        if layout.checksum != (xxhash.xxh3_64_intdigest(data) if checksum is None else checksum):
+            return None
+        return replace(layout.block, columns=_exchange(layout.block.columns, _IN_CHUNK, data))
+
+    def keep(self, chunk: int, block: Block, data: memoryview, checksum: int | None) -> None:
+        """Remember where the values are that ``block`` has in ``data``, if there is room, and nothing of ``data``.
+
+        Blocks with other values than bytes are passed over: what is made of a chunk's bytes may refer to all of them.
+        """
+        columns = [column for column in block.columns.values() if isinstance(column, BytesColumn)]
+        if block.records or len(columns) < len(block.columns) or all(c.buffer is not data for c in columns):
+            return
+        kept = replace(block, columns=_exchange(block.columns, data, _IN_CHUNK))
+        nbytes = _ENTRY_BYTES + sum(_count_bytes(c) for c in kept.columns.values() if isinstance(c, BytesColumn))
+        if self._nbytes + nbytes > self._budget:
+            return
+        found = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
+        with self._lock:
+            if chunk not in self._layouts and self._nbytes + nbytes <= self._budget:
+                self._layouts[chunk] = _Layout(found, len(data), kept)
+                self._nbytes += nbytes
+
+
+def _exchange(columns: Mapping[str, Column], old: memoryview, new: memoryview) -> dict[str, Column]:
+    return {
+        name: replace(column, buffer=new) if isinstance(column, BytesColumn) and column.buffer is old else column
+        for name, column in columns.items()
+    }
+
+
+def _count_bytes(column: BytesColumn) -> int:
+    return column.starts.nbytes + column.stops.nbytes + len(column.buffer) + len(column.ascii or "")

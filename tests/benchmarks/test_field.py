@@ -1,0 +1,526 @@
+"""The field's benchmark: its arithmetic, its report from canned results, and peers that fail in every way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from penstock.benchmarks.contenders import LIMIT, OURS
+from penstock.benchmarks.contenders.records import RecordCodec
+from penstock.benchmarks.field import runner, words
+from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, quick, same_measurement
+from penstock.benchmarks.field.page import render
+from penstock.benchmarks.field.places import Places
+from penstock.benchmarks.field.plots import rate_axis
+from penstock.benchmarks.field.summary import (
+    best_peer,
+    figures_of,
+    first_pass_rate,
+    load_note,
+    quartiles,
+    ratio,
+    ratio_spread,
+    steady_rate,
+    summarise,
+)
+from penstock.benchmarks.field.table import print_report
+from penstock.benchmarks.job import Job, Measurement, Pass
+from penstock.benchmarks.peers.catalogue import PEERS
+from penstock.benchmarks.peers.environments import PeerUnavailableError, clean, python_of, reason_of
+from penstock.benchmarks.prepare import whole_pass_s
+from penstock.benchmarks.subprocesses import MeasurementError, combine_ranks, run_job
+from penstock.cli import run
+from penstock.loader import ConfigError
+
+
+def measured(name: str, passes: list[tuple[int, float, float]], **more: Any) -> Measurement:
+    samples = sum(each[0] for each in passes)
+    given: dict[str, Any] = {
+        "contender": name, "mode": "epoch", "samples": samples, "payload_bytes": 10 * samples, "batches": 4,
+        "seconds": 2.0, "samples_per_s": 70.0, "mb_per_s": 1.0, "first_batch_s": 0.5, "wait_p50_ms": 1.0,
+        "wait_p99_ms": 2.0, "wait_share": 0.5, "cpu_s": 0.02, "peak_bytes": 1 << 20, "peak_rss_bytes": 2 << 20,
+        "passes": [Pass(samples=n, start_s=start, stop_s=stop, complete=True) for n, start, stop in passes],
+    }  # fmt: skip
+    return Measurement(**given | more)
+
+
+def entry(*rates: float, version: str | None = None) -> dict[str, Any]:
+    """A contender of a report whose rounds had these rates."""
+    figures = (figures_of(measured("x", [(100, 0.0, 100 / each), (100, 100 / each, 150 / each)])) for each in rates)
+    rounds = [each | {"fresh_s": 0.1, "resumed_s": 0.11} for each in figures]
+    settings = {"workers": 2}
+    return {
+        "summary": summarise(rounds),
+        "rounds": rounds,
+        "settings": settings,
+        "version": version,
+        "bottleneck": None,
+    }
+
+
+def cell(workload: str, contenders: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    data = {"samples": 8000, "bytes": 320 << 20, "shards": 16, "format": "tar"}
+    given = {
+        "workload": workload, "title": f"the workload {workload}", "store": "local", "ranks": 1, "delay_ms": None,
+        "batch_size": 64, "date": "2026-01-02T03:04:05+00:00", "data": data, "contenders": dict(contenders),
+        "refused": {}, "notes": {}, "loads": [0.5, 0.7],
+    }  # fmt: skip
+    return given | more
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    three = {
+        OURS: entry(900.0, 1000.0, 1100.0),
+        LIMIT: entry(2000.0, 2000.0, 2100.0),
+        "litdata": entry(450.0, 500.0, 550.0, version="0.2.76"),
+        "mosaicml-streaming": entry(9.0, 10.0, 11.0, version="0.13.0"),
+    }
+    peers = ("litdata", "mosaicml-streaming", "grain")
+    return {
+        "version": 1,
+        "command": "penstock bench --full",
+        "date": "2026-01-02T03:04:05+00:00",
+        "machine": {"cpu": "A <Fast> CPU", "cores": 4, "system": "Linux 6 x86_64", "load_1m": 0.4, "memory_bytes": 1},
+        "versions": {"python": "3.11", "torch": "2.13"},
+        "settings": FieldConfig(rounds=3).to_dict(),
+        "peers": {n: {"advice": PEERS[n].advice, "source": PEERS[n].source, "setup": PEERS[n].setup} for n in peers},
+        "cells": [
+            cell("bytes-40k", three, refused={"grain": "it <crashed> & ended"}, notes={"litdata": "half a pass"}),
+            cell("tokens", three, store="s3-delay", ranks=2, delay_ms=20.0),
+            cell("tokens", {}, store="s3", refused={OURS: "there is no S3 server here"}),
+        ],
+    }
+
+
+def test_quartiles_lie_between_the_rounds() -> None:
+    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]).to_list() == [2.0, 3.0, 4.0]
+    assert quartiles([1.0, 2.0, 4.0]).to_list() == [1.5, 2.0, 3.0]
+    assert quartiles([7.0]).to_list() == [7.0, 7.0, 7.0]
+    with pytest.raises(ValueError, match="nothing"):
+        quartiles([])
+
+
+def test_a_first_pass_counts_its_start_and_steady_state_only_what_follows() -> None:
+    run = measured("x", [(100, 0.0, 4.0), (100, 4.0, 5.0), (50, 5.0, 5.5)])
+    assert first_pass_rate(run) == 25.0
+    assert steady_rate(run) == 100.0
+    assert steady_rate(measured("x", [(100, 0.0, 4.0)])) == 70.0  # one pass: what came after its first batch
+    assert first_pass_rate(measured("x", [])) == 0.0
+    assert figures_of(run)["cpu_us_per_sample"] == pytest.approx(80.0)
+
+
+def test_a_pass_that_was_not_read_to_its_end_is_reckoned_from_its_start_and_its_rate() -> None:
+    cut = measured("x", [])
+    assert whole_pass_s(cut, 700) == 0.5 + 10.0
+    assert whole_pass_s(measured("x", [(700, 0.0, 3.0)]), 700) == 3.0
+
+
+def test_the_best_peer_is_the_fastest_one_and_never_the_bare_loop() -> None:
+    each = {
+        OURS: entry(900.0, 1000.0, 1100.0),
+        LIMIT: entry(2000.0),
+        "a": entry(300.0, 500.0, 550.0),
+        "b": entry(9.0),
+    }
+    assert best_peer(each) == "a"
+    assert ratio(each, "a") == pytest.approx(2.0)
+    assert ratio(each, LIMIT) == pytest.approx(0.5)
+    spread = ratio_spread(each, "a")  # of the rounds' ratios 3, 2 and 2
+    assert spread is not None
+    assert spread.to_list() == pytest.approx([2.0, 2.0, 2.5])
+    alone = {OURS: each[OURS], LIMIT: each[LIMIT]}
+    assert (best_peer(alone), ratio(alone, None), ratio_spread(alone, None)) == (None, None, None)
+    assert ratio({"a": each["a"]}, "a") is None
+
+
+def test_the_cost_of_a_resume_is_that_of_its_own_round() -> None:
+    rounds = [
+        {"fresh_s": 1.0, "resumed_s": 2.0},
+        {"fresh_s": 4.0, "resumed_s": 4.0},
+        {"fresh_s": 2.0, "resumed_s": 3.0},
+    ]
+    assert summarise(rounds)["resume_ratio"][1] == 1.5
+    assert "resume_ratio" not in summarise([{"fresh_s": 1.0, "resumed_s": 2.0}, {}])
+
+
+def test_ranks_are_as_fast_as_the_last_and_as_large_as_all() -> None:
+    slow = measured("x", [(100, 0.1, 4.0)], seconds=4.0, samples_per_s=25.0, first_batch_s=1.0)
+    fast = measured("x", [(100, 0.0, 2.0)], seconds=2.0, samples_per_s=50.0)
+    both = combine_ranks([fast, slow])
+    assert (both.samples, both.seconds, both.samples_per_s, both.first_batch_s) == (200, 4.0, 50.0, 1.0)
+    assert both.passes == [Pass(samples=200, start_s=0.0, stop_s=4.0, complete=True)]
+    assert (both.cpu_s, both.peak_rss_bytes) == (0.04, 4 << 20)
+    assert combine_ranks([fast]) is fast
+
+
+def test_the_matrix_has_ranks_and_delays_for_two_workloads_alone() -> None:
+    cells = cells_of(FieldConfig())
+    assert len(cells) == len(set(cells)) == 26
+    assert Cell(workload="images", store="s3", ranks=1) in cells
+    assert Cell(workload="images", store="local", ranks=2) not in cells
+    assert Cell(workload="tokens", store="s3", ranks=4) in cells
+    small = quick(FieldConfig(against=("torch",)))
+    assert [each.name for each in cells_of(small)] == ["bytes-40k · local · 1 rank", "tokens · local · 1 rank"]
+    assert small.against == ("torch",)
+
+
+def test_cells_of_other_settings_do_not_stand_beside_these() -> None:
+    before = json.loads(json.dumps(FieldConfig(workloads=("tokens",)).to_dict()))
+    assert same_measurement(before, FieldConfig())
+    assert not same_measurement(before, FieldConfig(rounds=3))
+    assert not same_measurement({}, FieldConfig())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"workloads": ("video",)}, "--workloads video: unknown; the workloads are bytes-6k"),
+        ({"against": ("dali",)}, "--against dali: unknown; the peers are webdataset"),
+        ({"stores": ("gs",)}, "--stores gs"),
+        ({"ranks": (0,)}, "--ranks 0"),
+        ({"ranks": ()}, "at least one"),
+        ({"rounds": 0}, "--rounds 0"),
+        ({"scale": 0.0}, "--scale"),
+        ({"delay_ms": -1.0}, "--delay-ms"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        FieldConfig(**wrong)
+
+
+def test_the_command_refuses_what_contradicts_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["bench", "--quick", "--full"]) == 2
+    assert run(["bench", "--quick", "--ranks", "2"]) == 2
+    assert run(["bench", "--full", "--ranks", "two"]) == 2
+    assert run(["bench", "--redraw", str(tmp_path / "none.json")]) == 2
+    (tmp_path / "other.json").write_text("[]")
+    assert run(["bench", "--redraw", str(tmp_path / "other.json")]) == 2
+    told = capsys.readouterr().err
+    for part in ("choose one", "take --full with --ranks", "such as 1,2,4", "cannot be read", "is no report"):
+        assert part in told
+
+
+class _Reader(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.heads: list[str] = []
+        self.fetched: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self._in_head = False
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._in_head = tag == "h2" or (self._in_head and tag != "small")
+        if tag == "h2":
+            self.heads.append("")
+        given = dict(attributes)
+        self.fetched += [str(given[name]) for name in ("src", "srcset", "data", "xlink:href") if name in given]
+        self.links += [str(given["href"])] if "href" in given else []
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_head = self._in_head and tag != "h2"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._in_head:
+            self.heads[-1] += data
+
+
+def test_the_page_shows_every_comparison_and_fetches_nothing(report: dict[str, Any]) -> None:
+    text = render(report)
+    page = _Reader()
+    page.feed(text)
+    assert [head.strip() for head in page.heads] == [
+        "First pass, as a multiple of the best peer",
+        "the workload bytes-40k",
+        "the workload tokens",
+        "Not measured",
+        "How the others are set up",
+        "How it is measured",
+    ]
+    assert page.tags.count("figure") == 3  # the ratios, and the two comparisons that were measured
+    assert page.tags.count("table") == 2
+    assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
+    assert page.fetched == []
+    assert sorted(page.links) == sorted(peer["source"] for peer in report["peers"].values())
+    assert "url(" not in text
+    assert "@import" not in text
+    for told in ("it <crashed> & ended", "A <Fast> CPU", "half a pass", "there is no S3 server here", "2.00x", "0.50"):
+        assert told in page.text
+    for peer in report["peers"].values():
+        assert peer["advice"] in page.text
+
+
+def test_a_report_without_peers_or_without_any_result_is_drawn_too(report: dict[str, Any]) -> None:
+    alone = copy.deepcopy(report) | {"peers": {}}
+    alone["cells"] = [cell("tokens", {OURS: entry(1000.0)})]
+    assert "<figure>" in render(alone)
+    assert "ratios'" not in render(alone)
+    assert "<figure" not in render(report | {"cells": [report["cells"][2]]})
+    assert "</html>" in render(report | {"cells": []})
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_report_fits_the_terminal(report: dict[str, Any], width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    many = report | {"cells": report["cells"] * 3}
+    for each in (report, many):
+        print_report(each, Console(width=width, highlight=False))
+        out = capsys.readouterr().out
+        assert max(map(len, map(str.rstrip, out.splitlines()))) <= width
+        assert "…" not in out
+        assert "s3 +20ms x2" in out
+        assert "2.00x" in out
+        assert "grain was not measured" in out
+    assert ("quartiles" in out) == (width == 120)
+
+
+def test_bars_are_logarithmic_where_a_line_would_be_all_that_is_seen() -> None:
+    linear, wide = rate_axis([100.0, 50.0]), rate_axis([100.0, 5.0])
+    assert not linear.is_log
+    assert linear.x(50.0) - linear.left == pytest.approx((linear.right - linear.left) / 2)
+    assert linear.ticks()[0] == 0.0
+    assert wide.is_log
+    assert wide.left < wide.x(5.0) < wide.x(100.0) == pytest.approx(wide.right)
+    for axis in (linear, wide):
+        assert all(axis.left - 0.1 <= axis.x(tick) <= axis.right + 0.1 for tick in axis.ticks())
+        assert 2 <= len(axis.ticks()) <= 6
+
+
+def test_numbers_are_said_as_people_read_them() -> None:
+    assert [words.rate(each) for each in (None, 7.25, 42, 999.6, 9_940, 123_456, 2.5e6)] == [
+        "–", "7.2", "42", "1.00k", "9.94k", "123k", "2.50M",
+    ]  # fmt: skip
+    assert [words.times(each) for each in (None, 0.71, 9.97, 117.6)] == ["–", "0.71x", "10.0x", "118x"]
+    assert [words.seconds(each) for each in (0.0123, 1.5, 120)] == ["12 ms", "1.5 s", "120 s"]
+    assert [words.tick(each) for each in (0.0, 500.0, 10_000.0, 2e6)] == ["0", "500", "10k", "2M"]
+    assert "busy" in load_note([9.0, 10.0], 4)
+    assert "busy" not in load_note([0.5], 4)
+
+
+def test_a_record_gives_back_its_sample() -> None:
+    fields: dict[str, Any] = {
+        "jpg": {"kind": "bytes"},
+        "text": {"kind": "text"},
+        "ids": {"kind": "array", "dtype": "uint16", "shape": [3]},
+        "label": {"kind": "array", "dtype": "int32", "shape": []},
+        "v": {"kind": "vector", "dtype": "float64"},
+    }
+    codec = RecordCodec(fields)
+    sample = {
+        "jpg": b"\0\1", "text": "höhe", "ids": np.array([1, 2, 65535], np.uint16), "label": np.int32(-7),
+        "v": np.array([0.5, 2.0]),
+    }  # fmt: skip
+    found = codec.decode(codec.encode(sample))
+    assert (found["jpg"], found["text"], found["label"]) == (b"\0\1", "höhe", -7)
+    assert found["ids"].tolist() == [1, 2, 65535]
+    assert found["v"].tolist() == [0.5, 2.0]
+    assert codec.decode(codec.encode(sample | {"jpg": None}))["jpg"] == b""
+    with pytest.raises(ConfigError, match="extra"):
+        RecordCodec({"extra": {"kind": "object"}})
+
+
+def test_reasons_name_no_host_and_no_folder_of_this_machine() -> None:
+    peer = PEERS["litdata"]
+    offline = (
+        "WARNING: Retrying after NewConnectionError: host='index.example', port=443\nERROR: No matching distribution"
+    )
+    assert reason_of(offline, peer).startswith("the package index cannot be reached")
+    assert "example" not in reason_of(offline, peer)
+    broken = (
+        'Traceback\n  File "/home/x/y.py"\nImportError: /home/me/lib/x.so: undefined symbol, see https://h.example/a'
+    )
+    assert reason_of(broken, peer) == "ImportError: (a file): undefined symbol, see (a URL)"
+    assert clean("took 3/4 of it, and/or ended") == "took 3/4 of it, and/or ended"
+
+
+@pytest.mark.slow
+def test_a_peer_that_cannot_be_installed_is_told_in_words_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in [name for name in os.environ if name.startswith("PIP_FIND_LINKS")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(PeerUnavailableError, match="the package index cannot be reached, or lacks a package"):
+        python_of(PEERS["spdl"], root=tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def script(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_peer_that_hangs_is_ended_and_one_that_crashes_says_why(tmp_path: Path) -> None:
+    job = Job(contender="litdata", url="x", num_samples=1, scratch="")
+    with pytest.raises(MeasurementError, match="litdata: took longer than 0 s"):
+        run_job(replace(job, python=script(tmp_path / "hang", "exec sleep 600")), timeout_s=0.3)
+    with pytest.raises(MeasurementError, match="exit code 3:\nboom"):
+        run_job(replace(job, python=script(tmp_path / "crash", "echo boom; exit 3")))
+
+
+def test_a_rank_that_crashes_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    body = 'if grep -q \'"rank": 1\'; then echo boom; exit 3; fi; echo $$ > "$0.pid"; exec sleep 600'
+    job = Job(contender="litdata", url="x", num_samples=1, scratch="", world_size=2)
+    started = time.monotonic()
+    with pytest.raises(MeasurementError, match="exit code 3:\nboom"):
+        run_job(replace(job, python=script(tmp_path / "rank", body)), timeout_s=300.0)
+    assert time.monotonic() - started < 200
+    waiting = tmp_path / "rank.pid"
+    if waiting.exists() and waiting.read_text().strip():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(waiting.read_text()), 0)
+
+
+class _Silent:
+    """Hears what is said, and shows nothing."""
+
+    def __init__(self) -> None:
+        self.cells: list[str] = []
+
+    def say(self, text: str) -> None:
+        pass
+
+    def done(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        self.cells.append(cell.name)
+
+
+Runs = Callable[..., Measurement]
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runs], None]:
+    """Has the runner measure by a function, on prepared peers; "spdl" cannot be prepared."""
+
+    def prepare(name: str, config: Any, manifest: Any, ours: Job, *_: Any, **__: Any) -> Job:
+        if name == "spdl":
+            raise PeerUnavailableError("it could not be installed: (a URL)")
+        return replace(ours, contender=name)
+
+    def use(runs: Runs) -> None:
+        monkeypatch.setattr(runner, "run_job", runs)
+        monkeypatch.setattr(runner, "prepare_peer", prepare)
+        monkeypatch.setattr(runner, "check_ours", lambda ours: measured(OURS, []))
+
+    return use
+
+
+def test_peers_that_fail_are_reported_and_the_others_go_on(tmp_path: Path, canned: Callable[[Runs], None]) -> None:
+    order: list[str] = []
+
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        order.append(job.contender)
+        if job.contender == "litdata" and order.count("litdata") == 2:
+            raise MeasurementError("litdata: the process ended with exit code -9:\nKilled")
+        return measured(job.contender, [(job.num_samples, 0.0, 1.0)])
+
+    canned(runs)
+    config = FieldConfig(
+        workloads=("tokens",), stores=("local",), ranks=(1,), against=("litdata", "spdl", "torch"), scale=0.001,
+        rounds=3, workers=0, resume=False,
+    )  # fmt: skip
+    place, told = tmp_path / "deep" / "field.json", _Silent()
+    found = runner.run_field(config, data=tmp_path / "data", report=place, command="penstock bench", told=told)
+    [result] = found["cells"]
+    assert sorted(result["contenders"]) == [LIMIT, OURS, "torch"]
+    assert all(len(each["rounds"]) == 3 for each in result["contenders"].values())
+    assert "exit code -9" in result["refused"]["litdata"]
+    assert result["refused"]["spdl"] == "it could not be installed: (a URL)"
+    assert order[:4] == [OURS, LIMIT, "litdata", "torch"]  # and the next round begins with another
+    assert order[4] == LIMIT
+    assert len(result["loads"]) == 3
+    assert json.loads(place.read_text()) == json.loads(json.dumps(found))
+    # The same command again has nothing left to do; another store, which is not there, is added and told.
+    order.clear()
+    assert runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)["cells"] == [result]
+    assert order == []
+    assert told.cells == ["tokens · local · 1 rank"]
+
+
+def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
+    tmp_path: Path, canned: Callable[[Runs], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canned(lambda job, *, timeout_s: measured(job.contender, [(job.num_samples, 0.0, 1.0)]))
+    monkeypatch.setenv("PENSTOCK_TEST_S3_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    config = FieldConfig(workloads=("tokens",), ranks=(1,), against=("torch",), scale=0.001, rounds=1, workers=0)
+    found = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", told=_Silent())
+    by_store = {each["store"]: each for each in found["cells"]}
+    assert set(by_store["local"]["contenders"]) == {OURS, LIMIT, "torch"}
+    assert by_store["local"]["notes"] == dict.fromkeys(
+        (OURS, "torch"), "it cannot be resumed inside an epoch"
+    )  # as the canned runs have no state
+    for store in ("s3", "s3-delay"):
+        assert by_store[store]["contenders"] == {}
+        assert all("does not answer" in reason for reason in by_store[store]["refused"].values())
+        assert OURS in by_store[store]["refused"]
+    text = json.dumps(found)
+    assert "hush" not in text
+    assert str(tmp_path) not in text
+
+
+def test_an_endpoint_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_S3_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    with Places(20.0, lambda text: None) as places:
+        assert places.options_of("local") == {}
+        for store in ("s3", "s3-delay"):
+            with pytest.raises(ConfigError, match="does not answer"):
+                places.options_of(store)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_on_one_core_the_command_measures_and_leaves_report_and_page(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "penstock.cli", "bench", "--full", "--workloads", "tokens", "--stores", "local",
+        "--ranks", "1", "--against", "none", "--rounds", "1", "--seconds", "0.2", "--scale", "0.002",
+        "--data", str(tmp_path / "data"), "--results", str(tmp_path / "results"),
+    ]  # fmt: skip
+    core = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1100,
+        env={**os.environ, "COLUMNS": "80"},
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens, local: " in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80 + len(str(tmp_path))
+    found = json.loads((tmp_path / "results" / "field.json").read_text())
+    [result] = found["cells"]
+    assert found["machine"]["cores"] == 1
+    assert str(tmp_path) not in found["command"]
+    for name in (OURS, LIMIT):
+        [one] = result["contenders"][name]["rounds"]
+        assert one["first_pass_per_s"] > 0
+        assert one["peak_rss_bytes"] > 50 << 20
+        assert result["contenders"][name]["settings"]["threads"] == 1
+    assert result["contenders"][OURS]["rounds"][0]["resumed_s"] > 0
+    assert "<svg" in (tmp_path / "results" / "field.html").read_text()
