@@ -2,11 +2,15 @@
 
 Each pass runs in a process of its own, so that nothing is warm but the file system's cache, and the two take turns,
 each first in every other round, so that what else the machine does falls on both.
+
+With ``--peers``, a mixture of two sources of raw samples against other loaders' mixtures of the same, in turn. Peers
+may have environments of their own: ``--peers litdata=/path/to/python mosaicml-streaming=... webdataset=...``.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,6 +26,7 @@ import pyarrow.parquet as pq
 import tyro
 
 from ..loader import DistributedDataLoader, Mixture, Source, TokensFormat, pack
+from . import mixture_peers
 from .machine import describe_machine
 
 _SOURCES, _SEQ_LEN = 8, 2048
@@ -44,6 +49,15 @@ class Config:
 
     rows: int = 4_000_000
     """Rows of 20 float32 in parquet."""
+
+    cases: tuple[str, ...] = _CASES
+    """Which of them."""
+
+    peers: tuple[str, ...] = ()
+    """Other loaders to compare with, each as NAME=PYTHON, the interpreter that has it."""
+
+    peer_samples: int = 8_000
+    """Samples of 38 kB that each delivers in a pass, 7 to 3 of two sources of three quarters of this."""
 
     out: Path | None = None
     """Write the results here as JSON, too."""
@@ -104,7 +118,7 @@ def measure_state() -> dict[str, float]:
 def measure(config: Config, folder: Path) -> dict[str, Any]:
     """The medians of each case and contender, and the ratio of the medians."""
     found: dict[str, Any] = {}
-    for case in _CASES:
+    for case in config.cases:
         runs: dict[str, list[dict[str, float]]] = {"one": [], "mixture": []}
         for round_ in range(config.rounds):
             for contender in ("one", "mixture") if round_ % 2 else ("mixture", "one"):
@@ -125,7 +139,74 @@ def measure(config: Config, folder: Path) -> dict[str, Any]:
     return found
 
 
+def read_two(folder: str, samples: int) -> dict[str, float]:
+    """Our pass over the two sources of raw samples, in this process."""
+    parts = {
+        str(source): Source(f"{folder}/{source}", weight=share) for source, share in enumerate(mixture_peers.SHARES)
+    }
+    cpu = time.process_time()
+    with DistributedDataLoader(
+        Mixture(parts, stop="never"),
+        batch_size=mixture_peers.BATCH,
+        threads=mixture_peers.WORKERS,
+        decode=None,
+        columns=["jpg"],
+    ) as loader:
+        found = mixture_peers.time_batches(loader, samples)
+    return {**found, "cpu_us_per_sample": (time.process_time() - cpu) / found["samples"] * 1e6}
+
+
+def measure_peers(config: Config, folder: Path) -> dict[str, Any]:
+    """The medians of each loader, and ours as a multiple of theirs, round by round."""
+    pythons = dict(peer.split("=", 1) for peer in config.peers)
+    of_source = config.peer_samples * 3 // 4
+    for name, python in pythons.items():
+        _run([python, mixture_peers.__file__, name, "write", str(folder / name), str(of_source)])
+    if "webdataset" not in pythons:
+        for source in (0, 1):
+            pack(
+                mixture_peers.make_samples(source, of_source),
+                folder / f"webdataset/{source}",
+                format="tar",
+                progress=False,
+            )
+    runs: dict[str, list[dict[str, float]]] = {"penstock": [], **{name: [] for name in pythons}}
+    samples = str(config.peer_samples)
+    for round_ in range(-1, config.rounds):  # the first, in which index and page cache are filled, is not counted
+        for name in sorted(runs, reverse=round_ % 2 == 0):
+            if name == "penstock":
+                command = [sys.executable, "-m", "penstock.benchmarks.mixture", "--pass", "two"]
+                found = _run([*command, str(folder / "webdataset"), samples])
+            else:
+                found = _run([pythons[name], mixture_peers.__file__, name, "read", str(folder / name), samples])
+            if round_ >= 0:
+                runs[name].append(found)
+    results: dict[str, Any] = {}
+    for name, found_runs in runs.items():
+        results[name] = {key: round(statistics.median(run[key] for run in found_runs), 3) for key in found_runs[0]}
+        ratios = [
+            ours["samples_per_s"] / theirs["samples_per_s"]
+            for ours, theirs in zip(runs["penstock"], found_runs, strict=True)
+        ]
+        results[name]["penstock_faster_by"] = [
+            round(each, 2) for each in (min(ratios), statistics.median(ratios), max(ratios))
+        ]
+        print(name, results[name], flush=True)
+    return results
+
+
+def _run(command: list[str]) -> dict[str, float]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
+    if sys.argv[1:3] == ["--pass", "two"]:
+        print(json.dumps(read_two(sys.argv[3], int(sys.argv[4]))))
+        return
     if sys.argv[1:2] == ["--pass"]:
         print(json.dumps(read_once(*sys.argv[2:5])))
         return
@@ -133,7 +214,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder), config)
         given = {name: value for name, value in asdict(config).items() if name != "out"}
-        results = {"machine": describe_machine(), "config": given, "cases": measure(config, Path(folder))}
+        command = shlex.join(["python", "-m", "penstock.benchmarks.mixture", *sys.argv[1:]])
+        results = {"command": command, "machine": describe_machine(), "config": given}
+        results["cases"] = measure(config, Path(folder))
+        if config.peers:
+            results["peers"] = measure_peers(config, Path(folder, "peers"))
     results["state"] = measure_state()
     print("state", results["state"])
     if config.out is not None:

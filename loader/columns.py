@@ -30,7 +30,8 @@ KEY_COLUMN = "__key__"
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
-KEY_COLUMN = "__key__"
+# So few that their slices do not wake the interpreter's garbage collector, to which memoryviews are known.
+_JOINED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +150,21 @@ class Ragged:
     @classmethod
     def merge(cls, count: int, parts: Sequence[tuple[IntArray, Ragged, IntArray]]) -> Ragged:
         """``count`` arrays, of parts (targets, arrays, rows): array ``rows[i]`` becomes number ``targets[i]``."""
+        lengths, firsts, origins = np.zeros((3, count), np.int64)
+        for origin, (targets, part, rows) in enumerate(parts):
+            firsts[targets], lengths[targets] = part.offsets[rows], np.diff(part.offsets)[rows]
+            origins[targets] = origin
         offsets = np.zeros(count + 1, np.int64)
-        for targets, part, rows in parts:
-            offsets[targets + 1] = np.diff(part.offsets)[rows]
-        np.cumsum(offsets, out=offsets)
+        np.cumsum(lengths, out=offsets[1:])
         dtype = np.result_type(*(part.values.dtype for _, part, _ in parts))
-        slices = [memoryview(b"")] * count
-        for targets, part, rows in parts:
-            source = np.ascontiguousarray(part.values, dtype).data
-            ends = (targets, part.offsets[rows], part.offsets[rows + 1])
-            for target, first, last in zip(*(each.tolist() for each in ends), strict=True):
-                slices[target] = source[first:last]
-        return cls(join_slices(slices, dtype), offsets)
+        sources = [np.ascontiguousarray(part.values, dtype).data for _, part, _ in parts]
+        values = np.empty(int(offsets[-1]), dtype)
+        for low in range(0, count, _JOINED_AT_ONCE):
+            high = min(count, low + _JOINED_AT_ONCE)
+            some = (origins[low:high].tolist(), firsts[low:high].tolist(), (firsts + lengths)[low:high].tolist())
+            slices = [sources[origin][first:last] for origin, first, last in zip(*some, strict=True)]
+            values[offsets[low] : offsets[high]] = join_slices(slices, dtype)
+        return cls(values, offsets)
 
 
 def join_slices(slices: Iterable[memoryview], dtype: np.dtype[Any]) -> AnyArray:

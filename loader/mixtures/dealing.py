@@ -21,7 +21,7 @@ from ..pipeline.delivery_log import to_keys
 from ..streams.deal import find_dropped, ids_in, spread
 from ..streams.epoch_supply import EpochSupply
 from ..streams.feed import LaneOutputs
-from ..streams.packed_batch import PackedRow
+from ..streams.packed_batch import PackedUnit
 from ..streams.work import WindowWork, pick_rows
 from .batch import MixedBatch, ReadySamples
 from .packed import MixedPackedBatch
@@ -108,6 +108,9 @@ class Dealer:
             return DealtPart(source, span, at_hand, where, rows.ids, rows, (), 0)
         ids = np.concatenate([of.ids[of.places[index]] for of, index in zip(lanes_of, index_of, strict=True)])[order]
         every = [of.samples[i] for of, index in zip(lanes_of, index_of, strict=True) for i in index.tolist()]
+        if not work.one_each:  # rows of what several outputs share
+            numbers = np.concatenate([of.rows[index] for of, index in zip(lanes_of, index_of, strict=True)])
+            every = list(zip(every, numbers.tolist(), strict=True))
         nbytes = sum(of.sample_bytes * len(index) for of, index in zip(lanes_of, index_of, strict=True))
         samples = [every[i] for i in order.tolist()]
         return DealtPart(source, span, at_hand, where, ids, None, samples, nbytes // len(samples))
@@ -127,7 +130,7 @@ class DealtSteps:
         dealer, count = self.dealer, stop - start
         ids = np.empty(count, np.int64)
         made: list[tuple[IntArray, RowJob | ReadySamples]] = []
-        sequences: list[tuple[int, PackedRow] | None] = [None] * count
+        sequences: list[tuple[int, PackedUnit, int] | None] = [None] * count
         nbytes, by_samples = 0, False
         for part in self.parts:
             low, high = np.searchsorted(part.where, (start, stop)).tolist()
@@ -146,8 +149,8 @@ class DealtSteps:
             if dealer.works[part.source].one_each:
                 made.append((where, ReadySamples(list(part.samples[low:high]))))
             else:
-                for place, row in zip(where.tolist(), part.samples[low:high], strict=True):
-                    sequences[place] = part.source, row
+                for place, (unit, row) in zip(where.tolist(), part.samples[low:high], strict=True):
+                    sequences[place] = part.source, unit, row
         if not made:
             packed = [each for each in sequences if each is not None]
             return MixedPackedBatch(dealer.maker, packed, dealer.counts), nbytes

@@ -169,7 +169,7 @@ def _make_position(mixture: Mixture, sources: OpenSources, *, share: Share, **or
 
 
 def check_packed(sources: OpenSources) -> None:
-    """Raise ConfigError unless all sources give sequences of one length, or none does."""
+    """Raise ConfigError unless all sources give sequences of one length with the same fields, or none does."""
     packs = {source.name: None if source.packer is None else source.packer.packing.seq_len for source in sources}
     if len(set(packs.values())) > 1:
         said = ", ".join(
@@ -178,6 +178,13 @@ def check_packed(sources: OpenSources) -> None:
         raise ConfigError(
             f"the sources of the mixture differ in the tokens of their sequences: {said}; give all the same seq_len, "
             "or the loader packing= for all. Packing(seq_len=..., buffer_size=1) makes a sequence of each sample"
+        )
+    made = {source.name: source.packer.packing.batch_fields for source in sources if source.packer is not None}
+    if len(set(made.values())) > 1:
+        said = ", ".join(f"{name!r} {list(fields)}" for name, fields in made.items())
+        raise ConfigError(
+            f"the sources of the mixture differ in the fields of their packed batches: {said}; give all their Packing "
+            "the same fields="
         )
 
 

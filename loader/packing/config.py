@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from ..errors import ConfigError
 
 PackingMethod = Literal["best_fit", "concat"]
 LongDocuments = Literal["split", "truncate", "drop", "error"]
 Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
+
+FIELDS = {"tokens": np.int64, "position_ids": np.int64, "document_ids": np.int32, "loss_mask": np.bool_}
+"""The arrays (sequences, seq_len) of a batch, and their dtypes."""
+BATCH_FIELDS = (*FIELDS, "cu_seqlens", "max_seqlen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,8 @@ class Packing:
         split_at: token id that ends a document inside ``field``, for samples that are runs of several, such as the
             sequences of a raw token file; usually the same as ``eos``.
         pad: token of the padding; an id, or with a tokenizer its text.
+        fields: which of a batch's fields are made, such as ``["tokens", "document_ids"]``; None for all. What nobody
+            reads need not be made: all take 21 bytes a token, ``tokens`` alone 8.
         buffer_size: how many samples of a lane are packed together. More waste less padding, and take more memory and
             time before the first batch; "auto" packs together what makes about 500 sequences.
     """
@@ -54,6 +62,7 @@ class Packing:
     eos: int | str | None = None
     split_at: int | None = None
     pad: int | str = 0
+    fields: Sequence[str] | None = None
     buffer_size: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -82,6 +91,19 @@ class Packing:
             )
         if self.mask_field == self.field:
             raise ConfigError(f"mask_field={self.mask_field!r} is the field of the tokens; name another")
+        if self.fields is not None:
+            self._read_fields(self.fields)
+
+    @property
+    def batch_fields(self) -> tuple[str, ...]:
+        """The fields that a batch has, in their order."""
+        return BATCH_FIELDS if self.fields is None else tuple(name for name in BATCH_FIELDS if name in self.fields)
+
+    def _read_fields(self, given: Sequence[str]) -> None:
+        names = [given] if isinstance(given, str) else list(given)
+        if not names or len(set(names)) < len(names) or not set(names) <= set(BATCH_FIELDS):
+            raise ConfigError(f"fields={given!r}: name some of {', '.join(BATCH_FIELDS)}, each once, or None for all")
+        object.__setattr__(self, "fields", tuple(names))
 
     def _read_int(self, name: str, least: int, why: str) -> None:
         """Take a setting, which may be one of numpy's integers, as one of Python's, as states keep it."""

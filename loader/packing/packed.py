@@ -1,19 +1,20 @@
-"""From documents to sequences: what is packed stays small until its rows are wanted, which are filled by numpy."""
+"""From documents to sequences: what is packed stays small until its rows are wanted, whose arrays are then made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, join_slices
-from .config import Packing
+from .config import FIELDS, Packing
 from .documents import Documents
 from .layout import Layout, lay_out
 
-FIELDS = ("tokens", "position_ids", "document_ids", "loss_mask")
+_AT_ONCE = 32  # sequences that are filled together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +31,26 @@ class PackingCounts:
     dropped_tokens: int = 0
 
 
+class _Views(NamedTuple):
+    """What ``fill`` reads of one ``Packed``, as memory that gives slices and integers faster than arrays do."""
+
+    bounds: memoryview
+    segments: memoryview
+    sources: memoryview
+    tokens: memoryview
+    padding: memoryview
+    loss_mask: memoryview | None
+    no_mask: memoryview
+
+
 @dataclass(frozen=True)
 class Packed:
     """n sequences of documents, kept small: ``fill`` makes the arrays of a batch.
 
-    ``tokens`` (n, seq_len) in a dtype that is wide enough, padding included; ``loss_mask`` (n, seq_len) bool as samples
-    gave it, or None. ``segments`` (g,) int64 are the lengths of what lies in the sequences, pieces and then padding;
-    those of sequence s from ``segment_bounds[s]`` to ``segment_bounds[s + 1]``; ``is_padded`` (n,) bool.
+    ``tokens`` (T,) are those of the documents, in a dtype that is wide enough, padding included; ``loss_mask`` (T,)
+    bool as samples gave it, or None. ``segments`` (g,) int64 are the lengths of what lies in the sequences, pieces and
+    then padding, and ``sources`` (g,) int64 where each begins among the tokens, -1 for padding; those of sequence s
+    from ``segment_bounds[s]`` to ``segment_bounds[s + 1]``; ``is_padded`` (n,) bool.
 
     ``rows`` (p,) int64 are the samples' rows whose pieces lie in the sequences, in that order; sequence s has those
     from ``layout.bounds[s]`` to ``layout.bounds[s + 1]``. ``is_first`` (p,) bool: whether no piece of its sample comes
@@ -44,9 +58,12 @@ class Packed:
     too long, or empty. ``lengths`` (d,) int64 are those of the documents.
     """
 
+    seq_len: int
+    pad: int
     tokens: AnyArray
     loss_mask: AnyArray | None
     segments: IntArray
+    sources: IntArray
     segment_bounds: IntArray
     is_padded: AnyArray
     layout: Layout
@@ -59,19 +76,24 @@ class Packed:
         return self.layout.sequences
 
     @property
-    def seq_len(self) -> int:
-        return int(self.tokens.shape[1])
-
-    @property
     def nbytes(self) -> int:
         """Bytes that it keeps, about."""
         mask = 0 if self.loss_mask is None else self.loss_mask.nbytes
-        return int(self.tokens.nbytes + mask + 60 * len(self.rows))
+        return int(self.tokens.nbytes + mask + 70 * len(self.rows))
+
+    @cached_property
+    def views(self) -> _Views:
+        """The memory of some of these arrays."""
+        padding = np.full(self.seq_len, self.pad, self.tokens.dtype)
+        mask = None if self.loss_mask is None else np.ascontiguousarray(self.loss_mask).data
+        tokens, no_mask = np.ascontiguousarray(self.tokens).data, np.zeros(self.seq_len, np.bool_).data
+        bounds, segments, sources = self.segment_bounds.data, self.segments.data, self.sources.data
+        return _Views(bounds, segments, sources, tokens, padding.data, mask, no_mask)
 
     @property
     def fields(self) -> Mapping[str, AnyArray]:
         """The arrays of all sequences."""
-        return fill([(self, row) for row in range(len(self))], self.seq_len)
+        return fill([self] * len(self), range(len(self)), self.seq_len)
 
     @cached_property
     def counts_by_sequence(self) -> IntArray:
@@ -139,21 +161,20 @@ def pack_documents(documents: Documents, packing: Packing) -> Packed:
     is_out[row_of] = False
     segments, sources, segment_bounds, is_padded = _lay_segments(documents, layout, packing.seq_len)
     dtype = np.result_type(_narrow(documents.tokens).dtype, np.min_scalar_type(packing.pad))
-    tokens = _rearrange(documents.tokens.astype(dtype, copy=False), sources, segments, packing.pad, packing.seq_len)
-    mask = None
-    if documents.loss_mask is not None:
-        mask = _rearrange(documents.loss_mask, sources, segments, 0, packing.seq_len)
     return Packed(
-        tokens,
-        mask,
-        segments,
-        segment_bounds,
-        is_padded,
-        layout,
-        documents.lengths,
-        row_of,
-        is_first,
-        np.flatnonzero(is_out),
+        seq_len=packing.seq_len,
+        pad=packing.pad,
+        tokens=documents.tokens.astype(dtype, copy=False),
+        loss_mask=documents.loss_mask,
+        segments=segments,
+        sources=sources,
+        segment_bounds=segment_bounds,
+        is_padded=is_padded,
+        layout=layout,
+        lengths=documents.lengths,
+        rows=row_of,
+        is_first=is_first,
+        left_out=np.flatnonzero(is_out),
     )
 
 
@@ -179,53 +200,89 @@ def _lay_segments(documents: Documents, layout: Layout, seq_len: int) -> tuple[I
     return segments, sources, segment_bounds, is_padded
 
 
-def _rearrange(values: AnyArray, sources: IntArray, segments: IntArray, pad: int, seq_len: int) -> AnyArray:
-    """(n, seq_len) of the segments of ``values`` that begin at ``sources``, and of ``pad`` for those at -1."""
-    given, padding = np.ascontiguousarray(values).data, np.full(seq_len, pad, values.dtype).data
-    slices = [
-        given[source : source + length] if source >= 0 else padding[:length]
-        for source, length in zip(sources.tolist(), segments.tolist(), strict=True)
-    ]
-    return join_slices(slices, values.dtype).reshape(-1, seq_len)
+def fill(
+    packs: Sequence[Packed], rows: Sequence[int], seq_len: int, wanted: Collection[str] = tuple(FIELDS)
+) -> dict[str, AnyArray]:
+    """The arrays of some sequences, (m, seq_len) each: of ``FIELDS``, those wanted. ``Packing`` says what they hold.
 
+    Sequence i is row ``rows[i]`` of ``packs[i]``.
 
-def fill(rows: Sequence[tuple[Packed, int]], seq_len: int) -> dict[str, AnyArray]:
-    """The arrays of a batch of sequences, (m, seq_len) each; see ``Packing`` for what they hold."""
+    A few sequences at a time, so that what lies between stays in the processor's cache, and so that the slices of
+    memory that are joined are too few to wake the interpreter's garbage collector.
+    """
     count = len(rows)
-    segments = join_segments(rows)
-    numbers = np.fromiter(
-        (packed.segment_bounds[row + 1] - packed.segment_bounds[row] for packed, row in rows), np.int64, count
+    made = {name: np.empty((count, seq_len), dtype) for name, dtype in FIELDS.items() if name in wanted}
+    upwards = np.arange(seq_len, dtype=np.min_scalar_type(seq_len)).data
+    for low in range(0, count, _AT_ONCE):
+        some = packs[low : low + _AT_ONCE], rows[low : low + _AT_ONCE]
+        out = {name: values[low : low + _AT_ONCE].reshape(-1) for name, values in made.items()}
+        segments = join_segments(*some)
+        if "tokens" in out:
+            _fill_tokens(*some, out["tokens"])
+        if "position_ids" in out:
+            out["position_ids"][:] = join_slices(
+                [upwards[:length] for length in segments.tolist()], np.min_scalar_type(seq_len)
+            )
+        if "document_ids" in out or "loss_mask" in out:
+            ids = np.repeat(_number_segments(*some, len(segments)), segments)
+            if "document_ids" in out:
+                out["document_ids"][:] = ids
+            if "loss_mask" in out:
+                mask = np.greater_equal(ids, 0, out=out["loss_mask"])
+                mask[np.cumsum(segments) - segments] = False
+                _apply_masks(*some, mask)
+    return made
+
+
+def _number_segments(packs: Sequence[Packed], rows: Sequence[int], total: int) -> AnyArray:
+    """(total,) int32: 0, 1, ... for the documents of each sequence, -1 for its padding."""
+    bounds = [packed.views.bounds for packed in packs]
+    numbers = np.array([of_pack[row + 1] - of_pack[row] for of_pack, row in zip(bounds, rows, strict=True)], np.int32)
+    stops = np.cumsum(numbers, dtype=np.int32)
+    ids: AnyArray = np.arange(total, dtype=np.int32) - np.repeat(stops - numbers, numbers)
+    is_padded = np.fromiter(
+        (packed.is_padded[row] for packed, row in zip(packs, rows, strict=True)), np.bool_, len(rows)
     )
-    stops = np.cumsum(numbers)
-    documents = np.arange(len(segments)) - np.repeat(stops - numbers, numbers)
-    is_padded = np.fromiter((packed.is_padded[row] for packed, row in rows), np.bool_, count)
-    documents[stops[is_padded] - 1] = -1
-    document_ids = np.repeat(documents.astype(np.int32), segments)
-    upwards = np.arange(segments.max(initial=0), dtype=np.int64).data
-    positions = join_slices([upwards[:length] for length in segments.tolist()], np.dtype(np.int64))
-    loss_mask = document_ids >= 0
-    loss_mask[np.cumsum(segments) - segments] = False
-    loss_mask = loss_mask.reshape(count, seq_len)
-    for place, (packed, row) in enumerate(rows):
-        if packed.loss_mask is not None:
-            loss_mask[place] &= packed.loss_mask[row]
-    made = (_join_tokens(rows), positions, document_ids, loss_mask)
-    return {name: values.reshape(count, seq_len) for name, values in zip(FIELDS, made, strict=True)}
+    ids[stops[is_padded] - 1] = -1
+    return ids
 
 
-def _join_tokens(rows: Sequence[tuple[Packed, int]]) -> AnyArray:
-    """The tokens of some sequences end to end, int64."""
-    tokens = [packed.tokens[row] for packed, row in rows]
-    dtypes = {one.dtype for one in tokens}
-    if len(dtypes) == 1:
-        return join_slices([one.data for one in tokens], dtypes.pop()).astype(np.int64)
-    return np.concatenate([np.empty(0, np.int64), *tokens], dtype=np.int64)
+def _fill_tokens(packs: Sequence[Packed], rows: Sequence[int], out: AnyArray) -> None:
+    """Write the tokens of some sequences, end to end."""
+    dtypes = {packed.tokens.dtype for packed in packs}
+    if len(dtypes) > 1:
+        for packed, row, own in zip(packs, rows, out.reshape(len(rows), -1), strict=True):
+            _fill_tokens([packed], [row], own)
+        return
+    slices: list[memoryview] = []
+    for packed, row in zip(packs, rows, strict=True):
+        views = packed.views
+        slices += _cut(views, row, views.tokens, views.padding)
+    out[:] = join_slices(slices, dtypes.pop())
 
 
-def join_segments(rows: Sequence[tuple[Packed, int]]) -> IntArray:
+def _apply_masks(packs: Sequence[Packed], rows: Sequence[int], mask: AnyArray) -> None:
+    """Clear the mask of these sequences where samples do."""
+    for packed, row, own in zip(packs, rows, mask.reshape(len(rows), -1), strict=True):
+        views = packed.views
+        if views.loss_mask is not None:
+            own &= join_slices(_cut(views, row, views.loss_mask, views.no_mask), np.dtype(np.bool_))
+
+
+def _cut(views: _Views, row: int, values: memoryview, padding: memoryview) -> list[memoryview]:
+    """The slices of ``values`` that a sequence is made of."""
+    low, high = views.bounds[row], views.bounds[row + 1]
+    parts = zip(views.sources[low:high].tolist(), views.segments[low:high].tolist(), strict=True)
+    return [values[source : source + length] if source >= 0 else padding[:length] for source, length in parts]
+
+
+def join_segments(packs: Sequence[Packed], rows: Sequence[int]) -> IntArray:
     """(D,) int64: the lengths of the documents in some sequences, laid end to end, and of each sequence's padding."""
-    lengths = [packed.segments[packed.segment_bounds[row] : packed.segment_bounds[row + 1]] for packed, row in rows]
-    return np.concatenate([np.empty(0, np.int64), *lengths])
+    lengths: list[int] = []
+    for packed, row in zip(packs, rows, strict=True):
+        bounds, segments, *_ = packed.views
+        lengths += segments[bounds[row] : bounds[row + 1]].tolist()
+    return np.array(lengths, np.int64)
 
 
 def cumulative_lengths(segments: IntArray) -> tuple[AnyArray, int]:

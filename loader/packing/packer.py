@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import Packing
+from .config import FIELDS, Packing
 from .documents import Documents
 from .packed import Packed, pack_documents
 from .tokenizer import TextEncoder, open_tokenizer
@@ -52,8 +52,9 @@ class Packer:
 
     @property
     def sequence_bytes(self) -> int:
-        """What a sequence takes in a batch: two int64, an int32 and a bool a token."""
-        return 21 * self.packing.seq_len
+        """What a sequence takes in a batch, at least."""
+        widths = [np.dtype(FIELDS[name]).itemsize for name in self.packing.batch_fields if name in FIELDS]
+        return self.packing.seq_len * max(1, sum(widths))
 
     def choose_unit(self, row_bytes: int) -> int:
         """How many samples of about ``row_bytes`` each are packed together."""
@@ -93,8 +94,7 @@ class Packer:
     @property
     def fingerprint(self) -> str:
         """A hash of all that decides which sequences documents become, but for what a function tokenises to."""
-        said: dict[str, Any] = {
-            one.name: getattr(self.packing, one.name) for one in fields(self.packing) if one.name != "tokenizer"
-        }
+        names = [one.name for one in fields(self.packing) if one.name not in ("tokenizer", "fields")]
+        said: dict[str, Any] = {name: getattr(self.packing, name) for name in names}
         said["tokenizer"] = None if self.encoder is None else (self.encoder.fingerprint or "function")
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

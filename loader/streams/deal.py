@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..order.plan import Share
 from ..order.spans import Span
 from ..pipeline.assembler import cut_step
 from .feed import LaneOutputs
-from .work import WindowWork, pick_rows
+from .work import Collected, StepRows, WindowWork, pick_rows
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 Dealt = tuple[UnfinishedBatch, IntArray, int]
@@ -43,37 +43,40 @@ def _start_rows(span: Span, gathered: Rows, maker: BatchMaker, share: Share) -> 
         yield batch, rows.ids[:num_valid], rows.count_bytes(maker.decoders.settled)
 
 
-def _collect(span: Span, at_hand: Mapping[int, LaneOutputs]) -> tuple[Sequence[Any], IntArray, int]:
-    """The samples of a span in the order of its rows, their ids, and the bytes of one, about."""
-    ids: IntArray = np.empty(span.num_rows, np.int64)
+def _collect(span: Span, at_hand: Mapping[int, LaneOutputs]) -> tuple[Collected, int]:
+    """The outputs of a span in the order of its rows, and the bytes of one, about."""
+    ids, rows = np.zeros((2, span.num_rows), np.int64)
     samples: list[Any] = [None] * span.num_rows
     nbytes = 0
     for lane, index, targets in spread(span):
         outputs = at_hand[lane]
         index = index - outputs.first
         ids[targets] = outputs.ids[outputs.places[index]]
+        if len(outputs.rows):
+            rows[targets] = outputs.rows[index]
         for target, place in zip(targets.tolist(), index.tolist(), strict=True):
             samples[target] = outputs.samples[place]
         nbytes += outputs.sample_bytes * len(index)
-    return samples, ids, nbytes // max(1, span.num_rows)
+    return Collected(samples, rows, ids), nbytes // max(1, span.num_rows)
 
 
 def _join_samples(
-    span: Span,
-    at_hand: Mapping[int, LaneOutputs],
-    collected: tuple[Sequence[Any], IntArray, int],
-    work: WindowWork,
-    share: Share,
+    span: Span, at_hand: Mapping[int, LaneOutputs], collected: tuple[Collected, int], work: WindowWork, share: Share
 ) -> Iterator[Dealt]:
-    samples, ids, sample_bytes = collected
-    for step in range(span.steps):
-        low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
-        num_valid = int(span.num_valid[step])
-        num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
-        picked = [low + i % (high - low) for i in range(max(num_rows, high - low))]
-        batch = work.join([samples[i] for i in picked], ids[picked], high - low, num_rows, num_valid)
-        held = ids[low : low + num_valid] if work.one_each else ids_in(span, step, at_hand)
-        yield batch, held, sample_bytes * len(picked)
+    outputs, sample_bytes = collected
+    if not work.one_each:
+        sample_bytes = work.output_bytes
+    starts, valid = span.row_starts.tolist(), span.num_valid.tolist()
+    steps = [
+        StepRows(low, high, max(num_valid, share.batch_size) if share.pad else num_valid, num_valid)
+        for low, high, num_valid in zip(starts[:-1], starts[1:], valid, strict=True)
+    ]
+    if work.one_each:
+        held = [outputs.ids[rows.low : rows.low + rows.num_valid] for rows in steps]
+    else:
+        held = _ids_by_step(span, at_hand)
+    for rows, of_step, batch in zip(steps, held, work.join(outputs, steps), strict=True):
+        yield batch, of_step, sample_bytes * len(rows.picked)
 
 
 def ids_in(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArray:
@@ -83,6 +86,20 @@ def ids_in(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArra
     own = span.segments.of_step(step)
     parts = zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True)
     return np.concatenate([_NO_IDS, *(at_hand[lane].delivered(start, stop) for lane, start, stop in parts)])
+
+
+def _ids_by_step(span: Span, at_hand: Mapping[int, LaneOutputs]) -> list[IntArray]:
+    """``ids_in`` of every step of a span, at less cost."""
+    own = span.segments
+    parts = zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True)
+    ids = [at_hand[lane].delivered(start, stop) for lane, start, stop in parts]
+    ends = np.cumsum([0, *map(len, ids)])
+    bounds = ends[np.searchsorted(own.step, np.arange(span.steps + 1))].tolist()
+    joined: IntArray = np.concatenate([_NO_IDS, *ids])
+    return [
+        joined[low:high] if num_valid else _NO_IDS
+        for low, high, num_valid in zip(bounds[:-1], bounds[1:], span.num_valid.tolist(), strict=True)
+    ]
 
 
 def find_dropped(span: Span, step: int, at_hand: Mapping[int, LaneOutputs]) -> IntArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,13 @@ class LaneBlock:
         return len(self.found.places)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LaneOutputs:
     """The outputs at hand: those from number ``first`` on, and all inputs that they come from.
 
     ``ids`` (inputs,) are sample ids, and ``stays`` (inputs,) which are in an output; ``places`` (outputs,) where the
-    outputs are among the inputs, of which the first is the lane's input ``start``; ``chunks`` and ``rows`` (outputs,),
-    or ``samples``.
+    outputs are among the inputs, of which the first is the lane's input ``start``; ``chunks``, ``rows`` and ``samples``
+    as in ``Yield``.
     """
 
     first: int
@@ -55,9 +56,15 @@ class LaneOutputs:
 
     def delivered(self, start: int, stop: int) -> IntArray:
         """The ids of the inputs that outputs ``start`` to ``stop`` are the first to hold."""
-        inputs = self._inputs(start, stop)
-        delivered: IntArray = self.ids[inputs][self.stays[inputs]]
-        return delivered
+        ids, counts = self._delivered
+        low = counts[start - self.first - 1] if start > self.first else 0
+        return ids[low : counts[stop - self.first - 1]]
+
+    @cached_property
+    def _delivered(self) -> tuple[IntArray, memoryview]:
+        """The ids of all inputs that are in an output, and how many of them there are up to each output."""
+        counts = np.cumsum(self.stays, dtype=np.int64)[self.places]
+        return self.ids[self.stays], counts.data
 
     def _inputs(self, start: int, stop: int) -> slice:
         low = int(self.places[start - self.first - 1]) + 1 if start > self.first else 0

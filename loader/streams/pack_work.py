@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..reading.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
-from .packed_batch import PackedBatch, PackedRow, count_packed
-from .work import PendingYield, Ready, RowReader, Yield, pick_rows
+from .packed_batch import PackedUnit, count_packed, start_batches
+from .work import Collected, PendingYield, Ready, RowReader, StepRows, Yield, pick_rows
 
 _NONE: IntArray = np.empty(0, np.int64)
 
@@ -63,15 +63,17 @@ class PackWork:
         job = self._equipment.maker.work(rows, epoch)
         # The job's rows are in the pool's queue before these, which wait for them: so no thread waits for itself.
         units = [
-            self._equipment.maker.pool.submit(self._pack, job, low, high)
-            for low, high in zip(
-                *(np.searchsorted(sifted.places, each).tolist() for each in (cuts[:-1], cuts[1:])), strict=True
-            )
+            self._equipment.maker.pool.submit(self._pack, job, ids[start:stop], sifted.places[low:high] - start, low)
+            for start, stop, low, high in _unit_rows(sifted.places, cuts)
         ]
-        return _Packing(self._equipment, ids, sifted.places, cuts, job, units)
+        return _Packing(self._equipment, ids, cuts, job, units)
 
-    def _pack(self, job: RowJob, low: int, high: int) -> _Unit | Exception:
-        """The sequences of rows ``low`` to ``high`` of a job, or what one of these raised. On a thread of the pool."""
+    def _pack(self, job: RowJob, ids: IntArray, places: IntArray, low: int) -> _Unit | Exception:
+        """The sequences of a unit, or what one of its rows raised. On a thread of the pool.
+
+        ``ids`` (inputs,) are those of all its inputs, of which ``places`` (n,) are kept: rows ``low`` on of the job.
+        """
+        high = low + len(places)
         failed = job.wait()
         if failed is not None and failed.row < high:
             return job.explain(failed) if failed.row >= low else LoaderClosedError("a unit before it failed")
@@ -80,7 +82,7 @@ class PackWork:
             packed = self._packer.pack(values) if len(present) else None
         except RowError as error:
             return job.explain(RowError(low + int(present[error.row]), error.step, error.cause))
-        return _Unit(packed, present)
+        return _account(packed, ids, places[present], self._packer.packing.batch_fields)
 
     def _documents(self, job: RowJob, low: int, high: int) -> tuple[dict[str, Any], IntArray]:
         """The values that are packed, and which of the rows from ``low`` on they are of: not those that are dropped."""
@@ -93,34 +95,56 @@ class PackWork:
         left = [sample for sample in samples if sample is not None]
         return {name: [sample.get(name) for sample in left] for name in self._packer.needed}, present
 
-    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
-        return PackedBatch(self._equipment.maker, samples, num_rows, num_valid)
+    def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+        return start_batches(self._equipment.maker, outputs, steps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What a unit was packed into, None where nothing was left of it; ``present``: its rows that were packed."""
+    """A unit of n inputs that became m sequences: which of them accounts for which input.
+
+    ``ids`` (n,) are in that order, with ``stays`` (n,); ``places`` (m,). An input is accounted for by the first
+    sequence that has a piece of it; those left out, by the last. ``packed`` is None where no input was kept.
+    """
 
     packed: Packed | None
-    present: IntArray
+    ids: IntArray
+    stays: BoolArray
+    places: IntArray
+    sequences: PackedUnit | None
+
+
+def _account(packed: Packed | None, ids: IntArray, inputs: IntArray, fields: Collection[str]) -> _Unit:
+    """The unit of inputs with these ``ids`` (n,), of which ``inputs`` were packed."""
+    stays = np.zeros(len(ids), np.bool_)
+    if packed is None or not len(packed):
+        return _Unit(packed, ids, stays, _NONE, None)
+    held = np.add.reduceat(packed.is_first.astype(np.int64), packed.layout.bounds[:-1])
+    first = inputs[packed.rows[packed.is_first]]
+    stays[first] = True
+    order = np.concatenate([first, np.flatnonzero(~stays)])
+    places = np.cumsum(held) - 1
+    places[-1] = len(ids) - 1
+    pieces = ids[inputs[packed.rows]]
+    return _Unit(packed, ids[order], stays[order], places, PackedUnit(packed, pieces, fields))
 
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """Units that are being packed: those of inputs ``cuts[i]`` to ``cuts[i + 1]``, of which ``places`` are kept."""
+    """Units that are being packed: those of inputs ``cuts[i]`` to ``cuts[i + 1]``."""
 
     equipment: Equipment
     ids: IntArray
-    places: IntArray
     cuts: IntArray
     job: RowJob
     units: Sequence[Future[_Unit | Exception]]
 
     def result(self) -> Yield:
-        ids, stays, ends, samples = [_NONE], [np.empty(0, np.bool_)], [_NONE], list[PackedRow]()
+        ids, stays, ends, rows = [_NONE], [np.empty(0, np.bool_)], [_NONE], [_NONE]
+        samples: list[PackedUnit] = []
         nbytes = 0
         failed: Exception | None = None
-        for future, start, stop in zip(self.units, self.cuts[:-1].tolist(), self.cuts[1:].tolist(), strict=True):
+        for future, start in zip(self.units, self.cuts[:-1].tolist(), strict=True):
             try:
                 unit = future.result()
             except CancelledError as exc:
@@ -131,41 +155,18 @@ class _Packing:
             if isinstance(unit, Exception):
                 failed = unit
                 break
-            of_unit = self._account(unit, start, stop)
-            ids.append(of_unit[0])
-            stays.append(of_unit[1])
-            ends.append(of_unit[2] + start)
+            ids.append(unit.ids)
+            stays.append(unit.stays)
+            ends.append(unit.places + start)
+            if unit.sequences is not None:
+                samples += [unit.sequences] * len(unit.places)
+                rows.append(np.arange(len(unit.places)))
             if unit.packed is not None:
                 nbytes += unit.packed.nbytes
-                samples += [PackedRow(unit.packed, row, held) for row, held in enumerate(of_unit[3])]
                 if not len(unit.packed):
                     count_packed(self.equipment.counters, unit.packed, np.zeros(1, np.int64))
-        return Yield(
-            np.concatenate(ids), np.concatenate(ends), _NONE, _NONE, samples, nbytes, failed, kept=np.concatenate(stays)
-        )
-
-    def _account(self, unit: _Unit, start: int, stop: int) -> tuple[IntArray, BoolArray, IntArray, list[IntArray]]:
-        """For a unit of n inputs that became m sequences: which of them accounts for which input.
-
-        Returns ``ids`` (n,) in that order, ``stays`` (n,), ``places`` (m,) and for each sequence the ids of all its
-        pieces. An input is accounted for by the first sequence that has a piece of it; those left out, by the last.
-        """
-        ids = self.ids[start:stop]
-        packed = unit.packed
-        if packed is None or not len(packed):
-            return ids, np.zeros(len(ids), np.bool_), _NONE, []
-        low = int(np.searchsorted(self.places, start))
-        inputs = self.places[low + unit.present] - start  # of each row that was packed
-        bounds = packed.layout.bounds
-        held = np.add.reduceat(packed.is_first.astype(np.int64), bounds[:-1])
-        first = inputs[packed.rows[packed.is_first]]
-        stays = np.zeros(len(ids), np.bool_)
-        stays[first] = True
-        order = np.concatenate([first, np.flatnonzero(~stays)])
-        places = np.cumsum(held) - 1
-        places[-1] = len(ids) - 1
-        pieces = ids[inputs[packed.rows]]
-        return ids[order], stays[order], places, np.split(pieces, bounds[1:-1])
+        of_inputs, places, of_outputs = (np.concatenate(each) for each in (ids, ends, rows))
+        return Yield(of_inputs, places, _NONE, of_outputs, samples, nbytes, failed, kept=np.concatenate(stays))
 
     def cancel(self) -> None:
         self.job.cancel()
@@ -178,6 +179,12 @@ def cut_units(bounds: IntArray, unit: int) -> IntArray:
     starts = [np.arange(low, high, unit) for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
     cuts: IntArray = np.concatenate([*starts, bounds[-1:]]).astype(np.int64)
     return cuts
+
+
+def _unit_rows(places: IntArray, cuts: IntArray) -> Iterator[tuple[int, int, int, int]]:
+    """For each unit its inputs, from and to, and which of the kept inputs, at ``places``, are its own."""
+    rows = np.searchsorted(places, cuts)
+    return zip(*(each.tolist() for each in (cuts[:-1], cuts[1:], rows[:-1], rows[1:])), strict=True)
 
 
 def _cut(values: Values, low: int, high: int) -> Any:

@@ -2,91 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..columns import AnyArray, IntArray
+from ..columns import IntArray
 from ..decoding.batch import IDS, VALID, BatchMaker, UnfinishedBatch
 from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments
+from .work import Collected, StepRows
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRow:
-    """One sequence: a row of ``packed``; ``ids`` are the sample ids of its documents, by their ``document_ids``."""
+class PackedUnit:
+    """The sequences of a unit; ``piece_ids`` are the sample ids of all pieces in them, ``fields`` those of batches."""
 
     packed: Packed
-    row: int
-    ids: IntArray
+    piece_ids: IntArray
+    fields: Collection[str]
+
+    def ids(self, row: int) -> IntArray:
+        """The sample ids of a sequence's documents, by their ``document_ids``."""
+        low, high = self.packed.layout.bounds[row : row + 2]
+        return self.piece_ids[low:high]
 
 
+LENGTHS = ("cu_seqlens", "max_seqlen")  # of a batch's documents
+Made = tuple[Any, dict[str, int]]  # a batch, and what it adds to the metrics
+
+
+def start_batches(
+    maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows], extra: Mapping[str, IntArray] | None = None
+) -> Iterator[UnfinishedBatch]:
+    """The batches of some steps; each output is a row of a ``PackedUnit``. ``extra``: fields besides, (outputs,) each.
+
+    One job of the pool makes their arrays, of which batches are views: threads that make many small arrays at the same
+    time mostly wait for one another. Only what ``collate`` makes has a job a batch, so that its errors are those of its
+    own batch.
+    """
+    together = [steps] if maker.options.collate is None else [[step] for step in steps]
+    for some in together:
+        future = maker.pool.submit(_make, maker, outputs, some, extra or {})
+        for place, step in enumerate(some):
+            yield PackedBatch(maker, future, place, step.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch(UnfinishedBatch):
-    """The first ``num_rows`` of some sequences as a batch, of which ``num_valid`` count. Fields: see ``Packing``."""
+    """The batch of one of the steps that ``future`` makes. Fields: see ``Packing``."""
 
-    def __init__(
-        self,
-        maker: BatchMaker,
-        rows: Sequence[PackedRow],
-        num_rows: int,
-        num_valid: int,
-        extra: Mapping[str, IntArray] | None = None,
-    ) -> None:
-        """``extra``: fields besides, (rows,) each."""
-        self._extra = extra or {}
-        self._maker = maker
-        self._rows = rows
-        self._num_rows = num_rows
-        self._num_valid = num_valid
-        self._future = maker.pool.submit(self._make)
+    maker: BatchMaker
+    future: Future[list[Made]]
+    place: int
+    num_rows: int
 
     def result(self) -> Any:
         try:
-            batch, counted = self._future.result()
+            made = self.future.result()
         except CancelledError as exc:
             raise LoaderClosedError("the loader was closed while a batch was being made") from exc
-        self._maker.counters.add(**counted)
-        return self._maker.finish(batch, self._num_rows)
+        batch, counted = made[self.place]
+        made[self.place] = None, {}  # batches live as long as whoever took them wants
+        self.maker.counters.add(**counted)
+        return self.maker.finish(batch, self.num_rows)
 
-    def _make(self) -> tuple[Any, dict[str, int]]:
-        """The batch and what it adds to the metrics. On a thread of the pool."""
-        rows, options = self._rows, self._maker.options
-        fields, counted = self._fill()
-        every: dict[str, Any] = {**fields, **self._extra}
-        batch: dict[str, Any] = {name: values[: self._num_rows] for name, values in every.items()}
-        if options.pad:
-            batch[VALID] = np.arange(self._num_rows) < self._num_valid
-        if options.collate is not None:
-            samples = [{name: values[i] for name, values in batch.items()} for i in range(self._num_rows)]
-            for sample, row in zip(samples, rows, strict=False):
-                if options.with_ids:
-                    sample[IDS] = row.ids
-                if options.pad:
-                    sample[VALID] = bool(sample[VALID])
-            return options.collate(samples), counted
-        bounds, longest = cumulative_lengths(join_segments([(row.packed, row.row) for row in rows[: self._num_rows]]))
-        if options.with_ids:
-            batch[IDS] = lay_side_by_side([row.ids for row in rows[: self._num_rows]])
-        batch["cu_seqlens"] = bounds
-        tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
-        return {**tensors, "max_seqlen": longest}, counted
-
-    def _fill(self) -> tuple[dict[str, AnyArray], dict[str, int]]:
-        """The arrays of all rows, and what those that count add to the metrics."""
-        rows = [(row.packed, row.row) for row in self._rows]
-        seq_len = rows[0][0].seq_len
-        amounts = np.zeros(8, np.int64)
-        for packed, row in rows[: self._num_valid]:
-            amounts += packed.counts_by_sequence[row]
-        return fill(rows, seq_len), _amounts(amounts, seq_len)
+    @property
+    def is_done(self) -> bool:
+        return self.future.done()
 
     def cancel(self) -> None:
-        self._future.cancel()
+        self.future.cancel()
+
+
+def _make(
+    maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows], extra: Mapping[str, IntArray]
+) -> list[Made]:
+    """On a thread of the pool."""
+    picked = [step.picked for step in steps]
+    every = [i for each in picked for i in each]
+    units: list[PackedUnit] = [outputs.samples[i] for i in every]
+    packs, rows = [unit.packed for unit in units], outputs.rows[every].tolist()
+    seq_len, names = packs[0].seq_len, units[0].fields
+    filled = {**fill(packs, rows, seq_len, names), **{name: values[every] for name, values in extra.items()}}
+    segments = join_segments(packs, rows)
+    ends = np.cumsum(segments)
+    amounts = np.array([packed.counts_by_sequence[row] for packed, row in zip(packs, rows, strict=True)])
+    made = []
+    stop = 0
+    for step, each in zip(steps, picked, strict=True):
+        start, stop = stop, stop + len(each)
+        last = start + step.num_rows
+        low, high = np.searchsorted(ends, [start * seq_len, last * seq_len], side="right")
+        fields: dict[str, Any] = {name: values[start:last] for name, values in filled.items()}
+        if maker.options.collate is None:
+            lengths = dict(zip(LENGTHS, cumulative_lengths(segments[low:high]), strict=True))
+            fields.update((name, value) for name, value in lengths.items() if name in names)
+        counted = _amounts(amounts[start : start + step.num_valid].sum(axis=0), seq_len)
+        made.append((_finish(maker, fields, units[start:last], rows[start:last], step.num_valid), counted))
+    return made
+
+
+def _finish(
+    maker: BatchMaker, fields: dict[str, Any], units: Sequence[PackedUnit], rows: Sequence[int], num_valid: int
+) -> Any:
+    """A batch of rows whose ``fields`` are filled, of which ``num_valid`` count."""
+    options = maker.options
+    if options.pad:
+        fields[VALID] = np.arange(len(rows)) < num_valid
+    if options.collate is not None:
+        samples = [{name: values[i] for name, values in fields.items()} for i in range(len(rows))]
+        for sample, unit, row in zip(samples, units, rows, strict=True):
+            if options.with_ids:
+                sample[IDS] = unit.ids(row)
+            if options.pad:
+                sample[VALID] = bool(sample[VALID])
+        return options.collate(samples)
+    if options.with_ids:
+        fields[IDS] = lay_side_by_side([unit.ids(row) for unit, row in zip(units, rows, strict=True)])
+    return {
+        n: torch.from_numpy(of_field) if isinstance(of_field, np.ndarray) else of_field
+        for n, of_field in fields.items()
+    }
 
 
 def count_packed(counters: Counters, packed: Packed, sequences: IntArray) -> None:

@@ -27,7 +27,8 @@ class Yield:
     """The outputs of some inputs, in order: ``places`` (outputs,) says which input each comes from, from 0.
 
     ``ids`` (inputs,) are all inputs' sample ids. Each output is a row of a chunk, ``chunks`` and ``rows`` (outputs,),
-    that is yet to be gathered; or it is in ``samples``, ready to be joined. ``nbytes``: what all this takes, about.
+    that is yet to be gathered; or it is in ``samples``, ready to be joined, or it is one of the ``rows`` of something
+    there that several outputs share. ``nbytes``: what all this takes, about.
     ``failed``: what the input after the last one here raised, if work ended there.
 
     Where outputs are made of several inputs, ``ids`` are in an order in which each output accounts for the inputs since
@@ -102,8 +103,36 @@ class WindowWork(Protocol):
         ``bounds`` (runs + 1,) are where runs of consecutive inputs of a lane begin; each begins with a unit.
         """
 
-    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
-        """A batch of ``num_rows`` of the samples, of which ``num_valid`` count; those from ``own`` on are repeats."""
+    def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+        """A batch for each step of its rows of the outputs; begun when it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """n outputs in the order of batches: ``samples`` and ``rows`` as in ``Yield``, and their sample ids."""
+
+    samples: Sequence[Any]
+    rows: IntArray
+    ids: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """A step's samples are those from ``low`` to ``high``, at least one; its batch has ``num_rows``, by repeating them,
+    of which ``num_valid`` count."""
+
+    low: int
+    high: int
+    num_rows: int
+    num_valid: int
+
+    @property
+    def picked(self) -> Sequence[int]:
+        """The samples that the batch is made of: all rows and, of a batch without any, one that shows its fields."""
+        own = self.high - self.low
+        if self.num_rows <= own:
+            return range(self.low, self.high)
+        return [self.low + i % own for i in range(self.num_rows)]
 
 
 class RowReader:
@@ -254,9 +283,13 @@ class FilterWork:
                 return Ready(Yield(ids, kept, chunks[are_read], rows[are_read], []))
         return _Transforming(ids, kept, self._equipment.maker.work(gathered, epoch), gathered)
 
-    def join(self, samples: list[Any], ids: IntArray, own: int, num_rows: int, num_valid: int) -> UnfinishedBatch:
-        repeats = [dict(sample) for sample in samples[own:]]  # dicts of their own: collate= may change them
-        return self._equipment.maker.join(samples[:own] + repeats, ids, num_rows, num_valid)
+    def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+        samples = outputs.samples
+        for step in steps:
+            picked = step.picked
+            own = [samples[i] for i in picked[: step.high - step.low]]
+            repeats = [dict(samples[i]) for i in picked[len(own) :]]  # dicts of their own: collate= may change them
+            yield self._equipment.maker.join(own + repeats, outputs.ids[picked], step.num_rows, step.num_valid)
 
 
 def _narrow(block: Block, columns: Sequence[str] | None) -> Block:

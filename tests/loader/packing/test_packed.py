@@ -111,7 +111,7 @@ def test_any_sequences_are_filled_as_all_are(
 ) -> None:
     packed = pack(*case)
     which = data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=6) if len(packed) else st.just([]))
-    some = fill([(packed, row) for row in which], packed.seq_len)
+    some = fill([packed] * len(which), which, packed.seq_len)
     for name, values in packed.fields.items():
         assert some[name].tolist() == values[which].tolist() if which else some[name].shape == (0, case[2].seq_len)
 
@@ -120,7 +120,7 @@ def test_a_batch_has_sequences_of_narrow_and_of_wide_tokens() -> None:
     tokens = [np.array([1, 2, 3], np.uint16), np.array([70_000, 5], np.int32), np.array([1 << 40], np.int64)]
     packing = Packing(seq_len=4, pad=9)
     packs = [pack_documents(Documents(one, np.array([0, len(one)])), packing) for one in tokens]
-    filled = fill([(one, 0) for one in packs], 4)["tokens"]
+    filled = fill(packs, [0] * 3, 4)["tokens"]
     assert filled.dtype == np.int64
     assert filled.tolist() == [[1, 2, 3, 9], [70_000, 5, 9, 9], [1 << 40, 9, 9, 9]]
 
@@ -172,7 +172,7 @@ def test_document_ids_make_flex_attention_attend_each_document_alone() -> None:
 def test_cu_seqlens_cut_a_batch_into_its_documents() -> None:
     documents = join([range(1, n + 1) for n in (7, 40, 64, 3, 21, 90)])
     packed = pack_documents(documents, Packing(seq_len=128))
-    bounds, longest = cumulative_lengths(join_segments([(packed, row) for row in range(len(packed))]))
+    bounds, longest = cumulative_lengths(join_segments([packed] * len(packed), range(len(packed))))
     assert bounds.dtype == np.int32
     assert bounds[-1] == packed.fields["tokens"].size
     assert longest == np.diff(bounds).max()

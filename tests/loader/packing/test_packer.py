@@ -169,6 +169,9 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_with_what_would_work(tmp_p
         ({"mask_field": "tokens"}, "name another"),
         ({"mask_field": "mask", "tokenizer": encode_words}, "make both in transform="),
         ({"buffer_size": 0}, "buffer_size=0"),
+        ({"fields": ["tokens", "labels"]}, "name some of tokens, position_ids"),
+        ({"fields": "labels"}, "fields='labels'"),
+        ({"fields": []}, "or None for all"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], says: str) -> None:
@@ -197,3 +200,4 @@ def test_the_fingerprint_tells_settings_and_tokenizers_apart() -> None:
     ]
     assert len({packer.fingerprint for packer in packers}) == 4
     assert Packer.open(Packing(seq_len=8, tokenizer=make_tokenizer())).fingerprint == packers[2].fingerprint
+    assert Packer.open(Packing(seq_len=8, fields=["tokens"])).fingerprint == plain.fingerprint == "4ddf5c76a045dea2"

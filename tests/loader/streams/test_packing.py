@@ -162,6 +162,41 @@ def test_collate_gets_sequences_one_by_one(tmp_path: Path) -> None:
     assert sorted(i for _, ids in rows for i in ids) == list(range(len(DOCUMENTS)))
 
 
+@pytest.mark.parametrize(
+    "fields", [["tokens"], ["loss_mask", "max_seqlen"], ["cu_seqlens"], ["document_ids", "position_ids"]]
+)
+def test_a_batch_has_the_fields_that_are_wanted(tmp_path: Path, fields: list[str]) -> None:
+    source = write_parquet(tmp_path)
+    options: dict[str, Any] = {"batch_size": 3, "with_ids": True}
+    with (
+        DistributedDataLoader(source, **options, packing=Packing(seq_len=32)) as all_of_them,
+        DistributedDataLoader(source, **options, packing=Packing(seq_len=32, fields=fields)) as some,
+    ):
+        for whole, batch in zip(all_of_them, some, strict=True):
+            assert set(batch) == {*fields, "__id__"}
+            assert all(torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(whole[name])) for name in batch)
+        assert some.state_dict() == all_of_them.state_dict()
+
+
+def test_what_collate_raises_comes_with_its_own_batch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 1, "packing": Packing(seq_len=32), "with_ids": True}
+    source = write_parquet(tmp_path)
+    with DistributedDataLoader(source, **options) as loader:
+        expected = [batch["__id__"][0].tolist() for batch in loader]
+
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        ids = samples[0]["__id__"].tolist()
+        if ids == expected[5]:
+            raise ValueError("the sixth")
+        return ids
+
+    with DistributedDataLoader(source, **options, collate=collate) as loader:
+        batches = iter(loader)
+        assert [next(batches) for _ in range(5)] == expected[:5]
+        with pytest.raises(ValueError, match="the sixth"):
+            next(batches)
+
+
 def test_a_mask_of_each_sample_is_packed_with_it(tmp_path: Path) -> None:
     masks = [[token % 2 == 0 for token in document] for document in DOCUMENTS]
     source = write_parquet(tmp_path, {"tokens": DOCUMENTS, "assistant": masks})
