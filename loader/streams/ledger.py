@@ -285,25 +285,27 @@ def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], None], is_s
 
 
 class Ledgers:
-    """The ledgers of one loader, an epoch each: of those at and after the last one opened."""
+    """The ledgers of one loader, an epoch each: of those at and after the last one opened. Used by any thread."""
 
     def __init__(self, channel: Callable[[], Channel], *, rank: int, world_size: int) -> None:
         self._open_channel = channel
         self._channel: Channel | None = None
         self._rank = rank
         self._world_size = world_size
+        self._lock = threading.Lock()
         self._ledgers: dict[tuple[str, int], EpochLedger] = {}
 
     def open(self, order: str, lanes: int, epoch: int) -> EpochLedger:
         """The ledger of an epoch of an order. Raises ConfigError where ranks cannot tell each other."""
-        if self._channel is None:
-            self._channel = self._open_channel()
-        key = order, epoch
-        if key not in self._ledgers:
-            self._ledgers[key] = EpochLedger(
-                self._channel, f"{order}/{epoch}", lanes=lanes, rank=self._rank, world_size=self._world_size
-            )
-        return self._ledgers[key]
+        with self._lock:
+            if self._channel is None:
+                self._channel = self._open_channel()
+            key = order, epoch
+            if key not in self._ledgers:
+                self._ledgers[key] = EpochLedger(
+                    self._channel, f"{order}/{epoch}", lanes=lanes, rank=self._rank, world_size=self._world_size
+                )
+            return self._ledgers[key]
 
     def find(self, order: str, epoch: int) -> EpochLedger | None:
         """The ledger of an epoch, if it has been opened."""
@@ -324,8 +326,9 @@ class Ledgers:
 
     def forget(self, before: int, order: str | None = None) -> None:
         """Drop the ledgers of epochs before one: of all orders, or of one."""
-        for key in [key for key in self._ledgers if key[1] < before and order in (None, key[0])]:
-            del self._ledgers[key]
+        with self._lock:
+            for key in [key for key in self._ledgers if key[1] < before and order in (None, key[0])]:
+                del self._ledgers[key]
 
 
 def _in_transit(error: BaseException, rank: int) -> RemoteError:

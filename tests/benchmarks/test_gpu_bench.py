@@ -56,6 +56,7 @@ def test_loaders_take_turns_in_one_loop_and_leave_json_and_a_plot(tmp_path: Path
     assert (tmp_path / "results" / "gpu.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
