@@ -299,9 +299,6 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             common,
             partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
-        if share.world_size > 1:
-            processes_of_group = share.world_size if mesh is None else mesh.size()
-            self._resources.calls = Calls(self._manifest.fingerprint, processes_of_group)
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir,
@@ -315,9 +312,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
         if share.world_size > 1:
+            self._resources.calls = Calls(self._manifest.fingerprint, share.world_size if mesh is None else mesh.size())
             self._resources.join_peers()
-
-    # -- iteration ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[BatchT]:
         """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""

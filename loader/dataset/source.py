@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError, open_store
+from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from ...storage.resolve import check_query
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
-from ..formats.mds import MdsFormat
-from ..formats.names import has_suffix, is_hidden
-from ..formats.tokens import index_keys
+from ..formats.names import is_hidden
 from ..progress import show_progress
+from .lookup import find_companions, find_keys
 from .manifest import MANIFEST_NAME
 from .patterns import expand_braces, fixed_prefix, is_glob, is_path, match_glob
 from .prefix import Prefix
@@ -26,6 +25,7 @@ from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, ref
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
 
+_NAMED = 5
 # Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
 
@@ -33,12 +33,6 @@ UNFINISHED = b"penstock: this data set is being packed, or its packing was inter
 def is_unfinished(data: bytes | memoryview) -> bool:
     """Whether what lies in the manifest's place says that the data set is not whole; notes of the writer may follow."""
     return bytes(data[: len(UNFINISHED)]) == UNFINISHED
-
-
-# From this many keys of one folder on, one LIST is cheaper than a HEAD each.
-_LIST_FROM = 16
-_HEAD_THREADS = 32
-_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +247,7 @@ def _select_objects(
         seen: set[str] = set()
         twice = next(info.key for info in order if info.key in seen or seen.add(info.key))  # type: ignore[func-returns-value]
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
-    listing.update((info.key, info) for info in _find_companions(store, named | matched) if info.key not in listing)
+    listing.update((info.key, info) for info in find_companions(store, named | matched) if info.key not in listing)
     chosen = tuple(info.key for info in order)
     return Selection(url=root, listing=tuple(listing.values()), chosen=chosen, named=named, saved=_find_saved(store))
 
@@ -321,45 +315,3 @@ def _read_dictionaries(store: Store, listing: Sequence[ObjectInfo]) -> dict[str,
                     f"{store.url}/{info.key}: lists no splits ({exc!r}); write or copy it again"
                 ) from exc
     return found
-
-
-def _find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
-    """What belongs to shards: for MDS their folder, whose index.json names every shard; for Megatron the .idx files."""
-    folders = {key.rpartition("/")[0] for key in keys if has_suffix(key, MdsFormat.suffixes)}
-    for folder in sorted(folders):
-        yield from store.list(f"{folder}/" if folder else "")
-    yield from find_keys(store, [index for key in sorted(keys) for index in index_keys(key)]).values()
-
-
-def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
-    """Those of ``keys`` that exist: by one LIST if many share a folder, else by a HEAD each, in threads."""
-    folders: dict[str, list[str]] = {}
-    for key in keys:
-        folders.setdefault(key.rpartition("/")[0], []).append(key)
-    found: dict[str, ObjectInfo] = {}
-    single: list[str] = []
-    for together in folders.values():
-        if len(together) < _LIST_FROM:
-            single += together
-            continue
-        wanted = set(together)
-        try:
-            prefix = os.path.commonprefix(together)  # noqa: RUF071 - character by character is meant
-            found.update((info.key, info) for info in store.list(prefix) if info.key in wanted)
-        except NotFoundError:
-            continue
-        except StoreUnreachableError:
-            raise
-        except StorageError:
-            single += together  # plain web servers do not list
-    if single:
-        with ThreadPoolExecutor(min(_HEAD_THREADS, len(single)), "penstock-head") as pool:
-            found.update((info.key, info) for info in pool.map(lambda key: _head(store, key), single) if info)
-    return found
-
-
-def _head(store: Store, key: str) -> ObjectInfo | None:
-    try:
-        return store.head(key)
-    except NotFoundError:
-        return None
