@@ -106,11 +106,20 @@ class SoakReport:
 class Soak:
     """Plays weather until the time is over. Mutable state: the source of chance, and how often each fault was made."""
 
-    def __init__(self, bench: Bench, *, ranks: int, seconds: float, seed: int) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        *,
+        ranks: int,
+        seconds: float,
+        seed: int,
+        deadly_every_s: tuple[float, float] = DEADLY_EVERY_S,
+    ) -> None:
         self._bench = bench
         self._ranks = ranks
         self._seconds = seconds
         self._seed = seed
+        self._deadly_every_s = deadly_every_s
         self._draw = random.Random(seed)
         self._made: Counter[str] = Counter()
         self._failures: list[str] = []
@@ -126,7 +135,7 @@ class Soak:
             told = 0
             while (left_s := self._seconds - (time.monotonic() - began)) > 0:
                 self._start(stage)
-                for _ in self._live(stage, min(left_s, self._draw.uniform(*DEADLY_EVERY_S))):
+                for _ in self._live(stage, min(left_s, self._draw.uniform(*self._deadly_every_s))):
                     now = int(time.monotonic() - began)
                     advance(now - told)
                     told = now

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...loader.order.sealed import unseal
 from ...storage.errors import PenstockError
 from .account import Attempt, Line, Position
 from .data import SAMPLE_BYTES, SAMPLES
@@ -183,7 +184,7 @@ class Stage:
             return reached, None
         epoch, consumed = reached
         upcoming = (epoch + 1, 0) if consumed == SAMPLES else reached
-        return reached, {**told[-1], "epoch": upcoming[0], "consumed": upcoming[1]}
+        return reached, {**unseal(told[-1]), "epoch": upcoming[0], "consumed": upcoming[1]}
 
     def attempts(self) -> list[Attempt]:
         return [

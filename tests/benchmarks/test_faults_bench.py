@@ -18,7 +18,7 @@ from penstock.benchmarks.faults.case import Case, Outcome
 from penstock.benchmarks.faults.cases import CASES
 from penstock.benchmarks.faults.network_cases import nothing
 from penstock.benchmarks.faults.page import write_page
-from penstock.benchmarks.faults.soak import parse_seconds
+from penstock.benchmarks.faults.soak import Soak, parse_seconds
 from penstock.loader import ConfigError
 
 PLAN = {0: [[4, 1], [0, 3], [2]], 1: [[2, 0], [1, 4], [3]]}
@@ -125,6 +125,14 @@ def test_a_job_under_faults_gives_each_sample_once_and_as_it_was(bench: Bench, n
     outcome = bench.play(case)
     assert outcome.failures == []
     assert outcome.delivered >= 3000
+
+
+@pytest.mark.s3
+def test_a_short_soak_of_random_faults_and_kills_is_exact(bench: Bench) -> None:
+    report = Soak(bench, ranks=2, seconds=12, seed=3, deadly_every_s=(3.0, 5.0)).run(quiet=True)
+    assert report.failures == []
+    assert report.delivered > 0
+    assert report.faults
 
 
 @pytest.mark.s3
