@@ -77,6 +77,21 @@ def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(rows: dic
     assert [source["taken"] for source in state["sources"]] == [counts_of(every, k).total() for k in range(3)]
 
 
+@pytest.mark.parametrize("filtered", ["", "ab"])
+def test_a_source_left_out_some_epochs_ago_comes_back(rows: dict[str, Manifest], filtered: str) -> None:
+    options: dict[str, Any] = {"filtered": filtered, "stop": "first_exhausted"}
+    first, state = run_leg(mix(rows, "ab", **options), 1, 2, None, batch_size=6, **OPTIONS)
+    with pytest.warns(MixtureChangedWarning, match="'b' is left out"):
+        alone, state = run_leg(mix(rows, "a", **options), 1, 25, state, batch_size=6)
+    assert alone[-1][0] > 1
+    more, state = run_leg(mix(rows, "a", **options), 1, 3, state, batch_size=6)
+    with pytest.warns(MixtureChangedWarning, match="'b' is back after 6 samples"):
+        last, state = run_leg(mix(rows, "ab", **options), 1, 30, state, batch_size=6)
+    every = [*first, *alone, *more, *last]
+    for number, name in enumerate("ab"):
+        assert_each_once_an_epoch(every, number, range(int(bool(filtered)), SIZES[name], 1 + bool(filtered)))
+
+
 def test_what_drops_in_a_source_cannot_change_within_a_run(rows: dict[str, Manifest]) -> None:
     _, state = run_leg(mix(rows, filtered="a"), 1, 3, None, batch_size=6)
     cases = {
