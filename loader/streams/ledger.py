@@ -267,8 +267,10 @@ class EpochLedger:
         return Cursors(offsets, outputs, taken, in_tail=is_tail)
 
 
-def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], None], is_stopped: Callable[[], bool]) -> None:
-    """Wait until what other ranks have told, which ``look`` takes in, is enough.
+def wait_for_ranks(
+    is_enough: Callable[[], bool], look: Callable[[], bool | None], is_stopped: Callable[[], bool]
+) -> None:
+    """Wait until what other ranks have told, which ``look`` takes in, is enough. It may say that this came nearer.
 
     Raises:
         LoaderClosedError: the pipeline is stopped.
@@ -277,11 +279,11 @@ def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], None], is_s
     while not is_enough():
         if is_stopped():
             raise LoaderClosedError("the loader was closed while it waited for other ranks")
-        look()
+        is_nearer = look()
         if is_enough():
             return
+        pause_s = _POLL_S[0] if is_nearer else min(2 * pause_s, _POLL_S[1])
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S[1])
 
 
 class Ledgers:
@@ -309,14 +311,17 @@ class Ledgers:
 
     def find(self, order: str, epoch: int) -> EpochLedger | None:
         """The ledger of an epoch, if it has been opened."""
-        return self._ledgers.get((order, epoch))
+        with self._lock:
+            return self._ledgers.get((order, epoch))
 
     def close(self) -> None:
         """Tell the other ranks what they will wait for in vain; does not wait long for a store that is gone."""
 
         def leave() -> None:
+            with self._lock:
+                ledgers = list(self._ledgers.values())
             with suppress(DatasetError):
-                for ledger in list(self._ledgers.values()):
+                for ledger in ledgers:
                     ledger.leave()
 
         with suppress(RuntimeError):  # the interpreter ends, and starts no more threads
