@@ -104,6 +104,10 @@ def test_what_drops_in_a_source_cannot_change_within_a_run(rows: dict[str, Manif
             pytest.raises(StateMismatchError, match=message),
         ):
             loader.load_state_dict(state)
+    anew = Mixture({"all of a": Source(rows["a"]), "b": Source(rows["b"])}, stop="never")
+    with pytest.warns(MixtureChangedWarning, match="'all of a' is new; 'a' is left out"):
+        batches, _ = run_leg(anew, 1, 20, state, batch_size=6)
+    assert_each_once_an_epoch(batches, 0, range(SIZES["a"]))
 
 
 def test_a_damaged_state_of_a_source_is_refused(rows: dict[str, Manifest]) -> None:
