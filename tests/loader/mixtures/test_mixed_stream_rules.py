@@ -58,23 +58,34 @@ def assert_each_once_an_epoch(batches: Any, source: int, ids: range) -> None:
     assert Counter(counts[i] for i in ids) == Counter({times: len(ids) - rest, times + 1: rest})
 
 
-def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(rows: dict[str, Manifest]) -> None:
-    first, state = run_leg(mix(rows, "ab"), 2, 9, None, batch_size=4, **OPTIONS)
+def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(
+    rows: dict[str, Manifest], tmp_path: Path
+) -> None:
+    first, state = run_leg(mix(rows, "ab"), 2, 9, None, batch_size=4, audit_dir=tmp_path, **OPTIONS)
     with pytest.warns(MixtureChangedWarning, match="'c' is new"):
-        second, state = run_leg(mix(rows), 3, 7, state, batch_size=4)
+        second, state = run_leg(mix(rows), 3, 7, state, batch_size=4, audit_dir=tmp_path)
     with pytest.warns(MixtureChangedWarning, match="'a' is left out after"):
-        without, state = run_leg(mix(rows, "bc"), 1, 5, state, batch_size=9)
+        without, state = run_leg(mix(rows, "bc"), 1, 5, state, batch_size=9, audit_dir=tmp_path)
     renamed = Mixture(
         {"x": Source(rows["a"], keep=ODD), "b": Source(rows["b"]), "c": Source(rows["c"], keep=ODD)}, stop="never"
     )
     with pytest.warns(MixtureChangedWarning, match="'a' is now 'x'"):
-        third, state = run_leg(renamed, 2, 12, state, batch_size=5)
+        third, state = run_leg(renamed, 2, 12, state, batch_size=5, audit_dir=tmp_path)
     moved = [(epoch, [(k + 1, output) for k, output in batch]) for epoch, batch in without]
     every = [*first, *second, *moved, *third]
     assert_each_once_an_epoch(every, 0, range(1, SIZES["a"], 2))
     assert_each_once_an_epoch(every, 1, range(SIZES["b"]))
     assert_each_once_an_epoch(every, 2, range(1, SIZES["c"], 2))
     assert [source["taken"] for source in state["sources"]] == [counts_of(every, k).total() for k in range(3)]
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert report.mixture is not None
+    accounts = {source.name: source for source in report.mixture.sources}
+    assert {name: account.delivered for name, account in accounts.items()} == {
+        name: counts_of(every, k).total() for k, name in enumerate("xbc")
+    }
+    epochs, even = accounts["x"].delivered // 30, 31
+    assert epochs * even <= accounts["x"].dropped <= (epochs + 1) * even
 
 
 @pytest.mark.parametrize("filtered", ["", "ab"])
