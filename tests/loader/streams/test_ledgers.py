@@ -1,15 +1,20 @@
-"""What the threads of a loader do at once with what it knows of its epochs."""
+"""What ranks know of epochs and tell each other, while other threads go on or stop."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import Future
+from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock.loader.errors import LoaderClosedError
 from penstock.loader.streams import ledger
 from penstock.loader.streams.channel import MemoryChannel
 from penstock.loader.streams.ledger import Ledgers, wait_for_ranks
+from penstock.loader.streams.pack_work import _Packing
 
 
 def test_epochs_are_forgotten_while_others_are_opened() -> None:
@@ -43,3 +48,12 @@ def test_a_wait_looks_less_and_less_often_until_it_comes_nearer(monkeypatch: pyt
     wait_for_ranks(lambda: len(pauses) == 30, lambda: len(pauses) == 20, lambda: False)
     assert pauses[:20] == sorted(pauses[:20])
     assert pauses[19] == pauses[29] > 10 * pauses[20]
+
+
+def test_packing_that_is_stopped_is_no_error_of_a_sample() -> None:
+    stopped: Future[Any] = Future()
+    stopped.set_exception(LoaderClosedError("the loader was closed while a batch was being decoded"))
+    nothing: Any = None
+    one = np.arange(1)
+    with pytest.raises(LoaderClosedError):
+        _Packing(nothing, one, one, np.array([0, 1]), nothing, [stopped]).result()
