@@ -243,6 +243,18 @@ def test_what_a_filter_raises_names_source_and_sample_after_the_same_batch_on_al
     assert len(counts) == 1
 
 
+def test_a_rank_that_left_before_a_source_began_is_not_waited_for(rows: dict[str, Manifest]) -> None:
+    sources = {"b": Source(rows["b"], weight=1), "a": Source(rows["a"], weight=0, keep=ODD)}
+
+    def read(loader: DistributedDataLoader) -> int:
+        return sum(1 for _ in itertools.islice(loader, 2 if loader.rank else 400))
+
+    mixture = Mixture(sources, schedule={1200: {"a": 1}}, stop="never")
+    stays, left = ThreadRanks(2, mixture, batch_size=3, **OPTIONS).run(read)
+    assert left == 2
+    assert "the loader of rank 1 was closed" in str(stays)
+
+
 def test_random_numbers_and_values_are_the_same_on_any_ranks(rows: dict[str, Manifest]) -> None:
     def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any] | None:
         noise = rng.random()
