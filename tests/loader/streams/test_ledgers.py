@@ -56,4 +56,4 @@ def test_packing_that_is_stopped_is_no_error_of_a_sample() -> None:
     nothing: Any = None
     one = np.arange(1)
     with pytest.raises(LoaderClosedError):
-        _Packing(nothing, one, one, np.array([0, 1]), nothing, [stopped]).result()
+        _Packing(nothing, one, np.array([0, 1]), nothing, [stopped]).result()
