@@ -69,7 +69,8 @@ class MixturePosition(RunPosition):
         )
         choices = {"window": window, "piece": piece, "world_size": share.world_size}
         self._orders = [self._choose(source, **choices) for source in sources]
-        self._parted: tuple[SourceState, ...] = ()
+        self._parted: tuple[SourceState, ...] = ()  # as in epoch ``_parted_in``
+        self._parted_in = 0
         self.plan = MixturePlan(
             tuple(source.num_samples for source in sources),
             share.global_batch_size,
@@ -238,6 +239,9 @@ class MixturePosition(RunPosition):
     def to_state(self) -> MixtureState:
         epoch, start, here = self.cursor()
         plan = self.plan.forget_before(start.position)
+        parted = self._parted  # which gave some in the epoch that was loaded, and none since
+        if epoch != self._parted_in:
+            parted = tuple(source.begin_epoch() for source in parted)
         return MixtureState(
             seed=self._order.seed,
             shuffle=self._order.shuffle,
@@ -259,7 +263,7 @@ class MixturePosition(RunPosition):
                 )
                 for k, (source, ordered) in enumerate(zip(self._sources, self._orders, strict=True))
             ),
-            parted=self._parted,
+            parted=parted,
         )
 
     def count_epochs(self, source: int, taken: int) -> float:
@@ -308,6 +312,7 @@ class MixturePosition(RunPosition):
         here = Cursor(*state.here, tuple(0 if old is None else old.taken for old in known))
         kept = {old.name for old in known if old is not None}
         self._parted = tuple(old for old in (*state.parted, *state.sources) if old.name not in kept)
+        self._parted_in = state.epoch
         changes, news = merge_changes(self._sources.names, self._given, state, known, self._stratified)
         self.plan = replace(self.plan, changes=changes)
         self._epochs = {}

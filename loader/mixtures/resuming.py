@@ -24,6 +24,8 @@ def identity_of(source: OpenSource) -> dict[str, Any]:
 def match_sources(sources: OpenSources, state: MixtureState) -> list[SourceState | None]:
     """What a state knows of each source: by its name, or, where the name is new, as the same data; None if nothing.
 
+    Data of which a new name drops or packs samples in another way than the state's source begin anew.
+
     Raises:
         StateMismatchError: a source of the same name has other data.
     """
@@ -34,7 +36,7 @@ def match_sources(sources: OpenSources, state: MixtureState) -> list[SourceState
         identity = identity_of(source)
         match = by_name.get(source.name)
         if match is None:
-            same = [name for name, old in left.items() if _is_same(old, identity)]
+            same = [name for name, old in left.items() if _is_same(old, identity) and yields_alike(source, old)]
             match = left.pop(same[0]) if len(same) == 1 else None
         elif not _is_same(match, identity):
             raise StateMismatchError(
@@ -44,6 +46,12 @@ def match_sources(sources: OpenSources, state: MixtureState) -> list[SourceState
             )
         found.append(match)
     return found
+
+
+def yields_alike(source: OpenSource, old: SourceState) -> bool:
+    """Whether a source drops or packs samples as a state says that it did, as far as states know."""
+    kind = source.stream_kind
+    return all(old.stream.get(name) == kind.get(name) for name in ("kind", "packing", "unit"))
 
 
 def refuse_other_stream(name: str, had: Mapping[str, Any], here: Mapping[str, Any]) -> NoReturn:

@@ -180,10 +180,13 @@ class MixedStreamAssembler:
         def lacking() -> list[int]:
             return [k for k in used if settled(k) < taken[1, k]]
 
-        def look() -> None:
-            for number in lacking():
+        def look() -> bool:
+            short = lacking()
+            before = [supplies[number].settled for number in short]
+            for number in short:
                 supplies[number].look()
                 supplies[number].work(*goals[number])
+            return before != [supplies[number].settled for number in short]
 
         def is_enough() -> bool:
             short = lacking()
@@ -195,7 +198,7 @@ class MixedStreamAssembler:
             supplies[number].raise_blocked(int(taken[1, number]))
         return int(min(np.searchsorted(taken[1 : at_once + 1, k], settled(k), side="right") for k in used))
 
-    def _wait(self, is_enough: Callable[[], bool], look: Callable[[], None], what: Sequence[str | None]) -> None:
+    def _wait(self, is_enough: Callable[[], bool], look: Callable[[], bool], what: Sequence[str | None]) -> None:
         self._waiting = next((text for text in what if text), "other ranks"), time.perf_counter()
         try:
             wait_for_ranks(is_enough, look, self._equipment.stopping.is_set)

@@ -20,7 +20,7 @@ from ..streams.ledger import EpochLedger, Ledgers
 from ..streams.plain_ledger import PlainLedger
 from .epochs import EpochPlace, Place
 from .position import MixturePosition
-from .resuming import refuse_other_stream
+from .resuming import refuse_other_stream, yields_alike
 from .sources import OpenSource
 
 _NO_NUMBER = (
@@ -194,9 +194,7 @@ class MixedStreamPosition(MixturePosition):
 
     def _check_stream(self, source: OpenSource, state: SourceState, lanes: int) -> None:
         kind = source.stream_kind
-        if {name: state.stream.get(name) for name in ("kind", "packing", "unit")} != {
-            name: kind.get(name) for name in ("kind", "packing", "unit")
-        }:
+        if not yields_alike(source, state):
             refuse_other_stream(source.name, state.stream, kind)
         if kind:
             stream = self._read(source, state, lanes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
@@ -34,6 +34,11 @@ class SourceState:
     start: int
     taken: int
     stream: Mapping[str, Any] = field(default_factory=dict)
+
+    def begin_epoch(self) -> SourceState:
+        """The same where an epoch of the mixture begins here."""
+        stream = {**self.stream, "start": self.stream["here"]} if self.stream else {}
+        return replace(self, start=self.taken, stream=stream)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; without ``stream`` where there is nothing in it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..columns import IntArray
-from ..errors import ConfigError
+from ..errors import ConfigError, LoaderClosedError
 from ..order.plan import EpochPlan, Segments, Share, lane_sizes
 from ..order.spans import ChunkRows, EnteredWindow, EpochSpans, Span
 from ..pipeline.assembler import Equipment
@@ -204,6 +204,8 @@ class LaneFeeds:
             if reached < stop - start:
                 break
         if found.failed is not None:
+            if self._stopping.is_set():  # then what was under way may fail, and other ranks must not hear of it
+                raise LoaderClosedError("the loader was closed while it worked on samples") from found.failed
             self.feeds[lane].failed = found.failed
             self._abandon()
 

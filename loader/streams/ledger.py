@@ -30,6 +30,11 @@ from .channel import Channel
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
 _POLL_S = (0.0005, 0.05)
 _LEAVE_S = 2.0
+_LEFT = "left"  # the topic of ranks whose loaders were closed
+_CLOSED = (
+    "the loader of rank {} was closed, or its process ended, before its lanes did, and this rank's next batch needs "
+    "them; leave an epoch after the same batch on all ranks"
+)
 
 
 class EpochLedger:
@@ -65,9 +70,8 @@ class EpochLedger:
         with self._lock:
             self._errors.clear()
             self.tail = None
-            for lane, (offset, outputs) in enumerate(
-                zip(cursors.offsets.tolist(), cursors.outputs.tolist(), strict=True)
-            ):
+            anchors = zip(cursors.offsets.tolist(), cursors.outputs.tolist(), strict=True)
+            for lane, (offset, outputs) in enumerate(anchors):
                 self._anchor(lane, offset, outputs)
             self.known = np.maximum(self.known, cursors.outputs)
 
@@ -111,18 +115,6 @@ class EpochLedger:
             text = {"lanes": [[lane, known[lane]] for lane in lanes], "error": asdict(_in_transit(error, self._rank))}
             self._channel.post(self._topic, b"E" + json.dumps(text).encode())
 
-    def leave(self) -> None:
-        """Tell the other ranks that the lanes whose end this one has not told go on no more."""
-        left = [lane for lane in range(len(self.turns)) if self.keeps(lane) and self.totals[lane] < 0]
-        if left and self._is_shared:
-            self.post_error(
-                left,
-                DatasetError(
-                    f"the loader of rank {self._rank} was closed, or its process ended, before its lanes did, and this "
-                    "rank's next batch needs them; leave an epoch after the same batch on all ranks"
-                ),
-            )
-
     # -- facts of all ranks ---------------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -130,6 +122,9 @@ class EpochLedger:
         if not self._is_shared:
             return
         messages = self._channel.read(self._topic, self._read)
+        left = [] if messages else [RemoteError(**json.loads(told)) for told in self._channel.read(_LEFT, 0)]
+        if left:
+            messages = self._channel.read(self._topic, self._read)  # what they told before they left
         self._read += len(messages)
         with self._lock:
             for message in messages:
@@ -141,6 +136,9 @@ class EpochLedger:
                     continue
                 for lane, offset, outputs, kind in np.frombuffer(zlib.decompress(message[1:]), "<i8").reshape(-1, 4):
                     self._take_in(int(lane), int(offset), int(outputs), int(kind))
+            for error in left:
+                for lane in np.flatnonzero((self._keepers == error.rank) & (self.totals < 0)).tolist():
+                    self._errors.setdefault(lane, (int(self.known[lane]), error))
 
     def _take_in(self, lane: int, offset: int, outputs: int, kind: int) -> None:
         if kind == _ANCHOR:
@@ -267,8 +265,8 @@ class EpochLedger:
         return Cursors(offsets, outputs, taken, in_tail=is_tail)
 
 
-def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], None], is_stopped: Callable[[], bool]) -> None:
-    """Wait until what other ranks have told, which ``look`` takes in, is enough.
+def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], object], is_stopped: Callable[[], bool]) -> None:
+    """Wait until what other ranks have told, which ``look`` takes in, is enough. It may say that this came nearer.
 
     Raises:
         LoaderClosedError: the pipeline is stopped.
@@ -277,11 +275,11 @@ def wait_for_ranks(is_enough: Callable[[], bool], look: Callable[[], None], is_s
     while not is_enough():
         if is_stopped():
             raise LoaderClosedError("the loader was closed while it waited for other ranks")
-        look()
+        is_nearer = look()
         if is_enough():
             return
+        pause_s = _POLL_S[0] if is_nearer else min(2 * pause_s, _POLL_S[1])
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S[1])
 
 
 class Ledgers:
@@ -309,15 +307,23 @@ class Ledgers:
 
     def find(self, order: str, epoch: int) -> EpochLedger | None:
         """The ledger of an epoch, if it has been opened."""
-        return self._ledgers.get((order, epoch))
+        with self._lock:
+            return self._ledgers.get((order, epoch))
 
     def close(self) -> None:
-        """Tell the other ranks what they will wait for in vain; does not wait long for a store that is gone."""
+        """Tell the other ranks that they wait for this one in vain; does not wait long for a store that is gone."""
+        channel = self._channel
+        if channel is None or self._world_size == 1:
+            return
+        error = DatasetError(_CLOSED.format(self._rank))
 
         def leave() -> None:
+            with self._lock:
+                ledgers = list(self._ledgers.values())
             with suppress(DatasetError):
-                for ledger in list(self._ledgers.values()):
-                    ledger.leave()
+                for ledger in ledgers:
+                    ledger.post()
+                channel.post(_LEFT, json.dumps(asdict(_in_transit(error, self._rank))).encode())
 
         with suppress(RuntimeError):  # the interpreter ends, and starts no more threads
             thread = threading.Thread(target=leave, name="penstock-leave", daemon=True)

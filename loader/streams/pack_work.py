@@ -147,7 +147,7 @@ class _Packing:
         for future, start in zip(self.units, self.cuts[:-1].tolist(), strict=True):
             try:
                 unit = future.result()
-            except CancelledError as exc:
+            except (CancelledError, LoaderClosedError) as exc:
                 raise LoaderClosedError("the loader was closed while a unit was being packed") from exc
             except Exception as exc:  # noqa: BLE001 - raised where the unit's first sequence is waited for
                 failed = exc

@@ -168,6 +168,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in counted)]),
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in replayed)]),
             np.concatenate([np.empty(0, np.int64), *(record.dropped for record in counted)]),
+            mixtures=set(map(frozenset, lists)),
             lost=sum(max(0, stop - start - rows) for (_, start, stop), rows in batches.items()),
             skipped=sum(_length_of_union(ranges) for ranges in skips.values()),
         ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,11 @@ class SourceAccount:
     replayed: int
     dropped: int = 0
 
+    @property
+    def flaws(self) -> int:
+        """How many samples did not come once."""
+        return self.missing + self.duplicated
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureAccount:
@@ -59,6 +65,11 @@ class LoggedSource:
     fingerprint: str
     samples: int
     per_epoch: int
+
+    @property
+    def data(self) -> tuple[str, int, int]:
+        """What its name stands for."""
+        return self.fingerprint, self.samples, self.per_epoch
 
 
 def read_sources(header: Any) -> list[LoggedSource]:
@@ -94,31 +105,67 @@ def account_mixture(
     replayed: IntArray,
     dropped: IntArray,
     *,
+    mixtures: Collection[Collection[LoggedSource]] = (),
     lost: int,
     skipped: int,
 ) -> MixtureAccount:
-    """Count the keys that were handed out, those that were handed out again, and those that were dropped."""
-    ends = _edges(sources)[1:]
-    source_of = np.searchsorted(ends, counted & _ID_MASK, side="right")
-    dropped_of = np.searchsorted(ends, dropped & _ID_MASK, side="right")
-    again_of = np.searchsorted(ends, replayed & _ID_MASK, side="right")
-    accounts = []
-    for number, source in enumerate(sources):
-        own, gone = counted[source_of == number], dropped[dropped_of == number]
-        keys = np.concatenate([own, gone])
+    """Count the keys that were handed out, those that were handed out again, and those that were dropped.
+
+    ``mixtures``: the sources that the logs' mixtures had. Two of the same data of which none had both are one that got
+    another name, if it went on where it was.
+    """
+    parts = zip(*(_keys_of(sources, keys) for keys in (counted, dropped, replayed)), strict=True)
+    accounts: list[SourceAccount] = []
+    places: defaultdict[Any, dict[int, tuple[list[LoggedSource], _Keys]]] = defaultdict(dict)
+    for source, (own, gone, again) in zip(sources, parts, strict=True):
+        keys = _Keys(own, gone, again)
+        account = keys.account(source)
+        of_data = places[source.data]
+        for place, (names, before) in of_data.items():
+            if any(source in mixture and name in mixture for mixture in mixtures for name in names):
+                continue
+            joined = before.join(keys)
+            as_one = joined.account(source)
+            if as_one.flaws <= account.flaws + accounts[place].flaws:
+                accounts[place], of_data[place] = as_one, ([*names, source], joined)
+                break
+        else:
+            of_data[len(accounts)] = [source], keys
+            accounts.append(account)
+    return MixtureAccount(sources=accounts, lost=lost, skipped=skipped)
+
+
+def _keys_of(sources: Sequence[LoggedSource], keys: IntArray) -> list[IntArray]:
+    """The keys of each source, with ids of its own."""
+    edges = _edges(sources)
+    source_of = np.searchsorted(edges[1:], keys & _ID_MASK, side="right")
+    return [keys[source_of == number] - edges[number] for number in range(len(sources))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What was handed out of a source, dropped, and handed out again."""
+
+    own: IntArray
+    gone: IntArray
+    again: IntArray
+
+    def join(self, other: _Keys) -> _Keys:
+        pairs = zip((self.own, self.gone, self.again), (other.own, other.gone, other.again), strict=True)
+        return _Keys(*map(np.concatenate, pairs))
+
+    def account(self, source: LoggedSource) -> SourceAccount:
+        keys = np.concatenate([self.own, self.gone])
         unique = np.unique(keys)
         epochs = unique >> KEY_BITS
         first, last = (int(epochs[0]), int(epochs[-1])) if len(epochs) else (0, 0)
-        accounts.append(
-            SourceAccount(
-                name=source.name,
-                samples=source.per_epoch,
-                delivered=len(own),
-                dropped=len(gone),
-                epochs=last - first + 1 if len(epochs) else 0,
-                missing=(last - first) * source.per_epoch - int(np.count_nonzero(epochs < last)),
-                duplicated=len(keys) - len(unique),
-                replayed=int(np.count_nonzero(again_of == number)),
-            )
+        return SourceAccount(
+            name=source.name,
+            samples=source.per_epoch,
+            delivered=len(self.own),
+            dropped=len(self.gone),
+            epochs=last - first + 1 if len(epochs) else 0,
+            missing=(last - first) * source.per_epoch - int(np.count_nonzero(epochs < last)),
+            duplicated=len(keys) - len(unique),
+            replayed=len(self.again),
         )
-    return MixtureAccount(sources=accounts, lost=lost, skipped=skipped)

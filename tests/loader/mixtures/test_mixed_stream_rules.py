@@ -58,23 +58,49 @@ def assert_each_once_an_epoch(batches: Any, source: int, ids: range) -> None:
     assert Counter(counts[i] for i in ids) == Counter({times: len(ids) - rest, times + 1: rest})
 
 
-def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(rows: dict[str, Manifest]) -> None:
-    first, state = run_leg(mix(rows, "ab"), 2, 9, None, batch_size=4, **OPTIONS)
+def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(
+    rows: dict[str, Manifest], tmp_path: Path
+) -> None:
+    first, state = run_leg(mix(rows, "ab"), 2, 9, None, batch_size=4, audit_dir=tmp_path, **OPTIONS)
     with pytest.warns(MixtureChangedWarning, match="'c' is new"):
-        second, state = run_leg(mix(rows), 3, 7, state, batch_size=4)
+        second, state = run_leg(mix(rows), 3, 7, state, batch_size=4, audit_dir=tmp_path)
     with pytest.warns(MixtureChangedWarning, match="'a' is left out after"):
-        without, state = run_leg(mix(rows, "bc"), 1, 5, state, batch_size=9)
+        without, state = run_leg(mix(rows, "bc"), 1, 5, state, batch_size=9, audit_dir=tmp_path)
     renamed = Mixture(
         {"x": Source(rows["a"], keep=ODD), "b": Source(rows["b"]), "c": Source(rows["c"], keep=ODD)}, stop="never"
     )
     with pytest.warns(MixtureChangedWarning, match="'a' is now 'x'"):
-        third, state = run_leg(renamed, 2, 12, state, batch_size=5)
+        third, state = run_leg(renamed, 2, 12, state, batch_size=5, audit_dir=tmp_path)
     moved = [(epoch, [(k + 1, output) for k, output in batch]) for epoch, batch in without]
     every = [*first, *second, *moved, *third]
     assert_each_once_an_epoch(every, 0, range(1, SIZES["a"], 2))
     assert_each_once_an_epoch(every, 1, range(SIZES["b"]))
     assert_each_once_an_epoch(every, 2, range(1, SIZES["c"], 2))
     assert [source["taken"] for source in state["sources"]] == [counts_of(every, k).total() for k in range(3)]
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert report.mixture is not None
+    accounts = {source.name: source for source in report.mixture.sources}
+    assert {name: account.delivered for name, account in accounts.items()} == {
+        name: counts_of(every, k).total() for k, name in enumerate("xbc")
+    }
+    epochs, even = accounts["x"].delivered // 30, 31
+    assert epochs * even <= accounts["x"].dropped <= (epochs + 1) * even
+
+
+@pytest.mark.parametrize("filtered", ["", "ab"])
+def test_a_source_left_out_some_epochs_ago_comes_back(rows: dict[str, Manifest], filtered: str) -> None:
+    options: dict[str, Any] = {"filtered": filtered, "stop": "first_exhausted"}
+    first, state = run_leg(mix(rows, "ab", **options), 1, 2, None, batch_size=6, **OPTIONS)
+    with pytest.warns(MixtureChangedWarning, match="'b' is left out"):
+        alone, state = run_leg(mix(rows, "a", **options), 1, 25, state, batch_size=6)
+    assert alone[-1][0] > 1
+    more, state = run_leg(mix(rows, "a", **options), 1, 3, state, batch_size=6)
+    with pytest.warns(MixtureChangedWarning, match="'b' is back after 6 samples"):
+        last, state = run_leg(mix(rows, "ab", **options), 1, 30, state, batch_size=6)
+    every = [*first, *alone, *more, *last]
+    for number, name in enumerate("ab"):
+        assert_each_once_an_epoch(every, number, range(int(bool(filtered)), SIZES[name], 1 + bool(filtered)))
 
 
 def test_what_drops_in_a_source_cannot_change_within_a_run(rows: dict[str, Manifest]) -> None:
@@ -89,6 +115,10 @@ def test_what_drops_in_a_source_cannot_change_within_a_run(rows: dict[str, Manif
             pytest.raises(StateMismatchError, match=message),
         ):
             loader.load_state_dict(state)
+    anew = Mixture({"all of a": Source(rows["a"]), "b": Source(rows["b"])}, stop="never")
+    with pytest.warns(MixtureChangedWarning, match="'all of a' is new; 'a' is left out"):
+        batches, _ = run_leg(anew, 1, 20, state, batch_size=6)
+    assert_each_once_an_epoch(batches, 0, range(SIZES["a"]))
 
 
 def test_a_damaged_state_of_a_source_is_refused(rows: dict[str, Manifest]) -> None:
@@ -211,6 +241,18 @@ def test_what_a_filter_raises_names_source_and_sample_after_the_same_batch_on_al
             assert "sample 33 of source 'a'" in notes
             counts.add(len(got))
     assert len(counts) == 1
+
+
+def test_a_rank_that_left_before_a_source_began_is_not_waited_for(rows: dict[str, Manifest]) -> None:
+    sources = {"b": Source(rows["b"], weight=1), "a": Source(rows["a"], weight=0, keep=ODD)}
+
+    def read(loader: DistributedDataLoader) -> int:
+        return sum(1 for _ in itertools.islice(loader, 2 if loader.rank else 400))
+
+    mixture = Mixture(sources, schedule={1200: {"a": 1}}, stop="never")
+    stays, left = ThreadRanks(2, mixture, batch_size=3, **OPTIONS).run(read)
+    assert left == 2
+    assert "the loader of rank 1 was closed" in str(stays)
 
 
 def test_random_numbers_and_values_are_the_same_on_any_ranks(rows: dict[str, Manifest]) -> None:
