@@ -142,7 +142,8 @@ def double_label(sample: dict[str, Any]) -> dict[str, Any]:
 def _loader(url: str, options: Options, **more: Any) -> DistributedDataLoader:
     if options:
         more["storage_options"] = dict(options)
-    return DistributedDataLoader(url, batch_size=BATCH, rank=0, world_size=1, **more)
+    # Without tuning, which starts threads within its bounds at any time.
+    return DistributedDataLoader(url, batch_size=BATCH, rank=0, world_size=1, autotune=False, **more)
 
 
 def epochs(url: str, options: Options, **more: Any) -> Round:

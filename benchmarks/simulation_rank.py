@@ -29,6 +29,8 @@ def main() -> None:
         decode=None,
         storage_options=job["options"],
         cache_dir=None,
+        fetch_threads=16,  # as many as simulated ranks have, which do not tune themselves
+        autotune=False,
     ) as loader:
         dist.all_reduce(flag)
         started = ended = time.perf_counter()

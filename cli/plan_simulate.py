@@ -79,7 +79,7 @@ class SimulationArguments(PlanDataArguments):
     """With --simulate: a rank's memory_limit; as the loader chooses it if not given."""
 
     threads: int = 16
-    """With --simulate: requests that a rank has in flight at most; the loader's 16, or 4 for a local disk."""
+    """With --simulate: a rank's requests in flight: 16, or 4 of a local disk, until a loader tunes itself."""
 
     decode_rate: float = 0.0
     """With --simulate: samples a second that one rank decodes on all its threads, 0 where that costs nothing."""
