@@ -299,6 +299,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             common,
             partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
+        if share.world_size > 1:  # before what may fail on one rank alone: loaders are counted
+            self._resources.calls = Calls(self._manifest.fingerprint, share.world_size if mesh is None else mesh.size())
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir,
@@ -312,7 +314,6 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
             )
         if share.world_size > 1:
-            self._resources.calls = Calls(self._manifest.fingerprint, share.world_size if mesh is None else mesh.size())
             self._resources.join_peers()
 
     def __iter__(self) -> Iterator[BatchT]:
