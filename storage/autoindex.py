@@ -48,12 +48,15 @@ def parse_index(page: bytes) -> list[str] | None:
     if text.lstrip().startswith("["):
         try:
             return [entry["name"] + ("/" if entry["type"] == "directory" else "") for entry in json.loads(text)]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
     if "<" not in text[:1000]:
         return None
     parser = _Links()
-    parser.feed(text)
+    try:
+        parser.feed(text)
+    except AssertionError:  # what html.parser has for a markup declaration that is none
+        return None
     if not parser.title.strip().lower().startswith(("index of", "directory listing")):
         return None
     names: list[str] = []
