@@ -17,6 +17,8 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 2_000_000  # of all braces of a pattern together
 _MOST_DIGITS = 18
 _MAGIC = re.compile(r"[*?\[]")
+# In a translated glob: a star, and what lies between it and the part's next star, without a set, which may fit a slash.
+_STAR_BEFORE_STAR = re.compile(r"\[\^/\]\*((?:\\.|\[\^/\](?!\*)|[^\\\[\](){}*+?|/])+)(?=\[\^/\]\*)")
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -90,11 +92,19 @@ def match_glob(glob: str, objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
         ConfigError: ``**`` is not a part of its own.
     """
     try:
-        fits = re.compile(glob_translate(glob.rstrip("/"))).match
+        fits = re.compile(_without_backtracking(glob_translate(glob.rstrip("/")))).match
     except (ValueError, re.error) as exc:
         raise ConfigError(f"{glob}: not a glob ({exc}); write ** between slashes, as in data/**/*.parquet") from exc
     matches = [] if glob.endswith("/") else [info for info in objects if fits(info.key)]
     return matches or [info for info in objects if any(fits(folder) for folder in _folders(info.key))]
+
+
+def _without_backtracking(regex: str) -> str:
+    """The same language: what follows a star may be taken where it first fits, since the next star takes the rest.
+
+    Else a name of many repeats takes a time that grows with the power of the number of stars.
+    """
+    return _STAR_BEFORE_STAR.sub(r"(?>[^/]*?\1)", regex)
 
 
 def _folders(key: str) -> list[str]:

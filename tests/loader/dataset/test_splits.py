@@ -18,6 +18,9 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.utils import glob_translate
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import DistributedDataLoader, open_manifest, verify
 from penstock.loader import ConfigError, DatasetError, StateMismatchError
@@ -210,6 +213,22 @@ def test_a_state_of_one_split_is_refused_by_another(bucket: Bucket) -> None:
 def test_globs_fit_whole_keys_part_by_part(glob: str, expected: list[str]) -> None:
     objects = [ObjectInfo(key, 1) for key in ("a/b/x-2.tar", "a/x-1.tar", "x-0.tar", "x-1.tar")]
     assert [info.key for info in match_glob(glob, objects)] == expected
+
+
+@given(glob=st.text("ab*?[]!./-^+(", max_size=12), keys=st.lists(st.text("ab/.-!^+([", max_size=10), min_size=1))
+def test_globs_fit_what_their_plain_translation_fits(glob: str, keys: list[str]) -> None:
+    try:
+        fits = re.compile(glob_translate(glob)).match
+    except (ValueError, re.error):
+        return
+    objects = [ObjectInfo(key, 1) for key in dict.fromkeys(keys) if fits(key)]
+    if objects and not glob.endswith("/"):
+        others = [ObjectInfo(key, 1) for key in dict.fromkeys(keys) if not fits(key)]
+        assert match_glob(glob, [*others, *objects]) == objects
+
+
+def test_many_stars_and_a_name_of_repeats_take_no_time() -> None:
+    assert match_glob("*a" * 19 + "b", [ObjectInfo("a" * 200, 1)]) == []
 
 
 def test_a_glob_lists_its_longest_fixed_prefix_and_refuses_what_fits_nothing(bucket: Bucket) -> None:
