@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .errors import ConfigError, StateMismatchError
+from .errors import StateMismatchError
 from .order.cursors import Cursors
 from .order.plan import lane_offsets, lane_sizes, lane_turns
 from .order.state import PACKING, LoaderState
 from .pipeline.delivery_queue import Delivery
 from .position import Position
 from .streams.assembler import order_key
-from .streams.ledger import Ledgers
+from .uncounted import UncountedPosition
 
 FILTER = "filter"
-_NO_NUMBER = (
-    "a loader that drops or packs samples has no number of batches: what is made of them is known once it is read"
-)
 
 
-class StreamPosition(Position):
+class StreamPosition(UncountedPosition, Position):
     """As ``Position``, where only reading tells how many batches an epoch has: each batch says whether it is the last.
 
-    Mutable state besides: whether the epoch has ended, and the cursors of the position where a pipeline began.
+    Mutable state besides: the cursors of the position where a pipeline began.
     """
 
-    drops_samples = True
+    who = "a loader that drops or packs samples"
 
-    def __init__(self, *args: Any, ledgers: Ledgers, packing: tuple[str, int] | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, packing: tuple[str, int] | None = None, **options: Any) -> None:
         """``packing`` is what decides how documents are packed, and how many samples are packed together."""
         super().__init__(*args, **options)
         self._packing = packing
-        self.ledgers = ledgers
-        self._has_ended = False
         self._began: tuple[int, int, Cursors] | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        raise TypeError(_NO_NUMBER)
-
-    @property
-    def steps_left(self) -> int:
-        raise TypeError(_NO_NUMBER)
-
-    @property
-    def upcoming(self) -> tuple[int, int]:
-        return (self.epoch + 1, 0) if self._has_ended else (self.epoch, self.consumed)
 
     def follows(self, item: Delivery) -> bool:
         if item.batch is None and (item.epoch, item.start) == (self.epoch, self.consumed):
@@ -57,37 +40,7 @@ class StreamPosition(Position):
 
     def take(self, item: Delivery) -> None:
         super().take(item)
-        self._has_ended = item.is_last
         self.ledgers.forget(item.epoch)
-
-    def save(self) -> tuple[Any, ...]:
-        return (*super().save(), self._has_ended)
-
-    def restore(self, saved: tuple[Any, ...]) -> None:
-        *others, self._has_ended = saved
-        super().restore(tuple(others))
-
-    def begin_pass(self) -> bool:
-        moved = super().begin_pass()
-        self._has_ended = False
-        return moved
-
-    def set_epoch(self, epoch: int) -> bool:
-        stays = self.is_loaded and epoch == self.epoch
-        moved = super().set_epoch(epoch)
-        self._has_ended = self._has_ended and stays
-        return moved
-
-    def skip_end(self) -> None:
-        super().skip_end()
-        self._has_ended = False
-
-    def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
-        if steps:
-            raise ConfigError(
-                f"skip_batches({steps}) of a loader that drops or packs samples: which samples these batches have is "
-                "known only by reading them; take them from an iterator instead"
-            )
 
     def cursors(self) -> Cursors:
         """Where each lane stands, before the next batch."""

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -195,26 +194,8 @@ def serve_s3_to_all_workers(run_folder: Path) -> Iterator[str]:
 @pytest.fixture
 def s3_url(s3_endpoint: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(the URL of a new, empty bucket, its storage_options)."""
+    from penstock.benchmarks.s3_server import make_bucket
+
     name = f"penstock-{uuid4().hex[:12]}"
     make_bucket(name, s3_endpoint)
     return f"s3://{name}", dict(s3_endpoint)
-
-
-def make_bucket(name: str, options: dict[str, Any]) -> None:
-    """Create a bucket: a PUT of its URL, signed by obstore, which has no call for it."""
-    import urllib.request
-    from datetime import timedelta
-
-    import obstore
-    from obstore.store import S3Store
-
-    client = S3Store(
-        name,
-        endpoint=options["endpoint"],
-        access_key_id=options["access_key"],
-        secret_access_key=options["secret_key"],
-        region="us-east-1",
-        client_options={"allow_http": urlsplit(options["endpoint"]).scheme == "http"},
-    )
-    url = obstore.sign(client, "PUT", "", timedelta(minutes=1))
-    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=20).close()

@@ -49,6 +49,7 @@ FLOORS = {
         {"error_arguments", "tuning_arguments"},
         {"streams"},
         {"group_arguments", "position", "resources"},
+        {"uncounted"},
         {"mixtures"},
         {"passes", "stream_position"},
         {"assembly"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,15 +18,11 @@ from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import order_key
 from ..streams.ledger import EpochLedger, Ledgers
 from ..streams.plain_ledger import PlainLedger
+from ..uncounted import UncountedPosition
 from .epochs import EpochPlace, Place
 from .position import MixturePosition
 from .resuming import refuse_other_stream, yields_alike
 from .sources import OpenSource
-
-_NO_NUMBER = (
-    "a mixture with sources that drop or pack samples has no number of batches: what is made of them is known once it "
-    "is read"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +34,16 @@ class StreamPlace(Place):
     cursors: tuple[Cursors, ...]
 
 
-class MixedStreamPosition(MixturePosition):
+class MixedStreamPosition(UncountedPosition, MixturePosition):
     """As ``MixturePosition``; batches tell where sources are after them, and whether they are an epoch's last.
 
-    Mutable state besides: the laps at the beginnings of the epochs that are known, and here; whether the epoch has
-    ended; and of each source, the last cursors that were asked for.
+    Mutable state besides: the laps at the beginnings of the epochs that are known, and here; and of each source, the
+    last cursors that were asked for.
     """
 
-    drops_samples = True
+    who = "a mixture with sources that drop or pack samples"
 
-    def __init__(self, *args: Any, ledgers: Ledgers, **options: Any) -> None:
-        self.ledgers = ledgers
-        self._has_ended = False
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._laps: tuple[Lap, ...] = tuple(Lap() for _ in self._sources)
         self._starts = {0: self._laps}
@@ -66,21 +60,8 @@ class MixedStreamPosition(MixturePosition):
             f"epochs before it are read, and the last one known is {max(self._epochs)}; read on"
         )
 
-    @property
-    def steps_per_epoch(self) -> int:
-        raise TypeError(_NO_NUMBER)
-
-    @property
-    def steps_left(self) -> int:
-        raise TypeError(_NO_NUMBER)
-
-    @property
-    def upcoming(self) -> tuple[int, int]:
-        return (self.epoch + 1, 0) if self._has_ended else (self.epoch, self.consumed)
-
     def take(self, item: Delivery) -> None:
         super().take(item)
-        self._has_ended = item.is_last
         if item.laps is None:  # an epoch's end, which its last batch told already
             return
         self._laps = tuple(item.laps)
@@ -92,36 +73,18 @@ class MixedStreamPosition(MixturePosition):
             self.ledgers.forget(start.epoch, self._key(number))
 
     def save(self) -> tuple[Any, ...]:
-        return (*super().save(), self._has_ended, self._laps)
+        return (*super().save(), self._laps)
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        *others, self._has_ended, self._laps = saved
+        *others, self._laps = saved
         super().restore(tuple(others))
 
-    def begin_pass(self) -> bool:
-        moved = super().begin_pass()
-        self._has_ended = False
-        return moved
-
     def set_epoch(self, epoch: int) -> bool:
-        stays = self.is_loaded and epoch == self.epoch
         is_back = epoch < self.epoch
         moved = super().set_epoch(epoch)
-        self._has_ended = self._has_ended and stays
         if is_back:
             self._starts = {number: laps for number, laps in self._starts.items() if number <= epoch}
         return moved
-
-    def skip_end(self) -> None:
-        super().skip_end()
-        self._has_ended = False
-
-    def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
-        if steps:
-            raise ConfigError(
-                f"skip_batches({steps}) of a mixture with sources that drop or pack samples: which samples these "
-                "batches have is known only by reading them; take them from an iterator instead"
-            )
 
     def _stand(self, epoch: int, start: Cursor, here: Cursor, is_loaded: bool) -> None:
         super()._stand(epoch, start, here, is_loaded)
