@@ -22,7 +22,8 @@ from ..streams.deal import find_dropped, ids_in, spread
 from ..streams.epoch_supply import EpochSupply
 from ..streams.feed import LaneOutputs
 from ..streams.packed_batch import PackedUnit
-from ..streams.work import WindowWork, pick_rows
+from ..streams.row_reader import pick_rows
+from ..streams.work import WindowWork
 from .batch import MixedBatch, ReadySamples
 from .packed import MixedPackedBatch
 from .sources import OpenSources

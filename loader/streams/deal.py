@@ -14,7 +14,8 @@ from ..order.plan import Share
 from ..order.spans import Span
 from ..pipeline.assembler import cut_step
 from .feed import LaneOutputs
-from .work import Collected, StepRows, WindowWork, pick_rows
+from .row_reader import pick_rows
+from .work import Collected, StepRows, WindowWork
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 Dealt = tuple[UnfinishedBatch, IntArray, int]

@@ -23,7 +23,8 @@ from ..pipeline.assembler import Equipment
 from ..reading.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 from .packed_batch import PackedUnit, count_packed, start_batches
-from .work import Collected, PendingYield, Ready, RowReader, StepRows, Yield, pick_rows
+from .row_reader import RowReader, pick_rows
+from .work import Collected, PendingYield, Ready, StepRows, Yield
 
 _NONE: IntArray = np.empty(0, np.int64)
 

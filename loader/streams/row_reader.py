@@ -1,0 +1,145 @@
+"""Rows of chunks that a stream asks for: which of them its sieve keeps, and their columns, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..columns import Block, IntArray
+from ..decoding.byte_views import Lend
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import Rows, gather
+from ..decoding.row_errors import describe_row
+from ..order.spans import ChunkRows
+from ..pipeline.assembler import Equipment
+from ..reading.quarantine import ReplacesChunks
+from .keep import BoolArray, Sieve
+
+
+class RowReader:
+    """Gathers rows of chunks, the ``columns`` of batches, as soon as the chunks are there. The assembler thread's."""
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        quarantine: ReplacesChunks,
+        sieve: Sieve | None,
+        columns: Sequence[str] | None,
+        *,
+        by_units: bool = False,
+        flat: Sequence[str] = (),
+        skips: bool = False,
+    ) -> None:
+        """``by_units``: several rows are always asked for together. ``flat``: see ``gather``.
+
+        ``skips``: rows of bad chunks are not kept.
+        """
+        self._skips = skips
+        self._equipment = equipment
+        self._quarantine = quarantine
+        self._sieve = sieve
+        self._columns = columns
+        self._by_units = by_units
+        self._flat = flat
+
+    def sift(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Sifted:
+        """Which of ``count`` inputs the sieve keeps."""
+        chunks, rows = np.empty((2, count), np.int64)
+        for group in groups:
+            chunks[group.targets], rows[group.targets] = group.chunk, group.rows
+        if self._sieve is None:
+            return Sifted(None, np.arange(count, dtype=np.int64), chunks, rows)
+        looked = self._gather(groups, count, self._sieve.decoders, self._sieve.columns, None, (), epoch)
+        kept = np.flatnonzero(self._ask(self._sieve, looked) & self.are_read(looked))
+        return Sifted(self.inputs(looked), kept, chunks[kept], rows[kept])
+
+    def inputs(self, rows: Rows) -> IntArray:
+        """The ids of gathered inputs."""
+        return rows.planned_ids if self._skips else rows.ids
+
+    def are_read(self, rows: Rows) -> BoolArray:
+        """(n,) bool: which rows stay; those of a bad chunk, in whose place others were read, are skipped."""
+        stays: BoolArray = rows.planned_ids == rows.ids if self._skips else np.ones(len(rows.ids), np.bool_)
+        return stays
+
+    def _ask(self, sieve: Sieve, rows: Rows) -> BoolArray:
+        try:
+            return sieve.holds(rows)
+        except Exception as exc:
+            if len(rows.ids) == 1:
+                exc.add_note(f"in keep= of {describe_row(0, rows, self._equipment.source.manifest)}")
+            elif self._by_units:
+                for row in range(len(rows.ids)):
+                    self._ask(sieve, rows.cut(row, row + 1))
+            raise  # else whoever asked about several asks about each
+
+    def gather(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Rows:
+        """The rows of ``groups`` as batches have them, in the order of their targets. Raises where reading fails.
+
+        With ``epoch``, bad samples are counted.
+        """
+        leases = self._equipment.leases
+        lend = None if leases is None else leases.lend
+        return self._gather(groups, count, self._equipment.maker.decoders, self._columns, lend, self._flat, epoch)
+
+    def _gather(
+        self,
+        groups: Sequence[ChunkRows],
+        count: int,
+        decoders: FieldDecoders,
+        columns: Sequence[str] | None,
+        lend: Lend | None,
+        flat: Sequence[str],
+        epoch: int | None,
+    ) -> Rows:
+        by_chunk = {group.chunk: group for group in groups}
+
+        def opened() -> Iterator[tuple[ChunkRows, Block]]:
+            for chunk, loaded in self._equipment.reader.take(list(by_chunk)):
+                if isinstance(loaded, Block):
+                    group, block = by_chunk[chunk], loaded
+                else:
+                    group, block = self._quarantine.replace(by_chunk[chunk], loaded, epoch)
+                yield group, _narrow(block, columns)
+
+        rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend, flat)
+        if columns is None:
+            return rows
+        return replace(rows, fields={name: values for name, values in rows.fields.items() if name in columns})
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """Inputs that are kept, (kept,) each: their ``places`` among all, ``chunks`` and ``rows``.
+
+    ``ids`` (inputs,) are all inputs' sample ids, None where only gathering tells them.
+    """
+
+    ids: IntArray | None
+    places: IntArray
+    chunks: IntArray
+    rows: IntArray
+
+
+def _narrow(block: Block, columns: Sequence[str] | None) -> Block:
+    """The block without columns that are not asked for."""
+    if columns is None:
+        return block
+    wanted = {name: column for name, column in block.columns.items() if name in columns}
+    records = tuple(packed for packed in block.records if any(name in columns for name in packed.names))
+    return Block(block.samples, block.nbytes, wanted, records)
+
+
+def pick_rows(chunks: IntArray, rows: IntArray) -> list[ChunkRows]:
+    """Rows of chunks, (n,) each, grouped by chunk: row i goes to target i; in order of first use."""
+    by_chunk = np.argsort(chunks, kind="stable")
+    sorted_chunks = chunks[by_chunk]
+    starts = np.flatnonzero(np.diff(sorted_chunks, prepend=-1)).tolist()
+    groups = [
+        ChunkRows(int(sorted_chunks[low]), rows[by_chunk[low:high]], by_chunk[low:high])
+        for low, high in zip(starts, [*starts[1:], len(chunks)], strict=True)
+    ]
+    groups.sort(key=lambda group: int(group.targets[0]))
+    return groups
