@@ -80,6 +80,10 @@ def rest_a_moment(sample: Sample) -> Sample:
     return sample
 
 
+def rest_and_name_the_process(sample: Sample) -> Sample:
+    return rest_a_moment(sample) | {"process": os.getpid()}
+
+
 def reverse_bytes(data: bytes) -> bytes:
     return data[::-1]
 

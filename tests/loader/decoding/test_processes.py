@@ -117,10 +117,14 @@ def test_images_decoded_by_processes_are_those_of_threads(images):
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_while_it_is_waited_for_and_then_an_error(tars, monkeypatch):
     monkeypatch.setattr(worker_process, "STOPPED_S", 3.0)
-    with DistributedDataLoader(tars, batch_size=16, transform=row_functions.rest_a_moment, processes=2) as loader:
+    naming = row_functions.rest_and_name_the_process
+    with DistributedDataLoader(tars, batch_size=16, transform=naming, processes=2) as loader:
+        workers: set[int] = set()
+        while len(workers) < 2:  # both have started
+            workers.update(*(batch["process"].tolist() for batch in loader))
         batches = iter(loader)
         next(batches)
-        for worker in children():
+        for worker in workers:
             os.kill(worker, signal.SIGSTOP)
         told: list[str] = []
         watched, has_ended = re.compile(r"samples \d.*; stopped worker processes, .*kill -CONT \d+"), threading.Event()
