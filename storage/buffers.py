@@ -21,27 +21,22 @@ from typing import Any
 
 # Smaller ones are taken from malloc, which reuses them well.
 LEAST_BYTES = 1 << 20
-_HUGE_BYTES = 2 << 20  # a huge page of x86-64, and of most other machines
 _STEPS = 16  # sizes within a power of two; a buffer is at most a sixteenth larger than what is asked for
 _FITS = 2  # sizes above the one that is asked for, which also serve it
 
 
 class _Region:
-    """Memory of one size: private, so that what a forked child sees of it is not written to by its parent."""
+    """Memory of one size: private, so that what a forked child sees of it is not written to by its parent.
 
-    __slots__ = ("capacity", "memory", "start")
+    Not of huge pages: where memory is full of cached files, as on a machine that reads data, the kernel first moves
+    these about to find room for each, which costs several times what is saved.
+    """
+
+    __slots__ = ("capacity", "memory")
 
     def __init__(self, capacity: int) -> None:
-        import numpy as np  # not at the start: the command line need not wait for it
-
-        # Room to begin at a huge page, which older kernels do not see to. What is never touched takes no memory.
-        self.memory = mmap.mmap(-1, capacity + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.capacity = capacity
-        self.start = -np.frombuffer(self.memory, np.uint8).ctypes.data % _HUGE_BYTES
-        whole_pages = capacity // _HUGE_BYTES * _HUGE_BYTES  # none that reaches past the end
-        if whole_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                self.memory.madvise(mmap.MADV_HUGEPAGE, self.start, whole_pages)
 
 
 class _Loan(weakref.ref[Any]):
@@ -95,7 +90,7 @@ class Buffers:
         Raises:
             MemoryError: the system has no more.
         """
-        import numpy as np
+        import numpy as np  # not at the start: the command line need not wait for it
 
         if nbytes < LEAST_BYTES:
             return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]
@@ -107,7 +102,7 @@ class Buffers:
                 region = _Region(capacity)
             except OSError as exc:
                 raise MemoryError(f"no memory for a buffer of {nbytes:,} bytes: {exc.strerror}") from exc
-        exporter: Any = np.frombuffer(region.memory, np.uint8, nbytes, region.start)
+        exporter: Any = np.frombuffer(region.memory, np.uint8, nbytes)
         loan = _Loan(exporter, self._came_back)
         loan.region = region
         self._loans[id(loan)] = loan

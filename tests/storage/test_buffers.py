@@ -47,7 +47,7 @@ KEEPERS: dict[str, Callable[[Any], Any]] = {
     "an array over the exporter": lambda view: np.asarray(view.obj).view(np.uint32)[3:9],
     "a tensor": lambda view: torch.from_numpy(np.frombuffer(view, np.uint8)),
     "a tensor over the view": lambda view: torch.frombuffer(view, dtype=torch.uint8)[100:200],
-    "a tensor by DLPack": lambda view: torch.from_dlpack(np.frombuffer(view.obj, np.uint8)),
+    "a tensor by DLPack": lambda view: torch.utils.dlpack.from_dlpack(np.frombuffer(view.obj, np.uint8)),
     "an Arrow buffer": lambda view: pa.py_buffer(view).slice(100),
     "an Arrow array": lambda view: pa.Array.from_buffers(pa.uint8(), 1000, [None, pa.py_buffer(view)])[10:],
     "an Arrow array sent by C": lambda view: pa.array(
