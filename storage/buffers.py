@@ -54,7 +54,7 @@ class Allowance:
         buffers._allowed[id(self)] = 0
 
     def set(self, nbytes: int) -> None:
-        """Change it. Idle buffers above a smaller one go with the next buffer that is taken or comes back."""
+        """Change it. Idle buffers above a smaller one go with the next buffer that is taken."""
         allowed = self._buffers._allowed
         if id(self) in allowed:  # not closed
             allowed[id(self)] = max(0, nbytes)
@@ -123,11 +123,16 @@ class Buffers:
         return sum(loan.region.capacity for loan in self._loans.copy().values())
 
     def _came_back(self, loan: weakref.ref[Any]) -> None:
-        """Called when an exporter is deallocated, wherever that happens."""
+        """Called when an exporter is deallocated, wherever that happens.
+
+        What it held was counted until now, and its owner's budget learns later that it is not. So it is kept, which
+        takes no more memory than before, until the next buffer is taken from that budget.
+        """
         assert isinstance(loan, _Loan)
         self._loans.pop(id(loan), None)
         self._idle.setdefault(loan.region.capacity, deque()).append(loan.region)
-        self._trim()
+        if not self._allowed:
+            self._trim()
 
     def _find(self, capacity: int) -> _Region | None:
         for _ in range(1 + _FITS):

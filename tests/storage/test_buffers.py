@@ -96,15 +96,17 @@ def test_idle_memory_stays_within_the_allowances(buffers: Buffers) -> None:
     first.set(2 * size)
     second.set(size)
     held = [fill(buffers, value) for value in range(9)]
-    del held
+    held.clear()
+    assert buffers.idle_bytes == 9 * size  # as much as was held
+    held.append(fill(buffers, 1))
     assert buffers.idle_bytes == 3 * size
     second.close()
     second.set(1 << 30)  # closed: of no effect
     assert buffers.idle_bytes == 2 * size
     first.set(size)
-    fill(buffers, 1)
+    held.append(fill(buffers, 1))
     assert buffers.idle_bytes == size
-    del first  # without closing it
+    del first, held  # without closing it
     assert buffers.idle_bytes == 0
 
 
