@@ -29,7 +29,7 @@ from pathlib import Path
 import xxhash
 
 from .errors import AccessDeniedError, CacheFullError
-from .files import try_flock, write_all
+from .files import read_at, try_flock, write_all
 from .own_folder import OwnFolder
 
 _LOG = logging.getLogger(__name__)
@@ -284,15 +284,9 @@ def _read_entry(fd: int, file_bytes: int, name: str) -> tuple[memoryview | None,
     size = file_bytes - _TRAILER.size
     if size < 0:
         return None, b""
-    parts: list[bytes] = []
-    got = 0
-    while got < file_bytes:
-        part = os.pread(fd, min(file_bytes - got, 1 << 30), got)
-        if not part:
-            return None, b""
-        parts.append(part)
-        got += len(part)
-    raw = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+    raw = read_at(fd, 0, file_bytes)
+    if len(raw) < file_bytes:
+        return None, b""
     magic, length, digest = _TRAILER.unpack(raw[size:])
     data = raw[:size]
     if magic != _MAGIC or length != size or digest != _digest(data, name):

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from .buffers import BUFFERS, LEAST_BYTES
 from .store import byte_view
 
 # A killed writer leaves at most one file whose name starts like this.
 TEMPORARY_PREFIX = ".penstock-put-"
 NEW_FILE_MODE = 0o666
-# Linux writes at most 2 GiB less a page per call.
-_WRITE_BYTES = 1 << 30
+# Linux reads and writes at most 2 GiB less a page per call.
+_MOST_BYTES = 1 << 30
 _POLL_S = (0.001, 0.02)
 
 AnyPath = str | os.PathLike[str]
@@ -73,7 +74,19 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     """Write all bytes of ``data``, whatever its item type."""
     rest = byte_view(data)
     while rest:
-        rest = rest[os.write(fd, rest[:_WRITE_BYTES]) :]
+        rest = rest[os.write(fd, rest[:_MOST_BYTES]) :]
+
+
+def read_at(fd: int, start: int, nbytes: int) -> memoryview:
+    """Bytes of a file, read-only; fewer where it ends. No lock of Python is held while the kernel copies."""
+    if nbytes < LEAST_BYTES:
+        whole = os.pread(fd, nbytes, start)
+        if len(whole) == nbytes or not whole:
+            return memoryview(whole)
+    buffer, got = BUFFERS.take(nbytes), 0
+    while got < nbytes and (count := os.preadv(fd, [buffer[got : got + _MOST_BYTES]], start + got)):
+        got += count
+    return buffer[:got].toreadonly()
 
 
 def sync_folder(folder: AnyPath, *, dir_fd: int | None = None) -> None:

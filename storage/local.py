@@ -12,13 +12,11 @@ from pathlib import Path
 
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
-from .files import TEMPORARY_PREFIX, locked_folder, replacing, write_all
+from .files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
 OPEN_FILES = 64
-# One pread returns at most 2 GiB less a page, whatever the request.
-PREAD_BYTES = 1 << 30
 # Reading gaps on a local disk is rarely worth it: a system call costs as much as copying about 4 KiB.
 LOCAL_GAP_BYTES = 4096
 
@@ -77,13 +75,13 @@ class LocalStore:
                 byte_range = ByteRange(0, size)
             else:
                 check_inside(self.url, key, byte_range, size)
-            data = _pread(file.fd, byte_range)
+            data = read_at(file.fd, byte_range.start, len(byte_range))
             check_length(self.url, key, byte_range, len(byte_range), len(data))
             if etag is not None:  # the file may have been written to in place since it was opened
                 check_etag(self.url, key, etag, _etag(_identify(os.fstat(file.fd))))
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
-        return memoryview(data)
+        return data
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
         return read_ranges(lambda r: self.get(key, r, etag=etag), ranges, gap_bytes=LOCAL_GAP_BYTES)
@@ -205,18 +203,6 @@ def _identify(status: os.stat_result) -> _Identity:
 
 def _etag(identity: _Identity) -> str:
     return f"{identity[0]:x}-{identity[1]:x}-{identity[2]:x}"
-
-
-def _pread(fd: int, byte_range: ByteRange) -> bytes:
-    size = len(byte_range)
-    data = os.pread(fd, min(size, PREAD_BYTES), byte_range.start)
-    if len(data) == size or not data:
-        return data
-    parts, got = [data], len(data)
-    while got < size and (data := os.pread(fd, min(size - got, PREAD_BYTES), byte_range.start + got)):
-        parts.append(data)
-        got += len(data)
-    return b"".join(parts)
 
 
 def _translate(exc: OSError, url: str, key: str) -> StorageError:

@@ -60,6 +60,10 @@ class BaseFormat:
     def opens_pieces(self) -> bool:
         return False
 
+    @property
+    def is_framed(self) -> bool:
+        return False
+
     def open_pieces(
         self,
         chunk: ChunkRef,

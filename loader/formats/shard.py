@@ -136,6 +136,11 @@ class ShardFormat(Protocol):
         """Whether ``open_pieces`` works, so that a chunk that is too large for memory can be opened onto the disk."""
         ...
 
+    @property
+    def is_framed(self) -> bool:
+        """Whether it depends on the bytes between values alone where these lie, whatever bytes they are made of."""
+        ...
+
     def open_pieces(
         self,
         chunk: ChunkRef,

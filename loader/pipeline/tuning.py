@@ -21,7 +21,8 @@ from ..reading.chunk_source import ALWAYS_BYTES
 
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
-_SPAN_BYTES = 8 << 20
+# A span takes rows from most open chunks: of large rows it holds more bytes, so that it takes several rows from each.
+_SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 1024
 # Chunks that are fetched at a time at first: of a disk; of a store that answers at once; and of any store at most.
 _LOCAL_FETCHES, _REMOTE_FETCHES, _MOST_FETCHES = 4, 16, 64
 _MOST_LOCAL_FETCHES = 16
@@ -127,7 +128,8 @@ def tune(
             stacklevel=5,  # the loop over the loader
         )
     # Chunks that do not all fit are read again for each span that needs them, so longer spans read less.
-    span_bytes = min(_SPAN_BYTES, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
+    wanted = max(_SPAN_BYTES, min(_MOST_SPAN_BYTES, _SPAN_ROWS * mean_row_bytes(manifest)))
+    span_bytes = min(wanted, batch_budget // 2) if open_bytes <= chunk_budget else batch_budget // 2
     return PipelineOptions(
         fetch_threads=fetch_threads or first_fetch_threads(is_local, response_s, int(manifest.lengths.mean())),
         most_fetch_threads=_MOST_LOCAL_FETCHES if is_local else _MOST_FETCHES,

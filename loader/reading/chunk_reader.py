@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from ...storage.buffers import BUFFERS
 from ..columns import Block
 from ..errors import LoaderClosedError
 from ..metrics import Counters, Levels
@@ -51,13 +52,13 @@ class ChunkReader:
         self._urgent: deque[int] = deque()  # needed now, and not in memory
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
-        self._reserved = 0
-        self._peak = 0
+        self._reserved = self._peak = 0
         self._requested_bytes = 0
         self._read_ahead_bytes = budget_bytes
         self._untaken = 0  # reserved bytes of chunks that no span has asked for yet
         self._waited_s = 0.0
         self._closed = False
+        self._idle = BUFFERS.allow()  # as much as the budget has left
         self._failure: BaseException | None = None  # of a fetch thread itself, not of a chunk
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # what fetch threads wait for: a chunk that has room
@@ -179,6 +180,7 @@ class ChunkReader:
             self._slots.clear()
             self._current.clear()
             self._reserved = self._requested_bytes = self._untaken = 0
+            self._idle.close()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -301,12 +303,12 @@ class ChunkReader:
         self._reserved += growth
         self._untaken += 0 if slot.is_taken else growth
         self._peak = max(self._peak, self._reserved + self._retained_bytes)
+        self._idle.set(self._budget - self._reserved)
 
     def _evict(self, wanted: int) -> None:
         """Drop resident chunks that the current span does not wait for, furthest next use first. Holds the lock."""
-        candidates = [
-            c for c, slot in self._slots.items() if slot.reserved and slot.block is not None and c not in self._current
-        ]
+        held = ((c, slot) for c, slot in self._slots.items() if slot.reserved and slot.block is not None)
+        candidates = [c for c, _ in held if c not in self._current]
         if not candidates:
             return
         uses = self._next_use(candidates)

@@ -60,7 +60,7 @@ class ChunkSource:
         self._counters = counters
         self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
-        self._layouts = Layouts(_HEADER_BYTES)
+        self._layouts = Layouts(_HEADER_BYTES, is_framed=shard_format.is_framed)
         # Nothing is decrypted onto a disk.
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)

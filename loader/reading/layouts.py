@@ -1,7 +1,8 @@
 """Where the values of a chunk lie, kept from one opening to the next: the headers of an archive are walked once.
 
 What is found in bytes depends on nothing but them. So a layout is used again for bytes of the same length and checksum,
-whatever else is known of the object; for any others the chunk is opened anew.
+whatever else is known of the object; for any others the chunk is opened anew. Where the bytes of values decide nothing,
+as in an archive whose headers state sizes, the checksum is that of the bytes between them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import xxhash
 
 from ..columns import Block, BytesColumn, Column
@@ -31,8 +33,9 @@ class Layouts:
     Mutable state: the layouts and the sum of their bytes, under a lock.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, *, is_framed: bool) -> None:
         self._budget = budget_bytes
+        self._sum = _sum_between if is_framed else _sum_all
         self._layouts: dict[int, _Layout] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -53,12 +56,12 @@ class Layouts:
     def find(self, chunk: int, data: memoryview, checksum: int | None) -> Block | None:
         """The chunk as it is opened from ``data``; None where that has to be found out.
 
-        ``checksum`` is the XXH3-64 of ``data`` where that is known.
+        ``checksum`` is the XXH3-64 of ``data`` where that is known, as it was when the layout was kept.
         """
         layout = self._layouts.get(chunk)
         if layout is None or layout.length != len(data):
             return None
-        if layout.checksum != (xxhash.xxh3_64_intdigest(data) if checksum is None else checksum):
+        if layout.checksum != (self._sum(layout.block, _IN_CHUNK, data) if checksum is None else checksum):
             return None
         return replace(layout.block, columns=_exchange(layout.block.columns, _IN_CHUNK, data))
 
@@ -74,11 +77,31 @@ class Layouts:
         nbytes = _ENTRY_BYTES + sum(_count_bytes(c) for c in kept.columns.values() if isinstance(c, BytesColumn))
         if self._nbytes + nbytes > self._budget:
             return
-        found = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
+        found = self._sum(kept, _IN_CHUNK, data) if checksum is None else checksum
         with self._lock:
             if chunk not in self._layouts and self._nbytes + nbytes <= self._budget:
                 self._layouts[chunk] = _Layout(found, len(data), kept)
                 self._nbytes += nbytes
+
+
+def _sum_all(block: Block, buffer: memoryview, data: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def _sum_between(block: Block, buffer: memoryview, data: memoryview) -> int:
+    """The XXH3-64 of what lies between the values that are in ``buffer``, which stands for ``data``."""
+    columns = [c for c in block.columns.values() if isinstance(c, BytesColumn) and c.buffer is buffer]
+    starts = np.concatenate([column.starts for column in columns])
+    stops = np.concatenate([column.stops for column in columns])
+    order = np.flatnonzero(starts >= 0)
+    order = order[np.argsort(starts[order], kind="stable")]
+    # Values may share bytes: what comes after one begins after all that began before.
+    begins = [0, *np.maximum.accumulate(stops[order]).tolist()]
+    total = xxhash.xxh3_64()
+    for begin, end in zip(begins, [*starts[order].tolist(), len(data)], strict=True):
+        if begin < end:
+            total.update(data[begin:end])
+    return total.intdigest()
 
 
 def _exchange(columns: Mapping[str, Column], old: memoryview, new: memoryview) -> dict[str, Column]:

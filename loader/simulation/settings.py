@@ -13,7 +13,7 @@ MOST_RANKS = 4096
 _NODE_REQUESTS = 256  # as the limiter of storage/: what all processes of a node may have in flight to one host
 _AUTO_MEMORY_SHARE = 0.4  # this and the next three as loader/pipeline/tuning.py, which a test compares
 _AHEAD_BYTES = 512 << 20
-_SPAN_BYTES = 8 << 20
+_SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 1024
 _MOST_SPAN = 64
 _MOST_WAITING = 256  # as DeliveryQueue: batches that wait at most
 _FEWEST_WAITING = 2
@@ -113,7 +113,8 @@ def choose_read_ahead(
             f"and it has room for {limit - batch_budget:,}: chunks would be read several times, which is not "
             f"simulated. Give at least {open_bytes * 4 // 3 + 1:,} bytes, or fewer lanes or a smaller window"
         )
-    span_steps = int(min(_MOST_SPAN, max(1, min(_SPAN_BYTES, batch_budget // 2) // max(1.0, step_bytes))))
+    span_bytes = max(_SPAN_BYTES, min(_MOST_SPAN_BYTES, _SPAN_ROWS * mean_memory / mean_samples))
+    span_steps = int(min(_MOST_SPAN, max(1, min(span_bytes, batch_budget // 2) // max(1.0, step_bytes))))
     waiting = int(min(_MOST_WAITING, max(_FEWEST_WAITING, batch_budget // 2 // max(1.0, step_bytes))))
     on_node = min(machines.ranks_per_node, world_size)
     return ReadAhead(

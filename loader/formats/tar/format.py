@@ -70,6 +70,10 @@ class TarFormat(BaseFormat):
         # Each field of each sample has a start and a stop, whether the sample has the field or not.
         return chunk.memory + 16 * chunk.samples * (1 + len(schema["fields"]))
 
+    @property
+    def is_framed(self) -> bool:
+        return True  # headers state sizes, and data are skipped
+
     def open_chunk(
         self,
         chunk: ChunkRef,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from penstock.loader import DistributedDataLoader, TarFormat, open_manifest
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.errors import FormatError
 from penstock.loader.formats.tar import format as tar_format
 from penstock.loader.metrics import Counters
 from penstock.loader.pipeline.tuning import MemoryLimitWarning
@@ -83,9 +85,11 @@ def test_a_second_epoch_walks_no_headers(tmp_path: Path, walks: list[int]):
     assert len(walks) == manifest.num_chunks
 
 
-@pytest.mark.parametrize("sizes", [[3000, 1000, 3000, 1000], [1000, 3000, 1000, 3000]], ids=["same layout", "other"])
-def test_bytes_that_changed_where_they_lie_are_walked_anew(
-    memory_store: MemoryStore, walks: list[int], sizes: list[int]
+@pytest.mark.parametrize(
+    ("sizes", "walked"), [([3000, 1000, 3000, 1000], 2), ([1000, 3000, 1000, 3000], 4)], ids=["same layout", "other"]
+)
+def test_headers_that_changed_where_they_lie_are_walked_anew(
+    memory_store: MemoryStore, walks: list[int], sizes: list[int], walked: int
 ):
     memory_store.put("a.tar", tar_of([3000, 1000, 3000, 1000], seed=0))
     source = open_source(memory_store)
@@ -96,7 +100,31 @@ def test_bytes_that_changed_where_they_lie_are_walked_anew(
     fresh = open_source(memory_store)
     assert values_of(source.load(0)) == values_of(fresh.load(0))
     assert [len(value) for value in values_of(source.load(0))["bin"]] == sizes
-    assert len(walks) == 4  # also for the first contents' layout, which is not kept twice
+    assert len(walks) == walked  # also for the first contents' layout, which is not kept twice
+
+
+def test_labels_that_changed_where_they_lie_are_read(memory_store: MemoryStore, walks: list[int]):
+    """They are copied out of the chunk, and so part of what is kept of it."""
+    whole = tar_of([3000, 1000], seed=0)
+    memory_store.put("a.tar", whole)
+    source = open_source(memory_store)
+    assert values_of(source.load(0))["cls"] == [b"0", b"1"]
+    at = whole.index(b"1" + bytes(511))
+    memory_store.put("a.tar", whole[:at] + b"7" + whole[at + 1 :])
+    assert values_of(source.load(0))["cls"] == [b"0", b"7"]
+
+
+@pytest.mark.parametrize("flipped", [0, 100, 257, 511], ids=["name", "mode", "magic", "padding"])
+def test_any_byte_outside_of_values_is_compared(memory_store: MemoryStore, walks: list[int], flipped: int):
+    whole = bytearray(tar_of([3000, 1000], seed=0))
+    memory_store.put("a.tar", bytes(whole))
+    source = open_source(memory_store)
+    source.load(0)
+    whole[flipped] ^= 1
+    memory_store.put("a.tar", bytes(whole))
+    with suppress(FormatError):
+        source.load(0)
+    assert len(walks) > 1
 
 
 def test_layouts_take_no_more_than_their_budget(memory_store: MemoryStore, walks: list[int]):
