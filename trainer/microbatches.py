@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batches import find_rows
+from .batches import find_rows, has_rows
 from .errors import TrainerConfigError, TrainerError
 from .ranks.world import World
 from .step import StepConfig
@@ -48,7 +48,7 @@ def _cut(value: Any, start: int, stop: int, rows: int, name: str, *, is_field: b
     if isinstance(value, tuple) or (isinstance(value, list) and not is_field):
         parts = [_cut(one, start, stop, rows, f"{name}[{i}]", is_field=True) for i, one in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if has_rows(value):
         _check_rows(len(value), rows, name)
         return value[start:stop]
     if value is None or isinstance(value, bool | int | float | str | bytes):
