@@ -64,6 +64,21 @@ def test_a_pass_is_counted_at_every_stage_and_stays_known_after_close(loader: Di
     assert loader.metrics().waiting_batches == 0
 
 
+def test_the_wait_for_the_first_batch_is_counted_from_when_the_loop_asks_for_it(
+    loader: DistributedDataLoader[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_to_tell() -> int:
+        time.sleep(0.3)
+        return 1 << 30
+
+    monkeypatch.setattr("penstock.loader.pipeline.tuning.usable_memory", slow_to_tell)
+    batches = iter(loader)
+    asked_s = time.perf_counter()
+    next(batches)
+    waited_s = time.perf_counter() - asked_s
+    assert 0.3 <= loader.metrics().first_batch_s <= waited_s
+
+
 def test_queues_fill_while_the_training_loop_does_something_else(loader: DistributedDataLoader[Any]) -> None:
     batches = iter(loader)
     next(batches)
