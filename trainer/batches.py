@@ -25,9 +25,14 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 def find_rows(batch: Any) -> int:
     """How many rows a batch has, with those of padding: as many as its first field that goes by rows."""
+    return known_rows(batch) or 0
+
+
+def known_rows(batch: Any) -> int | None:
+    """As ``find_rows``; None where no field goes by rows, as in an object of a class that is not known here."""
     # Fields are a mapping's values or a sequence's items.
     fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    return next((rows for field in fields if (rows := _rows_of(field)) is not None), 0)
+    return next((rows for field in fields if (rows := _rows_of(field)) is not None), None)
 
 
 def has_rows(value: Any) -> bool:

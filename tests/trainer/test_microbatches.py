@@ -7,6 +7,7 @@ import random
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -297,6 +298,28 @@ def test_the_search_goes_no_further_than_microbatch_says(world: World, tmp_path:
     _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True, "microbatch": 6})
     assert trainer.state_dict()["microbatches"]["rows"] == 6
     assert max(loss.rows) == 6
+
+
+@pytest.mark.parametrize("words", ["cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"])
+def test_memory_that_a_library_lacks_is_memory_too(world: World, tmp_path: Path, words: str) -> None:
+    loss = LimitedLoss(5, RuntimeError(words))
+    _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True})
+    assert trainer.state_dict()["microbatches"]["rows"] == 5
+
+
+@pytest.mark.parametrize("step", [{"microbatch": 2}, {"adaptive_batch": True}])
+def test_a_batch_that_cannot_be_cut_is_refused_and_not_computed_whole(
+    world: World, tmp_path: Path, step: dict[str, Any]
+) -> None:
+    def loss(model: nn.Module, batch: SimpleNamespace) -> tuple[torch.Tensor, int]:
+        return model(batch.x).sum(), len(batch.x)
+
+    batches = [SimpleNamespace(x=torch.ones(6, 4))]
+    with (
+        make(world, tmp_path, loss, batches, step=step, steps=1) as trainer,  # type: ignore[arg-type]
+        pytest.raises(TrainerConfigError, match="the batch is a SimpleNamespace without a field that goes by rows"),
+    ):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
