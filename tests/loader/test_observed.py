@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -167,6 +168,27 @@ def test_the_endpoint_ends_with_the_loader_and_does_not_keep_it(loader: Distribu
     gc.collect()
     with pytest.raises(urllib.error.URLError, match="refused"):
         scrape(forgotten.url)
+
+
+def test_a_forked_child_does_not_keep_the_port(loader: DistributedDataLoader[Any]) -> None:
+    server = serve_metrics(loader)
+    ours, its = socket.socketpair()
+    child = os.fork()
+    if not child:
+        ours.close()
+        its.sendall(b"-")
+        its.recv(1)  # until the parent has looked
+        os._exit(0)
+    its.close()
+    try:
+        assert ours.recv(1) == b"-"
+        assert "penstock_loader_batches_total" in scrape(server.url)
+        loader.close()
+        with socket.create_server(("127.0.0.1", server.port)):
+            pass
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "9100", True])
