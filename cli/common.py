@@ -7,10 +7,11 @@ import dataclasses
 import inspect
 import io
 import json as json_text
+import math
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args
 
 import tyro
@@ -165,5 +166,14 @@ def parse_options(pairs: Sequence[str]) -> dict[str, str]:
 
 def print_json(value: Any) -> None:
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-    json_text.dump(plain, sys.stdout, indent=2)
+    json_text.dump(_without_nan(plain), sys.stdout, indent=2)
     print()
+
+
+def _without_nan(value: Any) -> Any:
+    """``value`` with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

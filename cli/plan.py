@@ -121,7 +121,7 @@ def _forecast(given: PlanArguments, chunks: Chunks, world_size: int) -> Forecast
         shards=chunks.shards,
         order=order,
         world_size=world_size,
-        global_batch_size=given.global_batch_size or given.batch_size * world_size,
+        global_batch_size=given.samples_of_step(world_size),
         last_batch=given.last_batch,
     )
 

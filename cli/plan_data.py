@@ -78,6 +78,10 @@ class PlanDataArguments(SourceArguments):
     bytes: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """Bytes of all samples of a hypothetical data set, such as 1PB, instead of --sample-bytes."""
 
+    def samples_of_step(self, world_size: int) -> int:
+        """The global batch."""
+        return self.batch_size * world_size if self.global_batch_size is None else self.global_batch_size
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -134,6 +138,8 @@ def made_up(given: PlanDataArguments) -> MadeUp:
     size = f"--sample-bytes {given.sample_bytes}" if given.bytes is None else f"--bytes {given.bytes}"
     if given.bytes is not None and given.sample_bytes != PlanDataArguments.sample_bytes:
         raise ConfigError(f"{size} and --sample-bytes {given.sample_bytes}: give one of them")
+    if total >= 1 << 63:
+        raise ConfigError(f"--samples {samples} {size}: are {total:,} bytes, and at most 2^63 - 1 can be planned for")
     if not (samples >= shards >= 1 and total >= samples):
         raise ConfigError(f"--samples {samples} --shards {shards} {size}: needs samples >= shards >= 1, of 1 byte each")
     in_shard = samples // shards
@@ -159,8 +165,8 @@ def order_for(given: PlanDataArguments, samples: IntArray, memory: IntArray, wor
     return choose_order(
         seed=0,
         shuffle=given.shuffle,
-        lanes=given.lanes or "auto",
-        window=given.window or "auto",
+        lanes="auto" if given.lanes is None else given.lanes,
+        window="auto" if given.window is None else given.window,
         piece="auto" if given.piece is None else given.piece,
         world_size=world_size,
         chunk_samples=samples,

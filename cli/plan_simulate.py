@@ -178,7 +178,7 @@ def _simulate(
         order,
         machines,
         world_size=world_size,
-        global_batch_size=given.global_batch_size or given.batch_size * world_size,
+        global_batch_size=given.samples_of_step(world_size),
         steps=given.steps,
         advance=advance,
     )

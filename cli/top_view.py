@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ def _head(view: View) -> str:
     loss, eta_s = last.get("loss"), last.get("eta_s")
     if isinstance(loss, (int, float)):
         parts.append(f"loss {loss:.4g}")
-    if isinstance(eta_s, (int, float)) and not view.state:
+    if isinstance(eta_s, (int, float)) and abs(eta_s) < math.inf and not view.state:
         parts.append(f"ETA {int(eta_s) // 3600}:{int(eta_s) // 60 % 60:02d}:{int(eta_s) % 60:02d}")
     return "   ".join(part.replace(" ", _SPACE) for part in parts)
 

@@ -146,10 +146,9 @@ class Pass(Iterator[BatchT]):
     def _take(self) -> Delivery | None:
         """The batch at the position; None where the epoch has ended, which the position then knows."""
         passes, position, is_first = self._passes, self._passes.position, self._at is None
+        asked_s = time.perf_counter()
         while True:
-            pipeline = passes.pipeline()
-            asked_s = time.perf_counter()
-            item = pipeline.get()
+            item = passes.pipeline().get()
             got_s = time.perf_counter()
             is_end = item.batch is None
             if not position.follows(item):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,7 @@ class MetricsServer:
         self.address = address
         self.port = int(self._server.server_port)
         self._is_closed = False
+        _SERVERS.add(self)
 
     @property
     def url(self) -> str:
@@ -81,8 +83,24 @@ class MetricsServer:
             self._server.server_close()
             self._thread.join()
 
+    def _forget_in_child(self) -> None:
+        """In a forked child nobody answers, and its copy of the socket would keep the port from the next to serve."""
+        self._is_closed = True
+        self._server.socket.close()
+
     def __repr__(self) -> str:
         return f"MetricsServer({self.url!r})"
+
+
+_SERVERS: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for server in list(_SERVERS):
+        server._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_loopback(address: str) -> bool:

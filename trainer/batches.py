@@ -24,19 +24,37 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def find_rows(batch: Any) -> int:
-    """How many rows a batch has, with those of padding: as many as its first tensor or list."""
-    # Fields are a mapping's values or a sequence's items; each is a tensor, or a list where shapes differ.
+    """How many rows a batch has, with those of padding: as many as its first field that goes by rows."""
+    return known_rows(batch) or 0
+
+
+def known_rows(batch: Any) -> int | None:
+    """As ``find_rows``; None where no field goes by rows, as in an object of a class that is not known here."""
+    # Fields are a mapping's values or a sequence's items.
     fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    for field in fields:
-        if isinstance(field, list) or (isinstance(field, torch.Tensor) and field.ndim):
-            return len(field)
-        if isinstance(field, (Mapping, tuple)):
-            return find_rows(field)
-    return 0
+    return next((rows for field in fields if (rows := _rows_of(field)) is not None), None)
+
+
+def has_rows(value: Any) -> bool:
+    """Whether a value is a row after another, of which slices are some: a tensor, an array, a list, or the like."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return len(shape) > 0
+    is_indexed = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+    return is_indexed and not isinstance(value, Mapping | str | bytes)
+
+
+def _rows_of(field: Any) -> int | None:
+    """The rows of a field; None where it has none, as numbers and text."""
+    if isinstance(field, Mapping | tuple):  # nested fields, or bytes of rows laid end to end, which say how many
+        nested = field.values() if isinstance(field, Mapping) else field
+        known: int | None = getattr(field, "num_rows", None)
+        return next((rows for one in nested if (rows := _rows_of(one)) is not None), None) if known is None else known
+    return len(field) if has_rows(field) else None
 
 
 def count_rows(batch: Any) -> int | torch.Tensor:
-    """How many rows of a batch are samples: those marked valid, or as many as its first tensor or list has.
+    """How many rows of a batch are samples: those marked valid, or all.
 
     A 0-dim tensor where the marks are on a device, which is not waited for.
     """

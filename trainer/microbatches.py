@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batches import find_rows
+from .batches import find_rows, has_rows, known_rows
 from .errors import TrainerConfigError, TrainerError
 from .ranks.world import World
 from .step import StepConfig
@@ -48,7 +48,7 @@ def _cut(value: Any, start: int, stop: int, rows: int, name: str, *, is_field: b
     if isinstance(value, tuple) or (isinstance(value, list) and not is_field):
         parts = [_cut(one, start, stop, rows, f"{name}[{i}]", is_field=True) for i, one in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if has_rows(value):
         _check_rows(len(value), rows, name)
         return value[start:stop]
     if value is None or isinstance(value, bool | int | float | str | bytes):
@@ -58,6 +58,18 @@ def _cut(value: Any, start: int, stop: int, rows: int, name: str, *, is_field: b
         "batch with it is not cut into microbatches; hand out tensors or lists, or leave step.microbatch and "
         "step.adaptive_batch out"
     )
+
+
+def _count(batch: Any) -> int:
+    """Its rows. Raises TrainerConfigError where they are not known: cutting would do nothing."""
+    rows = known_rows(batch)
+    if rows is None:
+        raise TrainerConfigError(
+            f"the batch is a {type(batch).__name__} without a field that goes by rows, so it is not known how to cut "
+            "it into microbatches; hand out a mapping, list or tuple of tensors or lists, or leave step.microbatch and "
+            "step.adaptive_batch out"
+        )
+    return rows
 
 
 def _check_rows(found: int, rows: int, name: str) -> None:
@@ -147,7 +159,7 @@ class Microbatches:
         """
         if not self.is_on:
             return list(batches)
-        sizes = [self._most(find_rows(batch)) for batch in batches]
+        sizes = [self._most(_count(batch)) for batch in batches]
         largest = max(sizes)
         rows = min(largest, self._config.microbatch or largest)
         if self._config.adaptive_batch and largest:

@@ -17,6 +17,8 @@ from .parallel.activation import ActivationConfig
 from .parallel.model import ParallelModel
 from .parallel.precision import PrecisionConfig, compute_context
 
+# Of cuBLAS, cuDNN, cuSOLVER and cuSPARSE; of cuFFT; and of what asks the driver itself.
+_OUT_OF_MEMORY = ("_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED", "CUDA error: out of memory")
 _OPTIMIZER_VALUES = 2  # a parameter, that are set aside where the optimizer has no state yet: Adam's
 
 
@@ -93,9 +95,9 @@ def find_batch_norms(model: nn.Module) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory did not suffice: cuBLAS, which allocates by itself, says so in its own way."""
+    """Whether a device's memory did not suffice: libraries that allocate by themselves say so in their own way."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 

@@ -280,4 +280,9 @@ def _gather_views(values: Any) -> Any:
     """A field's views as one value again, where a transform left them as they were."""
     kinds = set(map(type, values)) if isinstance(values, list) else set()
     are_views = memoryview in kinds and kinds <= {memoryview, type(None)}
-    return ByteViews(values) if are_views and all(v is None or v.format == "B" for v in values) else values
+    return ByteViews(values) if are_views and all(v is None or _is_plain(v) for v in values) else values
+
+
+def _is_plain(view: memoryview) -> bool:
+    """Whether these are bytes in a row: a transform may also leave every second one, or numbers."""
+    return view.format == "B" and view.ndim == 1 and view.c_contiguous

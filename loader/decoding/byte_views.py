@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
 
@@ -34,6 +35,11 @@ class GatheredBytes(NamedTuple):
     offsets: torch.Tensor
     missing: torch.Tensor
 
+    @property
+    def num_rows(self) -> int:
+        """How many values there are."""
+        return len(self.missing)
+
     def to(self, *args: Any, **kwargs: Any) -> GatheredBytes:
         """On another device, as ``torch.Tensor.to`` says; dtypes must stay."""
         return GatheredBytes(*(tensor.to(*args, **kwargs) for tensor in self))
@@ -43,11 +49,14 @@ class GatheredBytes(NamedTuple):
         return GatheredBytes(*(tensor.pin_memory() for tensor in self))
 
 
-class ByteViews(Sequence[memoryview | None]):
+class ByteViews:
     """The n values of a field as read-only memoryviews, None where missing; what ``raw="view"`` puts into a batch.
 
     A view keeps its whole chunk in memory for as long as it lives, so keep ``to_bytes()`` or ``gather()`` of what is
     wanted for long. Slices are ``ByteViews`` too; equal bytes compare equal (``views[0] == b"..."``); pickling copies.
+
+    It has what a sequence has, but is no ``collections.abc.Sequence``: frameworks walk into those, down to each byte of
+    a memoryview, which is one as well.
     """
 
     __slots__ = ("_buffers", "_starts", "_stops", "_which")
@@ -84,9 +93,22 @@ class ByteViews(Sequence[memoryview | None]):
         for which, start, stop in zip(self._which.tolist(), self._starts.tolist(), self._stops.tolist(), strict=True):
             yield buffers[which][start:stop] if start >= 0 else None
 
-    def pick(self, rows: Sequence[int] | IntArray) -> ByteViews:
-        """The values of ``rows``, which keep only the chunks alive that they are in."""
-        rows = np.asarray(rows, np.int64)
+    def index(self, value: object, start: int = 0, stop: int = sys.maxsize) -> int:
+        """The first row from ``start`` on, before ``stop``, whose value is equal. Raises ValueError where none is."""
+        return list(self).index(value, start, stop)  # type: ignore[arg-type]
+
+    def count(self, value: object) -> int:
+        """How many values are equal to this one."""
+        return list(self).count(value)  # type: ignore[arg-type]
+
+    def pick(self, rows: Sequence[int] | Sequence[bool] | AnyArray | torch.Tensor) -> ByteViews:
+        """The values of ``rows``, or those where a mask of (n,) bools is True; they keep only their own chunks alive.
+
+        Raises:
+            IndexError: there is no such row, or a mask has not one value a row.
+        """
+        given: AnyArray = np.asarray(rows)
+        rows = np.arange(len(self))[given if given.size else given.astype(np.int64)]
         starts = self._starts[rows]
         present = starts >= 0
         used, inverse = np.unique(self._which[rows][present], return_inverse=True)

@@ -105,6 +105,7 @@ def simulate(
         steps = _choose_steps(order, world_size, global_batch_size, chunk_samples)
     elif steps < 3:
         raise ConfigError(f"steps={steps}: simulate 3 or more, of which the first half is warm-up")
+    steps = min(steps, epoch)
     spans = span_of_steps(steps, read_ahead.span_steps)[:epoch]
     schedule = schedule_reads(
         stream, order, world_size=world_size, global_batch_size=global_batch_size, spans=spans, seed=seed
@@ -210,6 +211,8 @@ def _summarise(
     requests, rate, took, idle = requests / over, rate / over, took * over, took * (over - 1.0) * world_size
     shares = {name: share / over for name, share in shares.items()}
     lost = max(0.0, 1.0 - ideal / took)
+    unhindered_s = machines.latency_s + mean_bytes / machines.request_bytes_per_s
+    latency_share = shares["threads"] * min(1.0, unhindered_s / max(in_flight_s, 1e-12))
     waiting = int(min(read_ahead.waiting_batches, steps) * batch_bytes)
     rank_bytes = min(read_ahead.limit_bytes, min(read_ahead.chunk_budget_bytes, int(held_bytes)) + waiting)
     on_node = min(machines.ranks_per_node, world_size)
@@ -238,17 +241,20 @@ def _summarise(
         node_bytes=rank_bytes * on_node,
         limit_bytes=read_ahead.limit_bytes,
         shares=shares,
-        bound_by=_name_bound(lost, shares, computing),
+        bound_by=_name_bound(lost, shares, latency_share, computing),
     )
 
 
 def _busiest(asked: list[float], until: float) -> float:
     """Requests of the second that has the most; a rate over less where all of it takes less."""
     width = min(1.0, until)
-    return float(np.bincount((np.array(asked) / width).astype(np.int64)).max() / width) if asked and until else 0.0
+    if not asked or not until:
+        return 0.0
+    return float(np.unique(np.floor(np.array(asked) / width), return_counts=True)[1].max() / width)
 
 
-def _name_bound(lost: float, shares: dict[str, float], computing: Seconds) -> str:
+def _name_bound(lost: float, shares: dict[str, float], latency_share: float, computing: Seconds) -> str:
+    """``latency_share``: what of the threads' time requests would take that queue for nothing."""
     if lost < _IS_BOUND:
         # The mean step beside that of the slowest rank: what ranks wait for one another.
         return "stragglers" if 1.0 - computing.mean() / computing.max(axis=1).mean() > 0.1 else "step"
@@ -256,4 +262,6 @@ def _name_bound(lost: float, shares: dict[str, float], computing: Seconds) -> st
     name = max(shares.keys() - {"threads"}, key=lambda each: shares[each])
     if shares[name] >= _BUSY:
         return name
-    return "latency" if shares["threads"] > _HALF else "read-ahead"
+    if latency_share > _HALF:
+        return "latency"
+    return name if min(shares[name], shares["threads"]) > _HALF else "read-ahead"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -132,6 +133,24 @@ def test_json_has_all_that_the_ranks_say_and_the_judgement(folder: Path, capsys:
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     assert found["ranks"][0]["recent"]["ready_batches"] == 12
     assert found["train"]["loss"] == 0.25
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_none_are_null_in_json_and_stop_nobody(
+    folder: Path, capsys: pytest.CaptureFixture[str], number: float
+) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    for rank in range(2):
+        write(folder, rank, recent={"packing_efficiency": number})
+    line = {"kind": "train", "step": 120, "time": time.time(), "loss": number, "eta_s": number}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert run(["top", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["train"]["loss"] is found["ranks"][1]["recent"]["packing_efficiency"] is None
+    text, _ = look(capsys, folder)
+    assert "ETA" not in text
 
 
 @pytest.mark.parametrize(

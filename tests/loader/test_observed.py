@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -62,6 +63,21 @@ def test_a_pass_is_counted_at_every_stage_and_stays_known_after_close(loader: Di
     loader.close()
     assert loader.metrics().samples == seen.samples
     assert loader.metrics().waiting_batches == 0
+
+
+def test_the_wait_for_the_first_batch_is_counted_from_when_the_loop_asks_for_it(
+    loader: DistributedDataLoader[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_to_tell() -> int:
+        time.sleep(0.3)
+        return 1 << 30
+
+    monkeypatch.setattr("penstock.loader.pipeline.tuning.usable_memory", slow_to_tell)
+    batches = iter(loader)
+    asked_s = time.perf_counter()
+    next(batches)
+    waited_s = time.perf_counter() - asked_s
+    assert 0.3 <= loader.metrics().first_batch_s <= waited_s
 
 
 def test_queues_fill_while_the_training_loop_does_something_else(loader: DistributedDataLoader[Any]) -> None:
@@ -152,6 +168,27 @@ def test_the_endpoint_ends_with_the_loader_and_does_not_keep_it(loader: Distribu
     gc.collect()
     with pytest.raises(urllib.error.URLError, match="refused"):
         scrape(forgotten.url)
+
+
+def test_a_forked_child_does_not_keep_the_port(loader: DistributedDataLoader[Any]) -> None:
+    server = serve_metrics(loader)
+    ours, its = socket.socketpair()
+    child = os.fork()
+    if not child:
+        ours.close()
+        its.sendall(b"-")
+        its.recv(1)  # until the parent has looked
+        os._exit(0)
+    its.close()
+    try:
+        assert ours.recv(1) == b"-"
+        assert "penstock_loader_batches_total" in scrape(server.url)
+        loader.close()
+        with socket.create_server(("127.0.0.1", server.port)):
+            pass
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "9100", True])

@@ -97,6 +97,37 @@ def test_views_are_read_only_outlive_the_loader_and_are_pickled_as_bytes(tars):
         last["bin"][0][0] = 1
 
 
+def test_picked_rows_are_named_by_number_or_by_a_mask():
+    views = ByteViews(VALUES)
+    assert views.pick([5, -5]).to_bytes() == [VALUES[5], VALUES[1]]
+    assert views.pick(~views.missing).to_bytes() == [value for value in VALUES if value is not None]
+    assert views.pick(torch.tensor([True] + [False] * 5)).to_bytes() == [b""]
+    for rows in ([6], [True]):
+        with pytest.raises(IndexError):
+            views.pick(rows)
+    assert (views.index(b"short"), views.count(None), None in views) == (1, 1, True)
+    assert [*reversed(views)] == VALUES[::-1]
+
+
+def test_frameworks_that_move_batches_leave_views_alone(tars):
+    collections = pytest.importorskip("lightning_utilities.core.apply_func")
+    batch = {"views": ByteViews(VALUES), "n": torch.zeros(3)}
+    moved = collections.apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.to("meta"))
+    assert moved["n"].is_meta
+    assert moved["views"] is batch["views"]
+
+
+@pytest.mark.parametrize("rows", [slice(None, None, -1), slice(None, None, 2), slice(3, 9)])
+def test_a_transform_may_return_any_part_of_a_view(tars, rows):
+    def cut(sample):
+        return {"bin": sample["bin"][rows]}
+
+    for plain, viewed in zip(
+        batches(tars, batch_size=9, transform=cut), batches(tars, batch_size=9, transform=cut, raw="view"), strict=True
+    ):
+        assert [bytes(value) for value in viewed["bin"]] == plain["bin"]
+
+
 @pytest.mark.parametrize(("raw", "given"), [("bytes", bytes), ("view", memoryview)])
 def test_decoders_and_transforms_of_users_get_what_raw_says(tars, raw, given):
     seen = set()

@@ -7,16 +7,20 @@ import random
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.loader import ByteViews
 from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, TrainerError, World
+from penstock.trainer.batches import count_rows
 from penstock.trainer.microbatches import cut_batch, find_largest
 from penstock.trainer.options import build_config
 
@@ -139,9 +143,21 @@ def test_parts_are_even_and_hold_every_row_of_every_field_once(rows: int, parts:
     assert all((part["scale"], part["name"], part["none"]) == (2.0, "train", None) for part in found)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_rows_are_counted_and_cut_in_views_and_arrays_too(alone: bool) -> None:
+    views = ByteViews([b"a", None, b"bcd", b"", b"e"])
+    for field in (views, np.arange(5), pa.array(range(5))):
+        batch = {"nothing": {}, "field": field} if alone else {"field": field, "x": torch.zeros(5, 2)}
+        assert count_rows(batch) == 5
+        assert [list(part["field"]) for part in cut_batch(batch, 2)] == [list(field[:2]), list(field[2:])]
+    gathered = views.gather()
+    assert count_rows({"field": gathered}) == count_rows({"field": gathered, "x": torch.zeros(5, 2)}) == 5
+
+
 @pytest.mark.parametrize(
     ("field", "said"),
     [
+        (ByteViews([b"bytes"] * 4).gather(), r"batch\['cu_seqlens'\]\[0\] has 20 values and the batch 4 rows"),
         (torch.tensor([0, 3, 5]), r"batch\['cu_seqlens'\] has 3 values and the batch 4 rows"),
         ({1, 2, 3, 4}, r"batch\['cu_seqlens'\] is a set"),
     ],
@@ -282,6 +298,28 @@ def test_the_search_goes_no_further_than_microbatch_says(world: World, tmp_path:
     _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True, "microbatch": 6})
     assert trainer.state_dict()["microbatches"]["rows"] == 6
     assert max(loss.rows) == 6
+
+
+@pytest.mark.parametrize("words", ["cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"])
+def test_memory_that_a_library_lacks_is_memory_too(world: World, tmp_path: Path, words: str) -> None:
+    loss = LimitedLoss(5, RuntimeError(words))
+    _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True})
+    assert trainer.state_dict()["microbatches"]["rows"] == 5
+
+
+@pytest.mark.parametrize("step", [{"microbatch": 2}, {"adaptive_batch": True}])
+def test_a_batch_that_cannot_be_cut_is_refused_and_not_computed_whole(
+    world: World, tmp_path: Path, step: dict[str, Any]
+) -> None:
+    def loss(model: nn.Module, batch: SimpleNamespace) -> tuple[torch.Tensor, int]:
+        return model(batch.x).sum(), len(batch.x)
+
+    batches = [SimpleNamespace(x=torch.ones(6, 4))]
+    with (
+        make(world, tmp_path, loss, batches, step=step, steps=1) as trainer,  # type: ignore[arg-type]
+        pytest.raises(TrainerConfigError, match="the batch is a SimpleNamespace without a field that goes by rows"),
+    ):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

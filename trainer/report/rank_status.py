@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any, Literal
 FOLDER = "ranks"
 VERSION = 1
 _NAME = re.compile(r"rank-(\d+)\.json")
-_MOST_BYTES = 64 << 10
+_MOST_BYTES = 16 << 20  # a mixture of thousands of sources has some hundred bytes for each
+_MOST_RANKS = 1 << 20
 
 State = Literal["starting", "training", "idle", "ended", "failed"]
 
@@ -109,23 +111,21 @@ def parse_status(text: str | bytes) -> RankStatus | None:
         status = RankStatus(**{name: value for name, value in found.items() if name in known})
     except TypeError:
         return None
-    numbers = [
-        status.rank,
-        status.world_size,
-        status.time,
-        status.every_s,
-        status.began_s,
-        status.step,
-        status.window_s,
-    ]
-    numbers += [status.epoch, status.steps, status.phase_s]
     maps = (status.seconds, status.memory, status.gpu, status.traffic)
-    if not all(isinstance(one, dict) for one in (*maps, status.loader, status.recent)):
+    are_maps = all(isinstance(one, dict) for one in (*maps, status.loader, status.recent))
+    if not are_maps or not isinstance(status.loader_levels, list):
         return None
+    counts = (status.rank, status.world_size, status.sequence, status.step, status.epoch, status.steps)
+    numbers = [status.time, status.every_s, status.began_s, status.window_s, status.phase_s]
     numbers += [number for one in maps for number in one.values()]
-    texts = (status.host, status.phase, status.state, status.error, status.doing, status.advice)
-    is_sound = all(isinstance(one, (int, float)) for one in numbers) and all(isinstance(one, str) for one in texts)
-    return status if is_sound and 0 <= status.rank < status.world_size else None
+    numbers += [one for one in (status.total_steps, status.samples_per_s) if one is not None]
+    texts = (status.host, status.device, status.phase, status.state, status.error, status.doing, status.advice)
+    is_sound = (
+        all(isinstance(one, int) and 0 <= one < 1 << 63 for one in counts)
+        and all(isinstance(one, (int, float)) and abs(one) < math.inf for one in numbers)
+        and all(isinstance(one, str) for one in (*texts, *status.loader_levels))
+    )
+    return status if is_sound and status.rank < status.world_size <= _MOST_RANKS else None
 
 
 def status_path(output_dir: Path, rank: int) -> Path:

@@ -65,6 +65,25 @@ def test_a_job_bounded_by_one_thing_runs_at_that_things_rate(
     assert told.lost_to_data == pytest.approx(1 - told.samples_per_s / told.ideal_samples_per_s, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("changed", "bound_by"),
+    [
+        ({"store_requests_per_s": 1.0}, "request rate"),
+        ({"store_requests_per_s": 1e-9}, "request rate"),
+        ({"node_bytes_per_s": 1000.0}, "node network"),
+        ({"store_bytes_per_s": 1000.0}, "store bandwidth"),
+        ({"latency_s": 1e3}, "latency"),
+    ],
+)
+def test_what_bounds_a_job_is_named_where_an_epoch_has_few_windows_too(
+    changed: dict[str, float], bound_by: str
+) -> None:
+    told = run(replace(FAST, **changed), chunks=2400, steps=10**22)  # as many as the epoch has
+    assert told.steps == 40 * 2400 // 256
+    assert told.bound_by == bound_by
+    assert 0 < told.peak_requests_per_s <= 8 * 16 / min(1.0, changed.get("latency_s", 1.0))
+
+
 def test_slow_decoding_bounds_a_job() -> None:
     told = run(replace(FAST, decode_rate=160.0))
     assert told.samples_per_s == pytest.approx(8 * 160, rel=0.01)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,18 @@ def test_a_damaged_status_is_left_out(tmp_path: Path, text: str) -> None:
         assert parse_status(json.dumps({**known, name: None})) is None
     assert parse_status(json.dumps({**known, "seconds": {"fetch": "long"}})) is None
     assert parse_status(json.dumps({**known, "of_a_later_release": 1})) == make_status()
+    for name, value in [("world_size", 1 << 70), ("step", 0.5), ("window_s", math.nan), ("memory", {"x": math.inf})]:
+        assert parse_status(json.dumps({**known, name: value})) is None
+    for name, value in [("total_steps", "9"), ("samples_per_s", {}), ("loader_levels", 3), ("device", None)]:
+        assert parse_status(json.dumps({**known, name: value})) is None
+
+
+def test_a_rank_whose_loader_mixes_thousands_of_sources_is_seen(tmp_path: Path) -> None:
+    sources = {f"language-{number:04d}": {"samples": number, "epochs": number / 7} for number in range(3000)}
+    told = replace(make_status(), loader={"sources": sources}, recent={"sources": sources})
+    (tmp_path / "ranks").mkdir()
+    status_path(tmp_path, told.rank).write_text(told.to_text())
+    assert read_ranks(tmp_path) == [told]
 
 
 @pytest.mark.slow
