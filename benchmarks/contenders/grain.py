@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import importlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from .records import RecordCodec
 
 _SEED = 17
 _THREADS = 16  # its default
+_KILL_AFTER_S = 1.0
 
 
 def convert(
@@ -101,6 +104,10 @@ class Grain:
         return {"settings": {"workers": self._workers, "threads": _THREADS, "reads": "ArrayRecord, group_size 1"}}
 
     def close(self) -> None:
+        """Its workers wait for a reader of their last batches: for 25 s each, one after another, if it could choose."""
+        with contextlib.suppress(ImportError):
+            prefetch: Any = importlib.import_module("grain._src.python.dataset.transformations.process_prefetch")
+            prefetch._PROCESS_KILL_TIMEOUT_S = _KILL_AFTER_S
         if self._iterator is not None:
             self._iterator.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...loader.errors import ConfigError
 from ...storage import Store, open_store
-from ..contenders import LIMIT, OURS
+from ..contenders import LIMIT, OURS, base_of
 from ..faults.faults import Delay
 from ..faults.proxy import FaultProxy
 from ..job import Job
@@ -93,10 +93,11 @@ class Places:
         placed: dict[str, Job] = {}
         with contextlib.ExitStack() as stores:
             for name, job in jobs.items():
-                if name in PEERS and "s3" in PEERS[name].lacks:
+                base = base_of(name)
+                if base in PEERS and "s3" in PEERS[base].lacks:
                     continue
-                own = str(job.url) != str(folder) and name not in (OURS, LIMIT)
-                url = f"{data}.{name}" if own else data
+                own = str(job.url) != str(folder) and base not in (OURS, LIMIT)
+                url = f"{data}.{base}" if own else data
                 if url not in {each.url for each in placed.values()}:
                     self._say(f"{name}: uploading")
                     stores.enter_context(_copied(open_store(str(job.url)), open_store(url, storage_options=options)))
@@ -106,11 +107,12 @@ class Places:
 
 @contextlib.contextmanager
 def _copied(source: Store, target: Store) -> Iterator[None]:
-    keys = [info.key for info in source.list()]
-    try:
-        with ThreadPoolExecutor(_UPLOADS) as pool:
-            list(pool.map(lambda key: target.put(key, source.get(key)), keys))
-        yield
-        target.delete(keys)
-    finally:
-        target.close()
+    """Copies that are removed at the end, also where that is an error or an interrupt."""
+    with contextlib.closing(source), contextlib.closing(target):
+        keys = [info.key for info in source.list()]
+        try:
+            with ThreadPoolExecutor(_UPLOADS) as pool:
+                list(pool.map(lambda key: target.put(key, source.get(key)), keys))
+            yield
+        finally:
+            target.delete(keys)
