@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import importlib
-import multiprocessing
 import json
+import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -62,7 +62,7 @@ PEERS: Mapping[str, Peer] = {
             imports="litdata",
             advice="Use StreamingDataset for fastest streaming after optimizing your data.",
             source="https://github.com/Lightning-AI/litData#readme",
-            order="chunks at random, samples at random inside each",
+            order="chunks at random, samples at random inside each, or inside blocks of it",
             setup="optimized chunks, TokensLoader for tokens, max_pre_download=4, its own StreamingDataLoader",
         ),
         Peer(
