@@ -1,7 +1,8 @@
 """The limit: a bare loop that reads the data set's own shards with as many threads as cores, and makes batches.
 
 No loader: no shuffling, no positions, nothing held back for memory's sake. Shards are read whole, ahead of need by a
-few, from a store by many, and taken apart by the same libraries that loaders use. What a loader costs is the distance to it.
+few, from a store by many, and taken apart by the same libraries that loaders use. The distance to it is what loaders
+cost.
 """
 
 from __future__ import annotations

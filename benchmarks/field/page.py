@@ -64,11 +64,12 @@ def _ratio_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     plot = draw_ratios(cells)
     if plot:
         yield "<section><h2>First pass, as a multiple of the best peer</h2><p class='hint'>The best peer is the one "
-        yield "whose first pass is fastest in that comparison. Dots are ratios of medians, bands the quartiles of the "
+        yield "whose first pass is fastest in that comparison; bytes objects are compared with bytes objects, views with "
+        yield "whatever is fastest. Dots are ratios of medians, bands the quartiles of the "
         yield f"ratios within a round.</p><figure class='ratios'>{plot}</figure></section>"
 
 
-_COLUMNS = ["", "from", "penstock", "best peer", "its", "ratio", "of the loop"]
+_COLUMNS = ["", "from", "penstock", "ratio", "of the loop", "best peer", "its"]
 _COLUMNS += ["CPU", "its", "loop's", "1st batch", "its"]
 
 
@@ -85,10 +86,10 @@ def _overview_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         values = (
             words.place_of(cell),
             words.rate(figure_of(each, ours, "first_pass_per_s")),
-            words.name_of(peer) if peer else "–",
-            words.rate(figure_of(each, peer, "first_pass_per_s")),
             words.times(ratio(each, peer, ours=ours)),
             "–" if limit is None else f"{limit:.2f}",
+            words.name_of(peer) if peer else "–",
+            words.rate(figure_of(each, peer, "first_pass_per_s")),
             *(words.microseconds(figure_of(each, name, "cpu_us_per_sample")) for name in (ours, peer, LIMIT)),
             *(words.seconds(figure_of(each, name, "first_batch_s")) for name in (ours, peer)),
         )

@@ -17,7 +17,7 @@ from .summary import best_peer, is_ours, median, ratio, ratio_spread
 from .table import by_speed, lines_of, name_of_line
 
 WIDTH = 360
-_NAME, _RIGHT = 126, 312  # bars begin, and end at most
+_NAME, _RIGHT = 126, 304  # bars begin, and end at most
 _ROW = 24
 _LOG_FROM = 8.0  # a linear axis would make bars this far apart invisible
 

@@ -164,7 +164,7 @@ def _run_cell(
         try:
             ready[name] = settle(job, cell, config, data, told.say)
         except PenstockError as exc:
-            refused[name] = clean(in_short(str(exc)))
+            refused[name] = clean(in_short(str(exc))).removeprefix(f"{name}: ")
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
     told_of: dict[str, dict[str, Any]] = {}
     left_out: set[str] = set()
@@ -181,7 +181,7 @@ def _run_cell(
                 again = _resume(ready[name], run, cell, config, notes)
                 figures[name].append(figures_of(run, ready[name].num_samples) | again)
             except PenstockError as exc:
-                refused[name] = clean(in_short(str(exc)))
+                refused[name] = clean(in_short(str(exc))).removeprefix(f"{name}: ")
                 continue
             told_of[name] = describe(run)
             ready[name] = with_late_modules(ready[name], run)

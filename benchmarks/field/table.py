@@ -66,8 +66,8 @@ def _print_overview(cells: Sequence[Mapping[str, Any]], screen: Console) -> None
 
 def _print_costs(cells: Sequence[Mapping[str, Any]], screen: Console) -> None:
     """What a sample costs in CPU time, and how long the first batch takes: ours, the best peer's, the bare loop's."""
-    heads = (("CPU a sample", "left"), ("from", "left"), ("penstock", "right"), ("best peer", "right"))
-    table = _table((*heads, ("loop", "right"), ("1st batch", "right"), ("best peer", "right")))
+    heads = (("CPU a sample", "left"), ("from", "left"), ("penstock", "right"), ("peer's", "right"))
+    table = _table((*heads, ("loop's", "right"), ("1st batch", "right"), ("peer's", "right")))
     for cell, ours in lines_of(cells):
         each = cell["contenders"]
         peer = best_peer(each, ours=ours)

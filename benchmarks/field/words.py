@@ -91,4 +91,6 @@ def workers(settings: Mapping[str, Any]) -> str:
         count = settings["workers"]
         return "no workers" if not count else f"{count} {'worker' if count == 1 else 'workers'}"
     count = settings.get("threads", "")
-    return f"{count} threads" if count not in ("", "auto") else "threads: auto"
+    if count in ("", "auto"):
+        return "threads: auto"
+    return f"{count} {'thread' if count == 1 else 'threads'}"
