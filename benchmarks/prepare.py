@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import threading
@@ -147,7 +148,7 @@ def settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout, ours
 def choose_workers(job: Job, trial_s: float, say: Callable[[str], None], *, timeout_s: float = 3600.0) -> Job:
     """The job with the number of worker processes that makes a pass shortest: none, one per core, or two per core.
 
-    A number that fails, or takes too long, is none of the best.
+    Two per core are tried where one per core is better than none. A number that fails, or takes too long, is not it.
 
     Raises:
         MeasurementError: they all did.
@@ -157,6 +158,8 @@ def choose_workers(job: Job, trial_s: float, say: Callable[[str], None], *, time
     took: dict[int, float] = {}
     failed: MeasurementError | None = None
     for workers in (0, job.workers, 2 * job.workers):
+        if workers > job.workers and took.get(0, math.inf) < took.get(job.workers, math.inf):
+            break
         say(f"{job.contender}: trying {workers} workers")
         trial = replace(job, workers=workers, epochs=None, seconds=trial_s, step_ms=0.0)
         try:

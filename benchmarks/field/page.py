@@ -64,8 +64,8 @@ def _ratio_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     plot = draw_ratios(cells)
     if plot:
         yield "<section><h2>First pass, as a multiple of the best peer</h2><p class='hint'>The best peer is the one "
-        yield "whose first pass is fastest in that comparison; bytes objects are compared with bytes objects, views with "
-        yield "whatever is fastest. Dots are ratios of medians, bands the quartiles of the "
+        yield "whose first pass is fastest in that comparison; bytes objects are compared with bytes objects, views "
+        yield "with whatever is fastest. Dots are ratios of medians, bands the quartiles of the "
         yield f"ratios within a round.</p><figure class='ratios'>{plot}</figure></section>"
 
 

@@ -595,6 +595,24 @@ def test_a_number_of_workers_that_fails_is_none_of_the_best(monkeypatch: pytest.
         prepare.choose_workers(job, 1.0, lambda text: None)
 
 
+def test_two_workers_a_core_are_tried_only_where_one_a_core_is_better_than_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        tried.append(job.workers)
+        return measured(job.contender, [(job.num_samples, 0.0, takes[job.workers])])
+
+    monkeypatch.setattr(prepare, "run_job", runs)
+    job = Job(contender="grain", url="x", num_samples=10, scratch="", workers=2)
+    takes = {0: 1.0, 2: 1.5, 4: 0.5}
+    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 0
+    takes = {0: 1.0, 2: 0.9, 4: 0.5}
+    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 4
+    assert tried == [0, 2, 0, 2, 4]
+
+
 def test_what_a_loader_imports_late_is_imported_before_the_clock_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
