@@ -31,6 +31,7 @@ from .subprocesses import MeasurementError, run_job, run_module
 _MARKER = "penstock-conversion.json"
 _VERSION = 3
 _CONVERSION_TIMEOUT_S = 4 * 3600.0
+_CHECK_TIMEOUT_S = 3600.0  # a whole pass, once a copy; of a slow peer on a busy machine, too
 _MOST_SHARD_BYTES, _LEAST_SHARD_BYTES = 64 << 20, 1 << 18
 _checking_one = threading.Lock()  # peers are prepared at the same time
 _SHARDS = 16  # at least so many, if they are not too small: workers read whole shards
@@ -77,11 +78,11 @@ def prepare_peer(
     say(f"{name}: converting the data set")
     job = _convert(replace(ours, contender=name, python=python), config, manifest)
     say(f"{name}: checking that every sample is delivered")
-    check_delivery(job, truth, timeout_s=config.timeout_s, checked=checked)
+    check_delivery(job, truth, checked=checked)
     return job
 
 
-def check_delivery(job: Job, truth: Measurement, *, timeout_s: float, checked: Path | None = None) -> None:
+def check_delivery(job: Job, truth: Measurement, *, checked: Path | None = None) -> None:
     """One pass of a contender has to deliver what ``truth`` says; not done again for what ``checked`` remembers.
 
     Raises:
@@ -90,7 +91,7 @@ def check_delivery(job: Job, truth: Measurement, *, timeout_s: float, checked: P
     key = f"{job.contender} {job.url} {truth.checksum} {job.python}"
     if checked is not None and key in _read_list(checked):
         return
-    check = run_job(_checking(job), timeout_s=timeout_s)
+    check = run_job(_checking(job), timeout_s=_CHECK_TIMEOUT_S)
     if (check.samples, check.checksum) != (truth.samples, truth.checksum):
         raise MeasurementError(
             f"one epoch delivered {check.samples} samples of {truth.samples}, with checksum "

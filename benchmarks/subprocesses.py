@@ -169,6 +169,8 @@ def _last_words(returncode: int, log: str) -> str:
     told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
     if told:
         return told[-1]
+    if returncode == -signal.SIGKILL:
+        return "the process was killed, as the kernel does where memory is short"
     return f"the process ended with exit code {returncode}:\n" + "\n".join(lines[-15:])
 
 

@@ -1,4 +1,4 @@
-"""Where the workloads lie: on the local disk, or on an S3 server, straight or through a proxy that delays."""
+"""Where the workloads lie: on the local disk, or on an S3 server, straight or by a line that delays."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from ...loader.errors import ConfigError
 from ...storage import Store, open_store
 from ..contenders import LIMIT, OURS, base_of
-from ..faults.faults import Delay
-from ..faults.proxy import FaultProxy
+from ..delay_line import delay_line
 from ..job import Job
 from ..peers.catalogue import PEERS
 from ..s3_server import make_bucket, serve_s3
@@ -26,7 +25,7 @@ _UPLOADS = 4
 class Places:
     """The stores of one run of the bench. The S3 server is started when it is first needed; ``close`` ends it.
 
-    Mutable state: the server and the proxy, once started, or the error that starting the server ended with.
+    Mutable state: the server and the line, once started, or the error that starting the server ended with.
     """
 
     def __init__(self, delay_ms: float, say: Callable[[str], None]) -> None:
@@ -34,7 +33,7 @@ class Places:
         self._open = contextlib.ExitStack()
         self._options: dict[str, str] | None = None
         self._failed: ConfigError | None = None
-        self._proxy: FaultProxy | None = None
+        self._late_url = ""
 
     def close(self) -> None:
         self._open.close()
@@ -56,13 +55,11 @@ class Places:
         options = self._serve()
         if store == "s3":
             return options
-        if self._proxy is None:
+        if not self._late_url:
             if not options["endpoint"].startswith("http://"):
-                raise ConfigError("the proxy that delays speaks plain http:// only, and this S3 server does not")
-            self._proxy = self._open.enter_context(FaultProxy(options["endpoint"]))
-            delay = Delay(seconds=self._delay_s)
-            self._proxy.choose(lambda request: delay if request.method == "GET" else None)
-        return options | {"endpoint": self._proxy.url}
+                raise ConfigError("the line that delays takes plain http:// only, and this S3 server is none")
+            self._late_url = self._open.enter_context(delay_line(options["endpoint"], self._delay_s))
+        return options | {"endpoint": self._late_url}
 
     def _serve(self) -> dict[str, str]:
         if self._failed is not None:

@@ -88,7 +88,7 @@ def prepare_workload(case: Case, config: FieldConfig, data: Path, tell: Callable
             work.jobs[variant] = replace(work.jobs[base], contender=variant)
             tell(f"{case.title}: checking that {variant} delivers every sample")
             try:
-                check_delivery(work.jobs[variant], truth, timeout_s=config.timeout_s, checked=data / "checked.json")
+                check_delivery(work.jobs[variant], truth, checked=data / "checked.json")
             except PenstockError as exc:
                 del work.jobs[variant]
                 work.refused[variant] = clean(in_short(str(exc)))

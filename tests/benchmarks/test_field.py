@@ -446,6 +446,8 @@ def test_a_peer_that_hangs_is_ended_and_one_that_crashes_says_why(tmp_path: Path
         run_job(replace(job, python=script(tmp_path / "hang", "exec sleep 600")), timeout_s=0.3)
     with pytest.raises(MeasurementError, match="exit code 3:\nboom"):
         run_job(replace(job, python=script(tmp_path / "crash", "echo boom; exit 3")))
+    with pytest.raises(MeasurementError, match="was killed, as the kernel does where memory is short"):
+        run_job(replace(job, python=script(tmp_path / "killed", "kill -9 $$")))
 
 
 def test_a_rank_that_crashes_ends_those_that_wait_for_it(tmp_path: Path) -> None:
