@@ -43,6 +43,8 @@ class Case:
     data: str
     peer_layout: PeerLayout = "plain"
     everywhere: bool = False
+    views: bool = False
+    """Whether its raw bytes are also read as views, by the contenders that hand those out."""
 
 
 def write_blobs(folder: str, samples: int, *, mean_bytes: int) -> None:
@@ -152,6 +154,7 @@ CASES = {
             decode="none",
             write=partial(write_blobs, mean_bytes=6_000),
             data="blobs-6k",
+            views=True,
         ),
         Case(
             name="bytes-40k",
@@ -161,6 +164,7 @@ CASES = {
             decode="none",
             write=partial(write_blobs, mean_bytes=40_000),
             data="blobs-40k",
+            views=True,
             everywhere=True,
         ),
         Case(
@@ -171,6 +175,7 @@ CASES = {
             decode="none",
             write=partial(write_blobs, mean_bytes=1_000_000),
             data="blobs-1m",
+            views=True,
         ),
         Case(
             name="images",

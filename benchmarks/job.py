@@ -52,6 +52,8 @@ class Job:
     source_format: str = ""
     python: str | None = None
     """The interpreter to run it with; None is the running one."""
+    modules: list[str] = field(default_factory=list)
+    """What the contender is known to import while it runs; imported before the clock starts, as all its imports are."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -73,12 +75,16 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A pass of a run: what it delivered, and when it began and ended, in seconds after the loader was asked for."""
+    """A pass of a run: what it delivered, and when it began and ended, in seconds after the loader was asked for.
+
+    ``cpu_s`` is the CPU time of the whole process tree from then on until the pass ended.
+    """
 
     samples: int
     start_s: float
     stop_s: float
     complete: bool
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,8 @@ class Measurement:
 
     ``samples_per_s`` and ``mb_per_s`` (10^6 bytes of payload) count from the first batch on, so that nobody's start-up
     is in them; ``first_batch_s`` is that start-up: from making the loader, imports done, to its first batch. Waits are
-    per batch, the first excluded. ``cpu_s`` is of the whole process tree, user and system. ``peak_bytes`` is the
+    per batch, the first excluded. ``cpu_s`` is of the whole process tree, user and system; so is
+    ``first_batch_cpu_s``, until the first batch. ``peak_bytes`` is the
     largest proportional set size of the tree, anonymous and shared memory, sampled; mapped files are not in it.
     ``peak_rss_bytes`` is the sum of the processes' own peaks of resident memory (VmHWM), mapped files included.
     """
@@ -105,6 +112,7 @@ class Measurement:
     wait_p99_ms: float
     wait_share: float
     cpu_s: float
+    first_batch_cpu_s: float = 0.0
     peak_bytes: int = 0
     peak_rss_bytes: int = 0
     passes: list[Pass] = field(default_factory=list)
@@ -114,6 +122,8 @@ class Measurement:
     settings: dict[str, Any] = field(default_factory=dict)
     stages: dict[str, Any] = field(default_factory=dict)
     state: Any = None
+    late_modules: list[str] = field(default_factory=list)
+    """What was imported while the clock ran."""
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Measurement:

@@ -6,13 +6,15 @@ measurement is written to the file RESULT.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import os
-import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +22,43 @@ import numpy as np
 
 from ..storage.errors import PenstockError
 from .batch_stats import batch_stats, checksum
-from .contenders import Contender, find_module
+from .contenders import Contender, base_of, find_module
 from .job import Job, Measurement, Pass
 from .peers.catalogue import PEERS
+from .process_time import tree_cpu_s, waited_cpu_s
 from .subprocesses import TOLD
 
 
 def measure(job: Job) -> Measurement:
     """Run a job in this process."""
     module = find_module(job.contender)
+    for name in job.modules:
+        with contextlib.suppress(Exception):  # whatever it is, the contender will meet it
+            importlib.import_module(name)
     _join_ranks(job)
-    cpu_before_s = _cpu_s()
+    imported = set(sys.modules)
+    cpu_before_s = waited_cpu_s()
     started = time.perf_counter()
     contender: Contender = module.open_contender(job)
     try:
-        run = _Run(job, contender, started)
+        run = _Run(job, contender, started, cpu_before_s)
         run.read()
         report = contender.report()
     finally:
         contender.close()
-    return run.result(cpu_s=_cpu_s() - cpu_before_s, report=report)
+    late = sorted(name for name, found in sys.modules.items() if name not in imported and found is not None)
+    return replace(run.result(cpu_s=waited_cpu_s() - cpu_before_s, report=report), late_modules=late)
 
 
 class _Run:
     """Reads batches and collects the measurements."""
 
-    def __init__(self, job: Job, contender: Contender, started: float) -> None:
+    def __init__(self, job: Job, contender: Contender, started: float, cpu_before_s: float) -> None:
         self._job = job
         self._contender = contender
         self._started = started
+        self._cpu_before_s = cpu_before_s
+        self._first_cpu_s = 0.0
         self._first_at = self._last_at = started
         self._waits: list[float] = []
         self._samples: list[int] = []
@@ -73,7 +83,8 @@ class _Run:
         samples = sum(self._samples) - before
         if samples:
             start_s, stop_s = began - self._started, self._last_at - self._started
-            self._passes.append(Pass(samples=samples, start_s=start_s, stop_s=stop_s, complete=complete))
+            cpu_s = tree_cpu_s() - self._cpu_before_s
+            self._passes.append(Pass(samples=samples, start_s=start_s, stop_s=stop_s, complete=complete, cpu_s=cpu_s))
         return complete and samples > 0
 
     def _read_batches(self) -> bool:
@@ -87,6 +98,7 @@ class _Run:
             samples, payload = batch_stats(batch)
             if not self._samples:
                 self._first_at, self._first_payload = got, payload
+                self._first_cpu_s = tree_cpu_s() - self._cpu_before_s
             else:
                 self._waits.append(got - asked)
             self._last_at = got
@@ -124,6 +136,7 @@ class _Run:
             wait_p99_ms=float(np.percentile(waits_ms, 99)),
             wait_share=float(waits_ms.sum() / 1000 / seconds) if seconds else 0.0,
             cpu_s=cpu_s,
+            first_batch_cpu_s=self._first_cpu_s,
             passes=self._passes,
             version=_version_of(job.contender),
             checksum=f"{self._checksum & (1 << 64) - 1:016x}" if job.mode == "check" else None,
@@ -148,14 +161,8 @@ def _join_ranks(job: Job) -> None:
 
 
 def _version_of(contender: str) -> str | None:
-    peer = PEERS.get(contender)
+    peer = PEERS.get(base_of(contender))
     return importlib.metadata.version(peer.package) if peer is not None else None
-
-
-def _cpu_s() -> float:
-    """CPU time of this process and of the children that it has waited for."""
-    both = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def tell(error: Exception) -> int:

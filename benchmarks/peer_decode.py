@@ -92,7 +92,7 @@ def collate(samples: Sequence[Mapping[str, Any]], *, widen: bool = False) -> dic
             continue
         values: list[Any] = [sample.get(name) for sample in samples]
         first = values[0]
-        if any(value is None for value in values) or isinstance(first, bytes | str | dict | list):
+        if any(value is None for value in values) or isinstance(first, bytes | memoryview | str | dict | list):
             batch[name] = values
         elif isinstance(first, np.ndarray) and len({value.shape for value in values}) > 1:
             batch[name] = [torch.from_numpy(value) for value in values]

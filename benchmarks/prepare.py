@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -29,7 +31,9 @@ from .subprocesses import MeasurementError, run_job, run_module
 _MARKER = "penstock-conversion.json"
 _VERSION = 3
 _CONVERSION_TIMEOUT_S = 4 * 3600.0
+_CHECK_TIMEOUT_S = 3600.0  # a whole pass, once a copy; of a slow peer on a busy machine, too
 _MOST_SHARD_BYTES, _LEAST_SHARD_BYTES = 64 << 20, 1 << 18
+_checking_one = threading.Lock()  # peers are prepared at the same time
 _SHARDS = 16  # at least so many, if they are not too small: workers read whole shards
 
 
@@ -73,19 +77,29 @@ def prepare_peer(
     python = python_of(peer, say=say) if config.environments == "own" else python_here(peer)
     say(f"{name}: converting the data set")
     job = _convert(replace(ours, contender=name, python=python), config, manifest)
-    key = f"{name} {config.peer_layout} {manifest.fingerprint} {truth.checksum} {python}"
-    if checked is not None and key in _read_list(checked):
-        return job
     say(f"{name}: checking that every sample is delivered")
-    check = run_job(_checking(job), timeout_s=config.timeout_s)
+    check_delivery(job, truth, checked=checked)
+    return job
+
+
+def check_delivery(job: Job, truth: Measurement, *, checked: Path | None = None) -> None:
+    """One pass of a contender has to deliver what ``truth`` says; not done again for what ``checked`` remembers.
+
+    Raises:
+        MeasurementError: it fails, or delivers something else.
+    """
+    key = f"{job.contender} {job.url} {truth.checksum} {job.python}"
+    if checked is not None and key in _read_list(checked):
+        return
+    check = run_job(_checking(job), timeout_s=_CHECK_TIMEOUT_S)
     if (check.samples, check.checksum) != (truth.samples, truth.checksum):
         raise MeasurementError(
             f"one epoch delivered {check.samples} samples of {truth.samples}, with checksum "
             f"{check.checksum} instead of {truth.checksum}"
         )
     if checked is not None:
-        write_whole(checked, json.dumps([*_read_list(checked), key], indent=1).encode())
-    return job
+        with _checking_one:
+            write_whole(checked, json.dumps([*_read_list(checked), key], indent=1).encode())
 
 
 def _read_list(path: Path) -> list[str]:
@@ -133,14 +147,28 @@ def settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout, ours
 
 
 def choose_workers(job: Job, trial_s: float, say: Callable[[str], None], *, timeout_s: float = 3600.0) -> Job:
-    """The job with the number of worker processes that makes a pass shortest: none, one per core, or two per core."""
+    """The job with the number of worker processes that makes a pass shortest: none, one per core, or two per core.
+
+    Two per core are tried where one per core is better than none. A number that fails, or takes too long, is not it.
+
+    Raises:
+        MeasurementError: they all did.
+    """
     if not find_peer(job.contender).has_workers:
         return job
     took: dict[int, float] = {}
+    failed: MeasurementError | None = None
     for workers in (0, job.workers, 2 * job.workers):
+        if workers > job.workers and took.get(0, math.inf) < took.get(job.workers, math.inf):
+            break
         say(f"{job.contender}: trying {workers} workers")
         trial = replace(job, workers=workers, epochs=None, seconds=trial_s, step_ms=0.0)
-        took[workers] = whole_pass_s(run_job(trial, timeout_s=timeout_s), job.num_samples)
+        try:
+            took[workers] = whole_pass_s(run_job(trial, timeout_s=timeout_s), job.num_samples)
+        except MeasurementError as exc:
+            failed = failed or exc
+    if failed is not None and not took:
+        raise failed
     return replace(job, workers=min(took, key=lambda workers: took[workers]))
 
 

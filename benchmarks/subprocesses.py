@@ -75,6 +75,7 @@ def combine_ranks(ranks: Sequence[Measurement]) -> Measurement:
             start_s=min(each.start_s for each in same),
             stop_s=max(each.stop_s for each in same),
             complete=all(each.complete for each in same),
+            cpu_s=sum(each.cpu_s for each in same),
         )
         for same in zip(*(each.passes for each in ranks), strict=False)
     ]
@@ -88,6 +89,7 @@ def combine_ranks(ranks: Sequence[Measurement]) -> Measurement:
         payload_bytes=sum(each.payload_bytes for each in ranks),
         batches=sum(each.batches for each in ranks),
         seconds=seconds,
+        first_batch_cpu_s=sum(each.first_batch_cpu_s for each in ranks),
         samples_per_s=rate("samples_per_s"),
         mb_per_s=rate("mb_per_s"),
         first_batch_s=max(each.first_batch_s for each in ranks),
@@ -167,6 +169,8 @@ def _last_words(returncode: int, log: str) -> str:
     told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
     if told:
         return told[-1]
+    if returncode == -signal.SIGKILL:
+        return "the process was killed, as the kernel does where memory is short"
     return f"the process ended with exit code {returncode}:\n" + "\n".join(lines[-15:])
 
 

@@ -27,6 +27,7 @@ from .common import Flag, console, parse, print_json
 WORDS = ("--quick", "--full", "--redraw")
 _Names = Annotated[str, tyro.conf.arg(metavar="NAME,...")]
 _Some = Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")]
+_Ratio = Annotated[float | None, tyro.conf.arg(metavar="RATIO", help_behavior_hint="")]
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 _Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
@@ -85,6 +86,15 @@ class FieldArguments:
     environments: Annotated[str, tyro.conf.arg(metavar="{own,here}")] = "own"
     """own: peers in pinned environments that are made; here: those that are installed beside penstock."""
 
+    resume: Flag = True
+    """Skip the runs that measure a resume in mid-epoch beside a fresh start, which are half of all."""
+
+    drop_slower: _Ratio = None
+    """Leave out of further rounds the peers that a round shows to be so many times slower than the fastest of them."""
+
+    calibrate: Flag = False
+    """Find each peer's best number of workers again, which is otherwise kept beside the data."""
+
     data: _Folder = None
     """Folder for the generated data sets and the peers' copies, which are kept; in the cache if not given."""
 
@@ -111,7 +121,9 @@ def run(arguments: Sequence[str]) -> int:
         report.unlink(missing_ok=True)
     data = given.data or cache_home() / "bench-data"
     with _ending_in_order(), _progress(len(cells_of(config))) as told:
-        found = run_field(config, data=data, report=report, command=_command(given), told=told)
+        found = run_field(
+            config, data=data, report=report, command=_command(given), told=told, calibrate=given.calibrate
+        )
     return _show(found, report, given)
 
 
@@ -131,6 +143,8 @@ def configure(given: FieldArguments) -> FieldConfig:
         scale=given.scale,
         delay_ms=given.delay_ms,
         environments=given.environments,  # type: ignore[arg-type]
+        resume=given.resume,
+        drop_slower=given.drop_slower,
     )
     if not given.quick:
         return config
@@ -154,10 +168,22 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 def _command(given: FieldArguments) -> str:
     """The command as it may stand in a report: without folders of this machine."""
     default = FieldArguments()
-    names = ("workloads", "stores", "ranks", "against", "rounds", "seconds", "scale", "delay_ms", "environments")
+    names = [
+        "workloads",
+        "stores",
+        "ranks",
+        "against",
+        "rounds",
+        "seconds",
+        "scale",
+        "delay_ms",
+        "environments",
+        "drop_slower",
+    ]
     changed = [name for name in names if getattr(given, name) != getattr(default, name)]
     words = [f"--{name.replace('_', '-')} {getattr(given, name)}" for name in changed]
-    return " ".join(("penstock bench", "--quick" if given.quick else "--full", *words))
+    flags = [] if given.resume else ["--no-resume"]
+    return " ".join(("penstock bench", "--quick" if given.quick else "--full", *words, *flags))
 
 
 def _redraw(path: Path, given: FieldArguments) -> int:

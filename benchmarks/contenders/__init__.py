@@ -21,7 +21,19 @@ MODULES = {
     "grain": "grain",
     "spdl": "spdl",
     "torch": "torch_loader",
+    "penstock-view": "ours",
+    "penstock-gather": "ours",
+    "spdl-view": "spdl",
 }
+# Contenders that hand raw bytes out otherwise than as bytes objects, and the loader that each of them is: views of what
+# was read, or one tensor of all bytes and one of offsets.
+VIEWS, GATHER = "penstock-view", "penstock-gather"
+VARIANTS = {VIEWS: OURS, GATHER: OURS, "spdl-view": "spdl"}
+
+
+def base_of(name: str) -> str:
+    """The loader that a contender is: itself, but for variants."""
+    return VARIANTS.get(name, name)
 
 
 class Contender(Protocol):

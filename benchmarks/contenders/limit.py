@@ -1,7 +1,8 @@
 """The limit: a bare loop that reads the data set's own shards with as many threads as cores, and makes batches.
 
 No loader: no shuffling, no positions, nothing held back for memory's sake. Shards are read whole, ahead of need by a
-few, and taken apart by the same libraries that loaders use. What a loader costs is the distance to it.
+few, from a store by many, and taken apart by the same libraries that loaders use. The distance to it is what loaders
+cost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ..job import Job
 from ..layout import image_fields
 
 _BLOCK = 512
+_REMOTE_READS = 16  # shards in flight from a store, whose requests wait more than they work
 
 
 class Limit:
@@ -32,11 +35,11 @@ class Limit:
         self._parse = _parser(job)
         keys = sorted(info.key for info in self._client.list() if info.key.endswith(_SUFFIXES[job.source_format]))
         self._keys = keys[job.rank :: job.world_size]
+        remote = isinstance(job.url, str) and "://" in job.url
+        self._ahead = max(2 * self._threads, _REMOTE_READS if remote else 0)
+        self._reads = ThreadPoolExecutor(self._ahead if remote else self._threads, "limit-read")
         self._pool = ThreadPoolExecutor(self._threads, "limit")
         self._decoders = ThreadPoolExecutor(self._threads, "limit-decode")
-
-    def _read(self, key: str) -> list[Any]:
-        return self._parse(self._fetch(key))
 
     def _fetch(self, key: str) -> Any:
         job = self._job
@@ -45,15 +48,21 @@ class Limit:
         return self._client.get(key)
 
     def epoch(self) -> Iterator[Any]:
-        ahead: deque[Future[list[Any]]] = deque()
+        fetched: deque[Future[Any]] = deque()
+        parsed: deque[Future[list[Any]]] = deque()
         waiting = iter(self._keys)
-        for key in waiting:
-            ahead.append(self._pool.submit(self._read, key))
-            if len(ahead) <= 2 * self._threads:
-                continue
-            yield from self._finish(ahead.popleft().result())
-        while ahead:
-            yield from self._finish(ahead.popleft().result())
+        while True:
+            fetched.extend(
+                self._reads.submit(self._fetch, key) for key in islice(waiting, self._ahead + 1 - len(fetched))
+            )
+            while fetched and len(parsed) <= self._threads:
+                parsed.append(self._pool.submit(self._take_apart, fetched.popleft()))
+            if not parsed:
+                return
+            yield from self._finish(parsed.popleft().result())
+
+    def _take_apart(self, data: Future[Any]) -> list[Any]:
+        return self._parse(data.result())
 
     def _finish(self, batches: list[Any]) -> Iterator[Any]:
         if self._job.decode != "224":
@@ -73,6 +82,7 @@ class Limit:
         return {"settings": {"threads": self._threads, "reads": "whole shards, in order"}}
 
     def close(self) -> None:
+        self._reads.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
         self._decoders.shutdown(cancel_futures=True)
         self._client.close()

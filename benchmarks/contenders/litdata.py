@@ -77,6 +77,7 @@ class Litdata:
             storage_options=_storage_options(job.storage_options) if remote else None,
             max_pre_download=4,
             transform=decoder,
+            force_override_state_dict=True,  # each run has a cache folder of its own, which states name
         )
         more = {"persistent_workers": True, "prefetch_factor": 4} if self._workers else {}
         if job.device is not None:

@@ -103,6 +103,7 @@ class _Finish:
         self._collate: Callable[[Any], Any] = collate if job.decode == "none" else collate_wide
         self._layout = job.fields
         self._widen = job.decode != "none"
+        self._take: Callable[[memoryview], Any] = memoryview if job.contender == "spdl-view" else bytes
 
     def __call__(self, rows: Any) -> Any:
         if isinstance(rows, dict):
@@ -116,16 +117,15 @@ class _Finish:
         return tensor.to(torch.int64) if wide else tensor
 
     def _values(self, row: Mapping[str, memoryview]) -> dict[str, Any]:
-        return {name: _value(row.get(name), field) for name, field in self._layout.items()}
+        return {name: self._value(row.get(name), field) for name, field in self._layout.items()}
 
-
-def _value(view: memoryview | None, field: Mapping[str, Any]) -> Any:
-    if view is None:
-        return None
-    if field["kind"] == "array":
-        values = np.frombuffer(view, field["dtype"])
-        return values.reshape(field["shape"]) if field["shape"] else values[0]
-    return str(view, "utf-8") if field["kind"] == "text" else bytes(view)
+    def _value(self, view: memoryview | None, field: Mapping[str, Any]) -> Any:
+        if view is None:
+            return None
+        if field["kind"] == "array":
+            values = np.frombuffer(view, field["dtype"])
+            return values.reshape(field["shape"]) if field["shape"] else values[0]
+        return str(view, "utf-8") if field["kind"] == "text" else self._take(view)
 
 
 class Spdl:

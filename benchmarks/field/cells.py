@@ -50,6 +50,8 @@ class FieldConfig:
     environments: Environments = "own"
     workers: int | None = None
     """Worker processes of peers that have them; None finds each peer's best number."""
+    drop_slower: float | None = None
+    """Peers that a round shows to be so many times slower than the best one are left out of those that follow."""
 
     def __post_init__(self) -> None:
         for name in self.workloads:
@@ -70,6 +72,8 @@ class FieldConfig:
             raise ConfigError(f"--scale {self.scale}: must be above 0, and 1000 at most")
         if min(self.seconds, self.trial_s, self.timeout_s) <= 0:
             raise ConfigError("--seconds and --timeout must be above 0")
+        if self.drop_slower is not None and self.drop_slower <= 1:
+            raise ConfigError(f"--drop-slower {self.drop_slower:g}: must be above 1")
         if self.delay_ms < 0:
             raise ConfigError(f"--delay-ms {self.delay_ms}: must be 0 or above")
 
@@ -91,6 +95,7 @@ def quick(config: FieldConfig) -> FieldConfig:
         timeout_s=120.0,
         resume=False,
         environments=config.environments,
+        drop_slower=config.drop_slower,
         workers=0,  # fastest for data this small, of which a pass takes less time than starting workers
     )
 
@@ -109,8 +114,12 @@ def cells_of(config: FieldConfig) -> list[Cell]:
     return list(chosen())
 
 
-def same_measurement(before: dict[str, Any], config: FieldConfig) -> bool:
-    """Whether cells of an earlier run may stand beside those of this one: other cells do not matter, how does."""
+def other_settings(before: dict[str, Any], config: FieldConfig) -> list[str]:
+    """Why cells of an earlier run may not stand beside those of this one: other cells do not matter, how does."""
     free = ("workloads", "stores", "ranks")
     now = config.to_dict()
-    return all(before.get(name) == now[name] for name in now if name not in free)
+    return [
+        f"{name} {before.get(name)} and now {now[name]}"
+        for name in now
+        if name not in free and before.get(name) != now[name]
+    ]

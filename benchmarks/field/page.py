@@ -7,12 +7,12 @@ from html import escape
 from typing import Any
 
 from ...trainer.report.style import STYLE
-from ..contenders import LIMIT, OURS
+from ..contenders import LIMIT, base_of
 from . import words
 from .plots import draw_rates, draw_ratios
 from .style import FIELD_STYLE
-from .summary import best_peer, load_note, median, ratio
-from .table import by_speed, refusals
+from .summary import best_peer, is_ours, load_note, median, ratio
+from .table import by_speed, figure_of, lines_of, name_of_line, refusals
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -34,6 +34,7 @@ def _page(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"{escape(load_note(loads, machine['cores']).capitalize())}.</p></header><main>"
     yield from _tiles(cells)
     yield from _ratio_section(cells)
+    yield from _overview_section(cells)
     for workload in dict.fromkeys(cell["workload"] for cell in cells):
         yield from _workload_section([cell for cell in cells if cell["workload"] == workload])
     yield from _refused_section(cells)
@@ -63,8 +64,38 @@ def _ratio_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     plot = draw_ratios(cells)
     if plot:
         yield "<section><h2>First pass, as a multiple of the best peer</h2><p class='hint'>The best peer is the one "
-        yield "whose first pass is fastest in that comparison. Dots are ratios of medians, bands the quartiles of the "
+        yield "whose first pass is fastest in that comparison; bytes objects are compared with bytes objects, views "
+        yield "with whatever is fastest. Dots are ratios of medians, bands the quartiles of the "
         yield f"ratios within a round.</p><figure class='ratios'>{plot}</figure></section>"
+
+
+_COLUMNS = ["", "from", "penstock", "ratio", "of the loop", "best peer", "its"]
+_COLUMNS += ["CPU", "its", "loop's", "1st batch", "its"]
+
+
+def _overview_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """All comparisons as a table."""
+    yield "<section><h2>All comparisons</h2><p class='hint'>Samples per second in the first pass, CPU time a sample, "
+    yield "and the first batch; of penstock, the best peer and the bare loop.</p>"
+    heads = "".join(f"<th class='num'>{head}</th>" if head else "<th></th>" for head in _COLUMNS)
+    yield f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>"
+    for cell, ours in lines_of(cells):
+        each = cell["contenders"]
+        peer = best_peer(each, ours=ours)
+        limit = ratio(each, LIMIT, ours=ours)
+        values = (
+            words.place_of(cell),
+            words.rate(figure_of(each, ours, "first_pass_per_s")),
+            words.times(ratio(each, peer, ours=ours)),
+            "–" if limit is None else f"{limit:.2f}",
+            words.name_of(peer) if peer else "–",
+            words.rate(figure_of(each, peer, "first_pass_per_s")),
+            *(words.microseconds(figure_of(each, name, "cpu_us_per_sample")) for name in (ours, peer, LIMIT)),
+            *(words.seconds(figure_of(each, name, "first_batch_s")) for name in (ours, peer)),
+        )
+        row = "".join(f"<td class='num'>{escape(value)}</td>" for value in values)
+        yield f"<tr><th>{escape(name_of_line(cell, ours))}</th>{row}</tr>"
+    yield "</tbody></table></div></section>"
 
 
 _KEYS = (
@@ -114,7 +145,7 @@ def _table(cell: Mapping[str, Any]) -> str:
             words.workers(entry["settings"]),
         )
         cells = "".join(f"<td class='num'>{escape(value)}</td>" for value in values)
-        kind = " class='ours'" if name == OURS else ""
+        kind = " class='ours'" if is_ours(name) else ""
         rows.append(f"<tr{kind}><th>{escape(words.name_of(name))}</th>{cells}</tr>")
     heads = "".join(f"<th class='num'>{head}</th>" if head else "<th></th>" for head in _HEADS)
     return f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -143,7 +174,7 @@ def _refused_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _setup_section(report: Mapping[str, Any]) -> Iterator[str]:
     versions = {
-        name: entry["version"]
+        base_of(name): entry["version"]
         for cell in report["cells"]
         for name, entry in cell["contenders"].items()
         if entry.get("version")
@@ -158,7 +189,7 @@ def _setup_section(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"<dt>{escape(words.name_of(name))} {escape(str(versions.get(name, '')))}</dt>"
         yield f"<dd><blockquote>{escape(peer['advice'])}</blockquote>"
         yield f"<a href='{escape(peer['source'], quote=True)}'>{escape(_host(peer['source']))}</a>. Here: "
-        yield f"{escape(peer['setup'])}.</dd>"
+        yield f"{escape(peer['setup'])}." + (f" Order: {escape(peer['order'])}." if "order" in peer else "") + "</dd>"
     yield "</dl></section>"
 
 
@@ -182,14 +213,19 @@ def _method_section(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 _METHOD = (
-    """Each run is a fresh process; imports are not timed. A first pass is timed from the making of the loader to its
-    last batch, so every cost of a start is in it. Runs end {seconds:g} s after the first batch; a slow loader's first
-    pass may be cut there, and counts as far as it came.""",
+    """Each run is a fresh process; imports are not timed, neither those that a loader leaves for later. A first pass is
+    timed from the making of the loader to its last batch, so every cost of a start is in it. Runs end {seconds:g} s
+    after the first batch; if a first pass is cut there, what a whole one takes is reckoned from its start and its rate,
+    and that is told.""",
     """Files come from a warm page cache. From S3 a run is one pass: a second one would come from the copies that peers
     keep on the local disk.""",
+    """penstock's chunks are in random order, and so are the samples in each window of some of them, whose length it
+    chooses by the size of the chunks. Raw bytes are handed out as a list of bytes objects, as by all others; "views"
+    are memoryviews over what was read, "gather" is one tensor of all bytes and one of offsets. Of every bytes object
+    and view the consumer reads a byte of each page.""",
     """Resume: time to the first batch after a resume in mid-epoch, over that of a fresh start, pair by pair.""",
-    """CPU: user and system time of the process tree, start-up of the loader included. Peak RSS: the sum of the
-    processes' peaks (VmHWM), pages that they share or map counted in each.""",
+    """CPU: user and system time of the process tree in the first pass, start-up of the loader included. Peak RSS: the
+    sum of the processes' peaks (VmHWM), pages that they share or map counted in each.""",
     """The bare loop reads whole shards with a thread a core and makes batches, without a shuffle: what the
     libraries below allow.""",
 )

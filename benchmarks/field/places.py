@@ -1,4 +1,4 @@
-"""Where the workloads lie: on the local disk, or on an S3 server, straight or through a proxy that delays."""
+"""Where the workloads lie: on the local disk, or on an S3 server, straight or by a line that delays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from ...loader.errors import ConfigError
 from ...storage import Store, open_store
-from ..contenders import LIMIT, OURS
-from ..faults.faults import Delay
-from ..faults.proxy import FaultProxy
+from ..contenders import LIMIT, OURS, base_of
+from ..delay_line import delay_line
 from ..job import Job
 from ..peers.catalogue import PEERS
 from ..s3_server import make_bucket, serve_s3
@@ -26,7 +25,7 @@ _UPLOADS = 4
 class Places:
     """The stores of one run of the bench. The S3 server is started when it is first needed; ``close`` ends it.
 
-    Mutable state: the server and the proxy, once started, or the error that starting the server ended with.
+    Mutable state: the server and the line, once started, or the error that starting the server ended with.
     """
 
     def __init__(self, delay_ms: float, say: Callable[[str], None]) -> None:
@@ -34,7 +33,7 @@ class Places:
         self._open = contextlib.ExitStack()
         self._options: dict[str, str] | None = None
         self._failed: ConfigError | None = None
-        self._proxy: FaultProxy | None = None
+        self._late_url = ""
 
     def close(self) -> None:
         self._open.close()
@@ -56,13 +55,11 @@ class Places:
         options = self._serve()
         if store == "s3":
             return options
-        if self._proxy is None:
+        if not self._late_url:
             if not options["endpoint"].startswith("http://"):
-                raise ConfigError("the proxy that delays speaks plain http:// only, and this S3 server does not")
-            self._proxy = self._open.enter_context(FaultProxy(options["endpoint"]))
-            delay = Delay(seconds=self._delay_s)
-            self._proxy.choose(lambda request: delay if request.method == "GET" else None)
-        return options | {"endpoint": self._proxy.url}
+                raise ConfigError("the line that delays takes plain http:// only, and this S3 server is none")
+            self._late_url = self._open.enter_context(delay_line(options["endpoint"], self._delay_s))
+        return options | {"endpoint": self._late_url}
 
     def _serve(self) -> dict[str, str]:
         if self._failed is not None:
@@ -93,10 +90,11 @@ class Places:
         placed: dict[str, Job] = {}
         with contextlib.ExitStack() as stores:
             for name, job in jobs.items():
-                if name in PEERS and "s3" in PEERS[name].lacks:
+                base = base_of(name)
+                if base in PEERS and "s3" in PEERS[base].lacks:
                     continue
-                own = str(job.url) != str(folder) and name not in (OURS, LIMIT)
-                url = f"{data}.{name}" if own else data
+                own = str(job.url) != str(folder) and base not in (OURS, LIMIT)
+                url = f"{data}.{base}" if own else data
                 if url not in {each.url for each in placed.values()}:
                     self._say(f"{name}: uploading")
                     stores.enter_context(_copied(open_store(str(job.url)), open_store(url, storage_options=options)))
@@ -106,11 +104,12 @@ class Places:
 
 @contextlib.contextmanager
 def _copied(source: Store, target: Store) -> Iterator[None]:
-    keys = [info.key for info in source.list()]
-    try:
-        with ThreadPoolExecutor(_UPLOADS) as pool:
-            list(pool.map(lambda key: target.put(key, source.get(key)), keys))
-        yield
-        target.delete(keys)
-    finally:
-        target.close()
+    """Copies that are removed at the end, also where that is an error or an interrupt."""
+    with contextlib.closing(source), contextlib.closing(target):
+        keys = [info.key for info in source.list()]
+        try:
+            with ThreadPoolExecutor(_UPLOADS) as pool:
+                list(pool.map(lambda key: target.put(key, source.get(key)), keys))
+            yield
+        finally:
+            target.delete(keys)

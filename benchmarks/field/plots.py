@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ..contenders import LIMIT, OURS
+from ..contenders import LIMIT
 from . import words
-from .summary import best_peer, median, ratio, ratio_spread
-from .table import by_speed
+from .summary import best_peer, is_ours, median, ratio, ratio_spread
+from .table import by_speed, lines_of, name_of_line
 
 WIDTH = 360
-_NAME, _RIGHT = 126, 312  # bars begin, and end at most
+_NAME, _RIGHT = 126, 304  # bars begin, and end at most
 _ROW = 24
 _LOG_FROM = 8.0  # a linear axis would make bars this far apart invisible
 
@@ -83,7 +83,7 @@ def draw_rates(cell: Mapping[str, Any]) -> str:
 def _draw_row(cell: Mapping[str, Any], name: str, axis: Axis, top: float) -> list[str]:
     summary = cell["contenders"][name]["summary"]
     low, middle, high = summary["first_pass_per_s"]
-    y, kind = top + 9, "ours" if name == OURS else "limit" if name == LIMIT else "peer"
+    y, kind = top + 9, "ours" if is_ours(name) else "limit" if name == LIMIT else "peer"
     start, stop = axis.x(axis.low), axis.x(middle)
     width = max(1.0, stop - start)
     parts = [
@@ -106,11 +106,12 @@ def _median(cell: Mapping[str, Any], name: str, kind: str) -> float:
 def draw_ratios(cells: Sequence[Mapping[str, Any]]) -> str:
     """Our first pass over that of the best peer, a line a cell, on a logarithmic axis; "" without peers."""
     rows = []
-    for cell in cells:
-        peer = best_peer(cell["contenders"])
-        value, spread = ratio(cell["contenders"], peer), ratio_spread(cell["contenders"], peer)
+    for cell, ours in lines_of(cells):
+        each = cell["contenders"]
+        peer = best_peer(each, ours=ours)
+        value, spread = ratio(each, peer, ours=ours), ratio_spread(each, peer, ours=ours)
         if peer is not None and value is not None and spread is not None:
-            rows.append((f"{cell['workload']}, {words.place_of(cell)}", words.name_of(peer), value, spread))
+            rows.append((f"{name_of_line(cell, ours)}, {words.place_of(cell)}", words.name_of(peer), value, spread))
     if not rows:
         return ""
     ends = [end for _, _, value, spread in rows for end in (value, spread.low, spread.high)]

@@ -6,33 +6,30 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...loader.dataset.index import open_manifest
-from ...loader.dataset.manifest import Manifest
+from ...loader.errors import ConfigError
 from ...loader.limits import usable_cores
 from ...storage.errors import PenstockError
 from ...storage.files import write_whole
-from ..config import BenchConfig
-from ..contenders import LIMIT, OURS
-from ..datasets import CASES, Case, make_case
+from ..contenders import LIMIT, OURS, base_of
+from ..datasets import CASES
 from ..job import Job, Measurement
-from ..layout import find_layout
 from ..machine import describe_machine, list_versions
 from ..peers.catalogue import PEERS
 from ..peers.environments import clean
-from ..prepare import check_ours, choose_workers, in_short, prepare_peer, settle_decoder
+from ..prepare import in_short
 from ..subprocesses import run_job
-from .cells import Cell, FieldConfig, StoreName, cells_of, same_measurement
+from .cells import Cell, FieldConfig, StoreName, cells_of, other_settings
 from .places import Places
-from .summary import describe, figures_of, summarise
+from .settings import forget, settle, with_late_modules
+from .summary import describe, figures_of, is_ours, summarise, too_slow
+from .workload import Workload, prepare_workload
 
-VERSION = 1
-_PREPARED_AT_ONCE = 3
+VERSION = 2
+_ELSEWHERE = "give another folder as --results, or --again to measure all anew in its place"
 
 
 class Told(Protocol):
@@ -43,34 +40,27 @@ class Told(Protocol):
     def done(self, cell: Cell, result: Mapping[str, Any]) -> None: ...
 
 
-@dataclass
-class _Workload:
-    """A workload that is ready to be measured: jobs on the local disk, and why some contenders have none."""
-
-    case: Case
-    folder: Path
-    manifest: Manifest
-    jobs: dict[str, Job] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-def run_field(config: FieldConfig, *, data: Path, report: Path, command: str, told: Told) -> dict[str, Any]:
+def run_field(
+    config: FieldConfig, *, data: Path, report: Path, command: str, told: Told, calibrate: bool = False
+) -> dict[str, Any]:
     """Measure all cells that ``report`` does not have yet, and write each to it. Returns the whole report.
 
-    A peer that cannot be measured is in its cell's ``refused`` with the reason, and so are all of a store that does not
-    answer; the others go on.
+    ``calibrate`` forgets what was found out about contenders' best settings before. A peer that cannot be measured is
+    in its cell's ``refused`` with the reason, and so are all of a store that does not answer; the others go on.
 
     Raises:
-        ConfigError, StorageError: the data sets cannot be made here.
+        ConfigError, StorageError: the data sets cannot be made here, or ``report`` was measured in another way.
         OSError: the report cannot be written.
     """
     found = load_report(report, config) or new_report(config, command)
     have = {(cell["workload"], cell["store"], cell["ranks"]) for cell in found["cells"]}
     missing = [cell for cell in cells_of(config) if (cell.workload, cell.store, cell.ranks) not in have]
     report.parent.mkdir(parents=True, exist_ok=True)
+    if calibrate:
+        forget(data)
     with Places(config.delay_ms, told.say) as places:
         for name in dict.fromkeys(cell.workload for cell in missing):
-            work = _prepare(CASES[name], config, data, told)
+            work = prepare_workload(CASES[name], config, data, told.say)
             cells = [cell for cell in missing if cell.workload == name]
             for cell, result in _run_workload(work, cells, config, data, places, told):
                 found["cells"].append(result)
@@ -81,7 +71,7 @@ def run_field(config: FieldConfig, *, data: Path, report: Path, command: str, to
 
 def new_report(config: FieldConfig, command: str) -> dict[str, Any]:
     advice = {
-        name: {"advice": peer.advice, "source": peer.source, "setup": peer.setup}
+        name: {"advice": peer.advice, "source": peer.source, "setup": peer.setup, "order": peer.order}
         for name, peer in PEERS.items()
         if name in config.against
     }
@@ -98,16 +88,30 @@ def new_report(config: FieldConfig, command: str) -> dict[str, Any]:
 
 
 def load_report(report: Path, config: FieldConfig) -> dict[str, Any] | None:
-    """An earlier report that this run can go on with: of the same settings, machine and version; else None."""
+    """An earlier report that this run goes on with; None if there is none.
+
+    Raises:
+        ConfigError: what lies there is of other settings, another machine or another version, and is not overwritten.
+    """
     try:
         found = json.loads(report.read_text())
-    except (OSError, ValueError):
+        before, machine = found["settings"], found["machine"]
+        same_version = found["version"] == VERSION
+    except FileNotFoundError:
         return None
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        return None
-    same = same_measurement(found.get("settings", {}), config)
-    machine = describe_machine()
-    return found if same and all(found["machine"].get(name) == machine[name] for name in ("cpu", "cores")) else None
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{report.name} is no report of penstock bench: {_ELSEWHERE}") from exc
+    now = describe_machine()
+    if not same_version:
+        raise ConfigError(f"{report.name} is of another version of penstock bench: {_ELSEWHERE}")
+    if any(machine.get(name) != now[name] for name in ("cpu", "cores")):
+        raise ConfigError(
+            f"{report.name} was measured on {machine.get('cores')} cores of {machine.get('cpu')}, and this is "
+            f"{now['cores']} of {now['cpu']}: {_ELSEWHERE}"
+        )
+    if other := other_settings(before, config):
+        raise ConfigError(f"{report.name} was measured with other settings ({', '.join(other)}): {_ELSEWHERE}")
+    return dict(found)
 
 
 def _save(found: dict[str, Any], report: Path) -> None:
@@ -118,63 +122,8 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _prepare(case: Case, config: FieldConfig, data: Path, told: Told) -> _Workload:
-    """Make the data set, and each peer's environment and copy of it; a few peers at a time, as nothing is timed."""
-    told.say(f"{case.title}: generating the data set")
-    folder = make_case(case, data, config.scale)
-    manifest = open_manifest(str(folder))
-    layout = find_layout(manifest, None, None)
-    settings = BenchConfig(
-        source=str(folder),
-        against=config.against,
-        batch_size=case.batch_size,
-        decode=case.decode,
-        peer_layout=case.peer_layout,
-        conversions=str(data / "conversions"),
-        environments=config.environments,
-        timeout_s=config.timeout_s,
-    )
-    ours = Job(
-        contender=OURS,
-        url=str(folder),
-        num_samples=manifest.num_samples,
-        scratch="",
-        batch_size=case.batch_size,
-        decode=case.decode,
-        workers=usable_cores(),
-        epochs=None,
-        seconds=config.seconds,
-        fields=layout,
-        source_format=manifest.format,
-    )
-    ours = settle_decoder(settings, manifest, layout, ours)
-    work = _Workload(case, folder, manifest, {OURS: ours, LIMIT: replace(ours, contender=LIMIT)})
-    told.say(f"{case.title}: checking that every sample is delivered")
-    truth = check_ours(ours)
-
-    def prepare(name: str) -> Job | str:
-        try:
-            say = partial(_say_of, told, case)
-            job = ours if config.workers is None else replace(ours, workers=config.workers)
-            return prepare_peer(name, settings, manifest, job, truth, say, checked=data / "checked.json")
-        except (PenstockError, OSError) as exc:
-            return clean(in_short(str(exc)))
-
-    with ThreadPoolExecutor(_PREPARED_AT_ONCE) as pool:
-        for name, job in zip(config.against, pool.map(prepare, config.against), strict=True):
-            if isinstance(job, Job):
-                work.jobs[name] = job
-            else:
-                work.refused[name] = job
-    return work
-
-
-def _say_of(told: Told, case: Case, text: str) -> None:
-    told.say(f"{case.title}: {text}")
-
-
 def _run_workload(
-    work: _Workload, cells: Sequence[Cell], config: FieldConfig, data: Path, places: Places, told: Told
+    work: Workload, cells: Sequence[Cell], config: FieldConfig, data: Path, places: Places, told: Told
 ) -> Any:
     """Yields (cell, its result). Data is in S3 only while cells read from there: the server may keep it in memory."""
     for cell in (each for each in cells if each.store == "local"):
@@ -184,7 +133,7 @@ def _run_workload(
         return
     try:
         with places.uploaded(work.folder, work.jobs) as jobs:
-            lacking = {name: PEERS[name].lacks["s3"] for name in work.jobs if name not in jobs}
+            lacking = {name: PEERS[base_of(name)].lacks["s3"] for name in work.jobs if name not in jobs}
             for cell in remote:
                 options = places.options_of(cell.store)
                 at = {name: replace(job, storage_options=options, epochs=1) for name, job in jobs.items()}
@@ -198,7 +147,7 @@ def _run_workload(
 
 def _run_cell(
     cell: Cell,
-    work: _Workload,
+    work: Workload,
     jobs: Mapping[str, Job],
     refused: Mapping[str, str],
     config: FieldConfig,
@@ -210,26 +159,32 @@ def _run_cell(
     each_has = max(1, usable_cores() // cell.ranks)
     ready: dict[str, Job] = {}
     for name, job in jobs.items():
-        job = replace(job, world_size=cell.ranks, workers=each_has)
+        # Ours chooses its threads by itself, as it does for its users.
+        job = replace(job, world_size=cell.ranks, workers=0 if is_ours(name) else each_has)
         try:
-            ready[name] = _with_workers(job, cell, config, data, told) if name in PEERS else job
+            ready[name] = settle(job, cell, config, data, told.say)
         except PenstockError as exc:
-            refused[name] = clean(in_short(str(exc)))
+            refused[name] = clean(in_short(str(exc))).removeprefix(f"{name}: ")
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
     told_of: dict[str, dict[str, Any]] = {}
+    left_out: set[str] = set()
     for number in range(config.rounds):
         loads.append(os.getloadavg()[0])
-        names = [name for name in ready if name not in refused]
+        if number and config.drop_slower is not None:
+            left_out |= _leave_out(figures, number, config.drop_slower, notes)
+        names = [name for name in ready if name not in refused and name not in left_out]
         start = number % max(1, len(names))
         for name in names[start:] + names[:start]:
             told.say(f"{cell.name}: round {number + 1} of {config.rounds}, {name}")
             try:
                 run = run_job(ready[name], timeout_s=config.timeout_s)
-                figures[name].append(figures_of(run) | _resume(ready[name], run, cell, config, notes))
+                again = _resume(ready[name], run, cell, config, notes)
+                figures[name].append(figures_of(run, ready[name].num_samples) | again)
             except PenstockError as exc:
-                refused[name] = clean(in_short(str(exc)))
+                refused[name] = clean(in_short(str(exc))).removeprefix(f"{name}: ")
                 continue
             told_of[name] = describe(run)
+            ready[name] = with_late_modules(ready[name], run)
             _note_samples(name, run, ready[name], notes)
     contenders = {
         name: {"summary": summarise(rounds), "rounds": rounds, **told_of[name]}
@@ -241,7 +196,7 @@ def _run_cell(
 
 def _result(
     cell: Cell,
-    work: _Workload,
+    work: Workload,
     config: FieldConfig,
     contenders: Mapping[str, Any],
     refused: Mapping[str, str],
@@ -286,32 +241,27 @@ def _resume(job: Job, run: Measurement, cell: Cell, config: FieldConfig, notes: 
     return {"fresh_s": fresh.first_batch_s, "resumed_s": resumed.first_batch_s}
 
 
+def _leave_out(
+    figures: Mapping[str, Sequence[Mapping[str, float]]], number: int, times: float, notes: dict[str, str]
+) -> set[str]:
+    """Peers that are too slow to be measured again; notes it of those that this is new of."""
+    behind = too_slow({name: rounds for name, rounds in figures.items() if len(rounds) == number}, times)
+    for name, by in behind.items():
+        told = f"left out after {number} {'round' if number == 1 else 'rounds'}, {by:.3g}x slower than the fastest peer"
+        notes[name] = f"{notes[name]}; {told}" if name in notes else told
+    return set(behind)
+
+
 def _note_samples(name: str, run: Measurement, job: Job, notes: dict[str, str]) -> None:
     """A whole pass that did not deliver the data set once is told: ranks may drop or repeat samples."""
     first = run.passes[0] if run.passes else None
-    if first is not None and first.complete and first.samples != job.num_samples:
+    if first is None:
+        return
+    if not first.complete:
+        share = first.samples / job.num_samples
+        notes[name] = f"{share:.0%} of a pass was read, and a whole one reckoned from its start and its rate"
+    elif first.samples != job.num_samples:
         notes[name] = f"a pass delivered {first.samples:,} samples of {job.num_samples:,}"
-
-
-def _with_workers(job: Job, cell: Cell, config: FieldConfig, data: Path, told: Told) -> Job:
-    """The job with its fastest number of workers; what was found once is kept beside the data."""
-    if not PEERS[job.contender].has_workers:
-        return job
-    if config.workers is not None:
-        return replace(job, workers=config.workers)
-    place = data / "workers.json"
-    try:
-        known = json.loads(place.read_text())
-    except (OSError, ValueError):
-        known = {}
-    key = f"{cell.name} · {job.contender} · scale {config.scale:g} · {usable_cores()} cores"
-    if key not in known:
-        trial = choose_workers(
-            job, config.trial_s, lambda text: told.say(f"{cell.name}: {text}"), timeout_s=config.timeout_s
-        )
-        known[key] = trial.workers
-        write_whole(place, json.dumps(known, indent=1).encode())
-    return replace(job, workers=known[key])
 
 
 def is_complete(found: Mapping[str, Any], stores: Sequence[StoreName]) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..contenders import LIMIT, OURS
+from ..contenders import LIMIT, OURS, VARIANTS, base_of
 from ..job import Measurement
+from ..prepare import whole_pass_s
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,27 @@ def quartiles(values: Sequence[float]) -> Spread:
     return Spread(low, median, high)
 
 
-def first_pass_rate(run: Measurement) -> float:
-    """Samples per second of the first pass, from asking for the loader until the pass, or the run, ended."""
+def first_pass_rate(run: Measurement, num_samples: int) -> float:
+    """Samples per second of the first pass, from asking for the loader until the pass ended.
+
+    Of a pass that was cut, what a whole one would take is reckoned from its start and its rate: else a loader would
+    seem the slower the longer it takes to start.
+    """
     if not run.passes or not run.passes[0].stop_s:
         return 0.0
-    return run.passes[0].samples / run.passes[0].stop_s
+    first = run.passes[0]
+    return first.samples / first.stop_s if first.complete else num_samples / whole_pass_s(run, num_samples)
+
+
+def first_pass_cpu_us(run: Measurement, num_samples: int) -> float:
+    """CPU microseconds a sample of the first pass, of all processes; reckoned in the same way where it was cut."""
+    if not run.passes:
+        return 0.0
+    first = run.passes[0]
+    if first.complete:
+        return 1e6 * first.cpu_s / first.samples
+    share_read = first.samples / num_samples
+    return 1e6 * (run.first_batch_cpu_s + (first.cpu_s - run.first_batch_cpu_s) / share_read) / num_samples
 
 
 def steady_rate(run: Measurement) -> float:
@@ -53,13 +70,14 @@ def steady_rate(run: Measurement) -> float:
     return sum(each.samples for each in later) / seconds if seconds > 0 else 0.0
 
 
-def figures_of(run: Measurement) -> dict[str, float]:
-    """What is kept of a run."""
+def figures_of(run: Measurement, num_samples: int) -> dict[str, float]:
+    """What is kept of a run over a data set of ``num_samples``."""
     return {
-        "first_pass_per_s": first_pass_rate(run),
+        "first_pass_per_s": first_pass_rate(run, num_samples),
         "steady_per_s": steady_rate(run),
         "first_batch_s": run.first_batch_s,
-        "cpu_us_per_sample": 1e6 * run.cpu_s / max(1, run.samples),
+        "cpu_us_per_sample": first_pass_cpu_us(run, num_samples),
+        "run_cpu_us_per_sample": 1e6 * run.cpu_s / max(1, run.samples),
         "peak_rss_bytes": run.peak_rss_bytes,
         "peak_bytes": run.peak_bytes,
         "wait_share": run.wait_share,
@@ -83,34 +101,68 @@ def median(summary: Mapping[str, Any], name: str) -> float | None:
     return None if found is None else float(found[1])
 
 
-def peers_of(contenders: Mapping[str, Any]) -> list[str]:
-    return [name for name in contenders if name not in (OURS, LIMIT)]
+def is_ours(contender: str) -> bool:
+    return base_of(contender) == OURS
 
 
-def best_peer(contenders: Mapping[str, Mapping[str, Any]], name: str = "first_pass_per_s") -> str | None:
+def ours_of(contenders: Mapping[str, Any]) -> list[str]:
+    """Our own contenders that were measured, list[bytes] first; at least the plain one, which may not have been."""
+    return [OURS, *(name for name in VARIANTS if is_ours(name) and name in contenders)]
+
+
+def peers_of(contenders: Mapping[str, Any], ours: str = OURS) -> list[str]:
+    """The peers to compare one of ours with: bytes objects with bytes objects, views with whatever is fastest."""
+    return [
+        name
+        for name in contenders
+        if not is_ours(name) and name != LIMIT and (ours in VARIANTS or name not in VARIANTS)
+    ]
+
+
+def best_peer(
+    contenders: Mapping[str, Mapping[str, Any]], name: str = "first_pass_per_s", ours: str = OURS
+) -> str | None:
     """The peer with the highest median of a rate; None if none was measured."""
-    peers = [peer for peer in peers_of(contenders) if median(contenders[peer]["summary"], name)]
+    peers = [peer for peer in peers_of(contenders, ours) if median(contenders[peer]["summary"], name)]
     return max(peers, key=lambda peer: contenders[peer]["summary"][name][1], default=None)
 
 
+def too_slow(rounds: Mapping[str, Sequence[Mapping[str, float]]], times: float) -> dict[str, float]:
+    """Peers whose medians, in the first pass and after it, are ``times`` below the best peer's, and by how much."""
+    peers = [name for name in peers_of(rounds, next(iter(VARIANTS))) if rounds[name]]
+    behind: dict[str, float] = {}
+    for rate in ("first_pass_per_s", "steady_per_s"):
+        found = {peer: statistics.median(each[rate] for each in rounds[peer]) for peer in peers}
+        best = max(found.values(), default=0.0)
+        for peer, value in found.items():
+            behind[peer] = min(behind.get(peer, float("inf")), best / value if value else float("inf"))
+    return {peer: value for peer, value in behind.items() if value > times}
+
+
 def ratio(
-    contenders: Mapping[str, Mapping[str, Any]], other: str | None, name: str = "first_pass_per_s"
+    contenders: Mapping[str, Mapping[str, Any]],
+    other: str | None,
+    name: str = "first_pass_per_s",
+    ours: str = OURS,
 ) -> float | None:
     """Our median over another's; None where one of them was not measured, or was 0."""
-    if other is None or OURS not in contenders or other not in contenders:
+    if other is None or ours not in contenders or other not in contenders:
         return None
-    ours, theirs = median(contenders[OURS]["summary"], name), median(contenders[other]["summary"], name)
-    return ours / theirs if ours is not None and theirs else None
+    own, theirs = median(contenders[ours]["summary"], name), median(contenders[other]["summary"], name)
+    return own / theirs if own is not None and theirs else None
 
 
 def ratio_spread(
-    contenders: Mapping[str, Mapping[str, Any]], other: str | None, name: str = "first_pass_per_s"
+    contenders: Mapping[str, Mapping[str, Any]],
+    other: str | None,
+    name: str = "first_pass_per_s",
+    ours: str = OURS,
 ) -> Spread | None:
     """Quartiles of the ratio within a round, which other load on the machine changes least."""
-    if other is None or OURS not in contenders or other not in contenders:
+    if other is None or ours not in contenders or other not in contenders:
         return None
-    pairs = zip(contenders[OURS]["rounds"], contenders[other]["rounds"], strict=False)
-    ratios = [ours[name] / theirs[name] for ours, theirs in pairs if theirs.get(name)]
+    pairs = zip(contenders[ours]["rounds"], contenders[other]["rounds"], strict=False)
+    ratios = [own[name] / theirs[name] for own, theirs in pairs if theirs.get(name)]
     return quartiles(ratios) if ratios else None
 
 

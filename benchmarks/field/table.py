@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..contenders import LIMIT, OURS
 from . import words
-from .summary import best_peer, load_note, median, ratio, ratio_spread
+from .summary import best_peer, is_ours, load_note, median, ours_of, ratio, ratio_spread
 
 _FEW = 4
 _WIDE = 110
@@ -36,34 +36,71 @@ def print_report(report: Mapping[str, Any], screen: Console) -> None:
 
 
 def _print_overview(cells: Sequence[Mapping[str, Any]], screen: Console) -> None:
-    """A line a cell; in a wide terminal with the ratio's quartiles, the ratio in steady state, and the first batch."""
+    """A line a cell and kind of ours; in a wide terminal with the ratio's quartiles, and the ratio in steady state."""
     is_wide = screen.width >= _WIDE
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    more = (("quartiles", "right"), ("steady", "right"), ("1st batch", "right")) if is_wide else ()
-    columns = (("first pass", "left"), ("from", "left"), ("penstock", "right"), ("best peer", "left"), ("its", "right"))
-    for head, justify in (*columns, ("ratio", "right"), ("of loop", "right"), *more):
-        table.add_column(head, justify=justify, no_wrap=True)
-    for cell in cells:
+    more = (("quartiles", "right"), ("steady", "right")) if is_wide else ()
+    heads = (("first pass", "left"), ("from", "left"), ("penstock", "right"), ("best peer", "left"), ("its", "right"))
+    table = _table((*heads, ("ratio", "right"), ("of loop", "right"), *more))
+    for cell, ours in lines_of(cells):
         each = cell["contenders"]
-        peer = best_peer(each)
-        ours = each.get(OURS, {}).get("summary", {})
-        theirs = each[peer]["summary"] if peer else {}
-        faster, limit, spread = ratio(each, peer), ratio(each, LIMIT), ratio_spread(each, peer)
-        row = [
-            cell["workload"],
+        peer = best_peer(each, ours=ours)
+        faster, limit = ratio(each, peer, ours=ours), ratio(each, LIMIT, ours=ours)
+        row: list[str | Text] = [
+            name_of_line(cell, ours),
             words.short_place_of(cell),
-            words.rate(median(ours, "first_pass_per_s")),
+            words.rate(figure_of(each, ours, "first_pass_per_s")),
             words.name_of(peer) if peer else "none",
-            words.rate(median(theirs, "first_pass_per_s")),
+            words.rate(figure_of(each, peer, "first_pass_per_s")),
             Text(words.times(faster), style="" if faster is None else "green" if faster >= 1 else "red"),
             "–" if limit is None else f"{limit:.2f}",
         ]
         if is_wide:
+            spread, steady = ratio_spread(each, peer, ours=ours), best_peer(each, "steady_per_s", ours)
             row.append("–" if spread is None else f"{words.times(spread.low)[:-1]} to {words.times(spread.high)}")
-            row.append(words.times(ratio(each, best_peer(each, "steady_per_s"), "steady_per_s")))
-            row.append(words.seconds(median(ours, "first_batch_s")))
+            row.append(words.times(ratio(each, steady, "steady_per_s", ours)))
         table.add_row(*row)
     screen.print(table, crop=False)
+    screen.print()
+    _print_costs(cells, screen)
+
+
+def _print_costs(cells: Sequence[Mapping[str, Any]], screen: Console) -> None:
+    """What a sample costs in CPU time, and how long the first batch takes: ours, the best peer's, the bare loop's."""
+    heads = (("CPU a sample", "left"), ("from", "left"), ("penstock", "right"), ("peer's", "right"))
+    table = _table((*heads, ("loop's", "right"), ("1st batch", "right"), ("peer's", "right")))
+    for cell, ours in lines_of(cells):
+        each = cell["contenders"]
+        peer = best_peer(each, ours=ours)
+        table.add_row(
+            name_of_line(cell, ours),
+            words.short_place_of(cell),
+            *(words.microseconds(figure_of(each, name, "cpu_us_per_sample")) for name in (ours, peer, LIMIT)),
+            *(words.seconds(figure_of(each, name, "first_batch_s")) for name in (ours, peer)),
+        )
+    screen.print(table, crop=False)
+
+
+def _table(heads: Iterable[tuple[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for head, justify in heads:
+        table.add_column(head, justify=justify, no_wrap=True)
+    return table
+
+
+def lines_of(cells: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Each cell with each of our contenders that was measured in it."""
+    for cell in cells:
+        for ours in ours_of(cell["contenders"]):
+            yield cell, ours
+
+
+def name_of_line(cell: Mapping[str, Any], ours: str) -> str:
+    """The workload, and how its bytes are handed out: "bytes-40k views"."""
+    return f"{cell['workload']} {words.kind_of(ours)}".strip()
+
+
+def figure_of(contenders: Mapping[str, Any], name: str | None, figure: str) -> float | None:
+    return None if name is None or name not in contenders else median(contenders[name]["summary"], figure)
 
 
 def print_cell(cell: Mapping[str, Any], screen: Console) -> None:
@@ -74,7 +111,7 @@ def print_cell(cell: Mapping[str, Any], screen: Console) -> None:
         table.add_column(head, justify="left" if head == "samples/s" else "right", no_wrap=True)
     for name in by_speed(cell["contenders"]):
         summary = cell["contenders"][name]["summary"]
-        style = "bold cyan" if name == OURS else "dim" if name == LIMIT else ""
+        style = "bold cyan" if is_ours(name) else "dim" if name == LIMIT else ""
         table.add_row(
             words.name_of(name),
             words.rate(median(summary, "first_pass_per_s")),

@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..contenders import LIMIT, OURS
+from ..contenders import GATHER, LIMIT, VIEWS
 
-NAMES = {LIMIT: "bare loop", "torch": "torch DataLoader", "datasets": "HF datasets"}
+NAMES = {
+    LIMIT: "bare loop",
+    "torch": "torch DataLoader",
+    "datasets": "HF datasets",
+    VIEWS: "penstock, views",
+    GATHER: "penstock, gather",
+    "spdl-view": "spdl, views",
+}
+_KINDS = {VIEWS: "views", GATHER: "gathered"}
 
 
 def name_of(contender: str) -> str:
     return NAMES.get(contender, contender)
+
+
+def kind_of(ours: str) -> str:
+    """How one of our contenders hands out raw bytes, in short; "" where it is the plain one."""
+    return _KINDS.get(ours, "")
 
 
 def place_of(cell: Mapping[str, Any]) -> str:
@@ -78,8 +91,6 @@ def workers(settings: Mapping[str, Any]) -> str:
         count = settings["workers"]
         return "no workers" if not count else f"{count} {'worker' if count == 1 else 'workers'}"
     count = settings.get("threads", "")
-    return f"{count} threads" if count not in ("", "auto") else "threads: auto"
-
-
-def is_ours(contender: str) -> bool:
-    return contender == OURS
+    if count in ("", "auto"):
+        return "threads: auto"
+    return f"{count} {'thread' if count == 1 else 'threads'}"

@@ -22,6 +22,8 @@ class Peer:
     advice: str
     source: str
     setup: str
+    order: str
+    """How far it shuffles."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     has_workers: bool = True
     shared: bool = False
@@ -39,6 +41,7 @@ PEERS: Mapping[str, Peer] = {
             "transferring "
             "individual samples is slow.",
             source="https://github.com/tmbdev/wds-distributed",
+            order="shards at random, samples in a buffer of 1,000",
             setup="tar shards, shuffled in a buffer of 1,000 samples, batched in the workers; S3 by curl in a pipe",
         ),
         Peer(
@@ -50,6 +53,7 @@ PEERS: Mapping[str, Peer] = {
             "your dataloader, to allow more samples to be prepared ahead of time.",
             source=""
             "https://docs.mosaicml.com/projects/streaming/en/latest/distributed_training/performance_tuning.html",
+            order="shards at random, samples in ranges that span several of them (py1e)",
             setup="uncompressed MDS shards, shuffle_algo py1e, its own StreamingDataLoader",
         ),
         Peer(
@@ -58,6 +62,7 @@ PEERS: Mapping[str, Peer] = {
             imports="litdata",
             advice="Use StreamingDataset for fastest streaming after optimizing your data.",
             source="https://github.com/Lightning-AI/litData#readme",
+            order="chunks at random, samples at random inside each, or inside blocks of it",
             setup="optimized chunks, TokensLoader for tokens, max_pre_download=4, its own StreamingDataLoader",
         ),
         Peer(
@@ -67,6 +72,7 @@ PEERS: Mapping[str, Peer] = {
             advice="You can parallelize data loading with the num_workers argument of a PyTorch DataLoader and get a "
             "higher throughput.",
             source="https://huggingface.co/docs/datasets/use_with_pytorch",
+            order="at random over all samples; from S3 shards at random, samples in a buffer of 1,000",
             setup="Arrow files, memory-mapped with with_format('torch') where local, streamed by s3fs from S3 with a "
             "shuffle buffer of 1,000",
         ),
@@ -78,6 +84,7 @@ PEERS: Mapping[str, Peer] = {
             "to access and "
             "read data as if it were stored locally.",
             source="https://google-grain.readthedocs.io/en/latest/tutorials/data_sources/load_from_s3_tutorial.html",
+            order="at random over all samples",
             setup="ArrayRecord files, shuffled globally and batched as MapDataset, 16 reading threads (its "
             "default) in each of "
             "mp_prefetch's processes",
@@ -89,6 +96,7 @@ PEERS: Mapping[str, Peer] = {
             imports="spdl.pipeline",
             advice="The spdl.io.iter_tarfile() function processes data fastest when the input is a byte string.",
             source="https://facebookresearch.github.io/spdl/0.1.7/generated/benchmark_tarfile.html",
+            order="shards at random, samples at random inside each",
             setup="a Pipeline of threads: whole shards read, taken apart by iter_tarfile (numbers: by "
             "load_npy), batched "
             "inside a shard, decoded a batch a thread; S3 by obstore. It shuffles shards, and samples inside each",
@@ -102,6 +110,7 @@ PEERS: Mapping[str, Peer] = {
             "training and data "
             "loading.",
             source="https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+            order="at random over all samples",
             setup="torch.utils.data.DataLoader over a memory-mapped file of records with __getitems__, "
             "shuffled globally",
             lacks={"s3": "torch's DataLoader reads no store by itself"},

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
 import os
+import resource
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,10 +22,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.benchmarks.contenders import LIMIT, OURS
+from penstock.benchmarks import prepare
+from penstock.benchmarks.batch_stats import batch_stats, checksum
+from penstock.benchmarks.contenders import LIMIT, OURS, VIEWS
 from penstock.benchmarks.contenders.records import RecordCodec
-from penstock.benchmarks.field import runner, words
-from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, quick, same_measurement
+from penstock.benchmarks.field import runner, settings, words, workload
+from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, other_settings, quick
 from penstock.benchmarks.field.page import render
 from penstock.benchmarks.field.places import Places
 from penstock.benchmarks.field.plots import rate_axis
@@ -31,11 +36,13 @@ from penstock.benchmarks.field.summary import (
     figures_of,
     first_pass_rate,
     load_note,
+    ours_of,
     quartiles,
     ratio,
     ratio_spread,
     steady_rate,
     summarise,
+    too_slow,
 )
 from penstock.benchmarks.field.table import print_report
 from penstock.benchmarks.job import Job, Measurement, Pass
@@ -44,7 +51,7 @@ from penstock.benchmarks.peers.environments import PeerUnavailableError, clean, 
 from penstock.benchmarks.prepare import whole_pass_s
 from penstock.benchmarks.subprocesses import MeasurementError, combine_ranks, run_job
 from penstock.cli import run
-from penstock.loader import ConfigError
+from penstock.loader import ByteViews, ConfigError
 
 
 def measured(name: str, passes: list[tuple[int, float, float]], **more: Any) -> Measurement:
@@ -53,15 +60,17 @@ def measured(name: str, passes: list[tuple[int, float, float]], **more: Any) -> 
         "contender": name, "mode": "epoch", "samples": samples, "payload_bytes": 10 * samples, "batches": 4,
         "seconds": 2.0, "samples_per_s": 70.0, "mb_per_s": 1.0, "first_batch_s": 0.5, "wait_p50_ms": 1.0,
         "wait_p99_ms": 2.0, "wait_share": 0.5, "cpu_s": 0.02, "peak_bytes": 1 << 20, "peak_rss_bytes": 2 << 20,
-        "passes": [Pass(samples=n, start_s=start, stop_s=stop, complete=True) for n, start, stop in passes],
+        "passes": [
+            Pass(samples=n, start_s=start, stop_s=stop, complete=True, cpu_s=60e-6 * n) for n, start, stop in passes
+        ],
     }  # fmt: skip
     return Measurement(**given | more)
 
 
 def entry(*rates: float, version: str | None = None) -> dict[str, Any]:
     """A contender of a report whose rounds had these rates."""
-    figures = (figures_of(measured("x", [(100, 0.0, 100 / each), (100, 100 / each, 150 / each)])) for each in rates)
-    rounds = [each | {"fresh_s": 0.1, "resumed_s": 0.11} for each in figures]
+    runs = (measured("x", [(100, 0.0, 100 / each), (100, 100 / each, 150 / each)]) for each in rates)
+    rounds = [figures_of(run, 100) | {"fresh_s": 0.1, "resumed_s": 0.11} for run in runs]
     settings = {"workers": 2}
     return {
         "summary": summarise(rounds),
@@ -98,7 +107,10 @@ def report() -> dict[str, Any]:
         "machine": {"cpu": "A <Fast> CPU", "cores": 4, "system": "Linux 6 x86_64", "load_1m": 0.4, "memory_bytes": 1},
         "versions": {"python": "3.11", "torch": "2.13"},
         "settings": FieldConfig(rounds=3).to_dict(),
-        "peers": {n: {"advice": PEERS[n].advice, "source": PEERS[n].source, "setup": PEERS[n].setup} for n in peers},
+        "peers": {
+            name: {word: getattr(PEERS[name], word) for word in ("advice", "source", "setup", "order")}
+            for name in peers
+        },
         "cells": [
             cell("bytes-40k", three, refused={"grain": "it <crashed> & ended"}, notes={"litdata": "half a pass"}),
             cell("tokens", three, store="s3-delay", ranks=2, delay_ms=20.0),
@@ -117,11 +129,21 @@ def test_quartiles_lie_between_the_rounds() -> None:
 
 def test_a_first_pass_counts_its_start_and_steady_state_only_what_follows() -> None:
     run = measured("x", [(100, 0.0, 4.0), (100, 4.0, 5.0), (50, 5.0, 5.5)])
-    assert first_pass_rate(run) == 25.0
+    assert first_pass_rate(run, 100) == 25.0
     assert steady_rate(run) == 100.0
     assert steady_rate(measured("x", [(100, 0.0, 4.0)])) == 70.0  # one pass: what came after its first batch
-    assert first_pass_rate(measured("x", [])) == 0.0
-    assert figures_of(run)["cpu_us_per_sample"] == pytest.approx(80.0)
+    assert first_pass_rate(measured("x", []), 100) == 0.0
+    figures = figures_of(run, 100)
+    assert figures["cpu_us_per_sample"] == pytest.approx(60.0)  # of the first pass alone
+    assert figures["run_cpu_us_per_sample"] == pytest.approx(80.0)
+
+
+def test_a_first_pass_that_was_cut_is_reckoned_whole_so_that_its_start_does_not_weigh_more() -> None:
+    # 0.5 s and 1 ms of CPU time to the first batch; then 70 samples a second, at 30 us of CPU time a sample.
+    cut = Pass(samples=100, start_s=0.0, stop_s=2.0, complete=False, cpu_s=0.004)
+    run = replace(measured("x", []), passes=[cut], samples=100, first_batch_cpu_s=0.001)
+    assert first_pass_rate(run, 7000) == pytest.approx(7000 / 100.5)
+    assert figures_of(run, 7000)["cpu_us_per_sample"] == pytest.approx(30.0 + 1000 / 7000)
 
 
 def test_a_pass_that_was_not_read_to_its_end_is_reckoned_from_its_start_and_its_rate() -> None:
@@ -148,6 +170,50 @@ def test_the_best_peer_is_the_fastest_one_and_never_the_bare_loop() -> None:
     assert ratio({"a": each["a"]}, "a") is None
 
 
+def test_bytes_are_compared_with_bytes_and_views_with_whatever_is_fastest() -> None:
+    each = {
+        OURS: entry(1000.0), VIEWS: entry(4000.0), LIMIT: entry(5000.0), "litdata": entry(500.0), "spdl": entry(400.0),
+        "spdl-view": entry(2000.0),
+    }  # fmt: skip
+    assert ours_of(each) == [OURS, VIEWS]
+    assert (best_peer(each), best_peer(each, ours=VIEWS)) == ("litdata", "spdl-view")
+    assert ratio(each, "litdata") == pytest.approx(2.0)
+    assert ratio(each, "spdl-view", ours=VIEWS) == pytest.approx(2.0)
+    spread = ratio_spread(each, LIMIT, ours=VIEWS)
+    assert spread is not None
+    assert spread.median == pytest.approx(0.8)
+    assert ours_of({"litdata": entry(1.0)}) == [OURS]  # a line that says that it was not measured
+
+
+def test_peers_far_behind_the_fastest_peer_are_left_out_unless_they_are_near_it_once_running() -> None:
+    figures = {
+        OURS: [{"first_pass_per_s": 1.0, "steady_per_s": 1.0}],
+        LIMIT: [{"first_pass_per_s": 900.0, "steady_per_s": 900.0}],
+        "litdata": [{"first_pass_per_s": 100.0, "steady_per_s": 100.0}],
+        "grain": [{"first_pass_per_s": 10.0, "steady_per_s": 90.0}],
+        "torch": [{"first_pass_per_s": 10.0, "steady_per_s": 12.5}],
+        "spdl": [{"first_pass_per_s": 0.0, "steady_per_s": 0.0}],
+        "datasets": [],
+    }
+    assert too_slow(figures, 5.0) == {"torch": pytest.approx(8.0), "spdl": float("inf")}
+    assert too_slow({OURS: figures[OURS]}, 5.0) == {}
+
+
+def test_the_consumer_reads_of_every_page_of_bytes_views_and_gathered_bytes() -> None:
+    values = [b"x" * size for size in (0, 1, 4096, 10_000)]
+    views = ByteViews(values)
+    batches: list[dict[str, Any]] = [{"bin": values}, {"bin": views}, {"bin": views.gather()}]
+    assert [batch_stats(batch) for batch in batches] == [(4, 14_097)] * 3
+    assert len({checksum(batch) for batch in batches}) == 1
+    assert batch_stats({"text": ["ab", "c"], "n": [1, None]}) == (2, 3 + 8)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(64 << 12)
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        batch_stats({"bin": [memoryview(mapped)]})
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt > before  # it was mapped, and nothing more
+
+
 def test_the_cost_of_a_resume_is_that_of_its_own_round() -> None:
     rounds = [
         {"fresh_s": 1.0, "resumed_s": 2.0},
@@ -163,7 +229,7 @@ def test_ranks_are_as_fast_as_the_last_and_as_large_as_all() -> None:
     fast = measured("x", [(100, 0.0, 2.0)], seconds=2.0, samples_per_s=50.0)
     both = combine_ranks([fast, slow])
     assert (both.samples, both.seconds, both.samples_per_s, both.first_batch_s) == (200, 4.0, 50.0, 1.0)
-    assert both.passes == [Pass(samples=200, start_s=0.0, stop_s=4.0, complete=True)]
+    assert both.passes == [Pass(samples=200, start_s=0.0, stop_s=4.0, complete=True, cpu_s=0.012)]
     assert (both.cpu_s, both.peak_rss_bytes) == (0.04, 4 << 20)
     assert combine_ranks([fast]) is fast
 
@@ -181,9 +247,9 @@ def test_the_matrix_has_ranks_and_delays_for_two_workloads_alone() -> None:
 
 def test_cells_of_other_settings_do_not_stand_beside_these() -> None:
     before = json.loads(json.dumps(FieldConfig(workloads=("tokens",)).to_dict()))
-    assert same_measurement(before, FieldConfig())
-    assert not same_measurement(before, FieldConfig(rounds=3))
-    assert not same_measurement({}, FieldConfig())
+    assert other_settings(before, FieldConfig()) == []
+    assert other_settings(before, FieldConfig(rounds=3)) == ["rounds 5 and now 3"]
+    assert other_settings({}, FieldConfig())
 
 
 @pytest.mark.parametrize(
@@ -197,6 +263,7 @@ def test_cells_of_other_settings_do_not_stand_beside_these() -> None:
         ({"rounds": 0}, "--rounds 0"),
         ({"scale": 0.0}, "--scale"),
         ({"delay_ms": -1.0}, "--delay-ms"),
+        ({"drop_slower": 1.0}, "--drop-slower 1: must be above 1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(wrong: dict[str, Any], told: str) -> None:
@@ -252,6 +319,7 @@ def test_the_page_shows_every_comparison_and_fetches_nothing(report: dict[str, A
     page.feed(text)
     assert [head.strip() for head in page.heads] == [
         "First pass, as a multiple of the best peer",
+        "All comparisons",
         "the workload bytes-40k",
         "the workload tokens",
         "Not measured",
@@ -259,7 +327,7 @@ def test_the_page_shows_every_comparison_and_fetches_nothing(report: dict[str, A
         "How it is measured",
     ]
     assert page.tags.count("figure") == 3  # the ratios, and the two comparisons that were measured
-    assert page.tags.count("table") == 2
+    assert page.tags.count("table") == 3
     assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
     assert page.fetched == []
     assert sorted(page.links) == sorted(peer["source"] for peer in report["peers"].values())
@@ -378,6 +446,8 @@ def test_a_peer_that_hangs_is_ended_and_one_that_crashes_says_why(tmp_path: Path
         run_job(replace(job, python=script(tmp_path / "hang", "exec sleep 600")), timeout_s=0.3)
     with pytest.raises(MeasurementError, match="exit code 3:\nboom"):
         run_job(replace(job, python=script(tmp_path / "crash", "echo boom; exit 3")))
+    with pytest.raises(MeasurementError, match="was killed, as the kernel does where memory is short"):
+        run_job(replace(job, python=script(tmp_path / "killed", "kill -9 $$")))
 
 
 def test_a_rank_that_crashes_ends_those_that_wait_for_it(tmp_path: Path) -> None:
@@ -420,8 +490,10 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runs], None]:
 
     def use(runs: Runs) -> None:
         monkeypatch.setattr(runner, "run_job", runs)
-        monkeypatch.setattr(runner, "prepare_peer", prepare)
-        monkeypatch.setattr(runner, "check_ours", lambda ours: measured(OURS, []))
+        monkeypatch.setattr(runner, "settle", lambda job, *_: job)
+        monkeypatch.setattr(workload, "prepare_peer", prepare)
+        monkeypatch.setattr(workload, "check_ours", lambda ours: measured(OURS, []))
+        monkeypatch.setattr(workload, "check_delivery", lambda *_, **__: None)
 
     return use
 
@@ -456,6 +528,114 @@ def test_peers_that_fail_are_reported_and_the_others_go_on(tmp_path: Path, canne
     assert runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)["cells"] == [result]
     assert order == []
     assert told.cells == ["tokens · local · 1 rank"]
+
+
+def test_slow_peers_are_left_out_after_a_round_and_it_is_noted(tmp_path: Path, canned: Callable[[Runs], None]) -> None:
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        took = {"torch": 10.0, "litdata": 0.5}.get(job.contender, 1.0)
+        passes = [(job.num_samples, 0.0, took)]
+        return measured(job.contender, passes, samples_per_s=job.num_samples / took)
+
+    canned(runs)
+    config = FieldConfig(
+        workloads=("tokens",), stores=("local",), ranks=(1,), against=("litdata", "torch"), scale=0.001, rounds=3,
+        workers=0, resume=False, drop_slower=5.0,
+    )  # fmt: skip
+    place = tmp_path / "field.json"
+    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
+    [result] = found["cells"]
+    rounds = {name: len(each["rounds"]) for name, each in result["contenders"].items()}
+    assert rounds == {OURS: 3, LIMIT: 3, "litdata": 3, "torch": 1}
+    assert result["notes"] == {"torch": "left out after 1 round, 20x slower than the fastest peer"}
+    # What was measured in another way is neither taken nor overwritten.
+    before = place.read_bytes()
+    with pytest.raises(ConfigError, match="other settings \\(rounds 3 and now 2\\): give another folder as --results"):
+        runner.run_field(replace(config, rounds=2), data=tmp_path / "data", report=place, command="x", told=_Silent())
+    assert place.read_bytes() == before
+    place.write_text("[]")
+    with pytest.raises(ConfigError, match="is no report"):
+        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
+
+
+def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(
+    tmp_path: Path, canned: Callable[[Runs], None]
+) -> None:
+    order: list[str] = []
+
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        order.append(job.contender)
+        if len(order) == 4:
+            raise KeyboardInterrupt
+        return measured(job.contender, [(job.num_samples, 0.0, 1.0)])
+
+    canned(runs)
+    config = FieldConfig(
+        workloads=("tokens",), stores=("local",), ranks=(1, 2), against=("torch",), scale=0.001, rounds=1, workers=0,
+        resume=False,
+    )  # fmt: skip
+    place, told = tmp_path / "field.json", _Silent()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)
+    assert [each["ranks"] for each in json.loads(place.read_text())["cells"]] == [1]
+    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)
+    assert [each["ranks"] for each in found["cells"]] == [1, 2]
+    assert order == [OURS, LIMIT, "torch", OURS, OURS, LIMIT, "torch"]
+
+
+def test_a_number_of_workers_that_fails_is_none_of_the_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        if job.workers == wrong:
+            raise MeasurementError("grain: took longer than 300 s")
+        return measured(job.contender, [(job.num_samples, 0.0, 1.0 / (1 + job.workers))])
+
+    monkeypatch.setattr(prepare, "run_job", runs)
+    job = Job(contender="grain", url="x", num_samples=10, scratch="", workers=2)
+    wrong = 4
+    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 2
+    monkeypatch.setattr(prepare, "run_job", lambda job, *, timeout_s: runs(replace(job, workers=wrong), timeout_s=1.0))
+    with pytest.raises(MeasurementError, match="took longer"):
+        prepare.choose_workers(job, 1.0, lambda text: None)
+
+
+def test_two_workers_a_core_are_tried_only_where_one_a_core_is_better_than_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        tried.append(job.workers)
+        return measured(job.contender, [(job.num_samples, 0.0, takes[job.workers])])
+
+    monkeypatch.setattr(prepare, "run_job", runs)
+    job = Job(contender="grain", url="x", num_samples=10, scratch="", workers=2)
+    takes = {0: 1.0, 2: 1.5, 4: 0.5}
+    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 0
+    takes = {0: 1.0, 2: 0.9, 4: 0.5}
+    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 4
+    assert tried == [0, 2, 0, 2, 4]
+
+
+def test_what_a_loader_imports_late_is_imported_before_the_clock_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    glances: list[Job] = []
+
+    def runs(job: Job, *, timeout_s: float) -> Measurement:
+        glances.append(job)
+        return replace(measured(job.contender, []), late_modules=["wave"])
+
+    monkeypatch.setattr(settings, "run_job", runs)
+    job = Job(contender="torch", url="x", num_samples=10, scratch="", workers=2, world_size=4)
+    place = Cell(workload="tokens", store="local", ranks=4)
+    for _ in range(2):  # the second time it is known
+        ready = settings.settle(job, place, FieldConfig(workers=3), tmp_path, lambda text: None)
+        assert (ready.modules, ready.workers, ready.world_size) == (["wave"], 3, 4)
+    assert [(each.workers, each.world_size) for each in glances] == [(0, 1)]
+    again = settings.with_late_modules(ready, replace(measured("torch", []), late_modules=["chunk"]))
+    assert again.modules == ["wave", "chunk"]
+    settings.forget(tmp_path)
+    settings.settle(job, place, FieldConfig(workers=3), tmp_path, lambda text: None)
+    assert len(glances) == 2
 
 
 def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
