@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
-import importlib
 import shutil
 import socket
 from collections.abc import Iterator
@@ -11,14 +9,6 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer import World, close_world, open_world
-
-
-@pytest.fixture(scope="session")
-def settled_imports() -> None:
-    """Keep what is imported out of the garbage collector's sight: closing a world collects, once a test."""
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

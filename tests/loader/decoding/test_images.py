@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from photographs import photograph
 from PIL import Image
-from sklearn.datasets import load_sample_image
 
 from penstock.loader.decoding import images
 from penstock.loader.decoding.images import ImageDecoder
@@ -17,8 +17,8 @@ from penstock.loader.decoding.regions import Region, center_region, random_regio
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 
-PHOTO = Image.fromarray(load_sample_image("china.jpg"))
-FLOWER = Image.fromarray(load_sample_image("flower.jpg"))
+PHOTO = photograph("china.jpg")
+FLOWER = photograph("flower.jpg")
 
 
 def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
