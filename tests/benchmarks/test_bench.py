@@ -262,6 +262,7 @@ def test_peers_are_measured_on_mixed_images_and_on_vectors(tmp_path: Path) -> No
         assert result["contenders"][peer]["epoch"][0]["samples"] == 64
 
 
+@pytest.mark.slow
 def test_a_plot_tells_where_when_and_how_and_is_logarithmic_where_rates_differ_much(tmp_path: Path) -> None:
     result = {
         "machine": {"cores": 2, "cpu": "AMD EPYC"},

@@ -324,6 +324,7 @@ def test_many_threads_fill_one_batch():
         np.testing.assert_array_equal(batch[row], decoder(data, sample_rng(0, 0, row)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["jpeg", "png", "resample"])
 def test_another_thread_runs_python_while_an_image_is_decoded(part):
     large = photo(5000, 4000) if part == "jpeg" else photo(3000, 2400)
