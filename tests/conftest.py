@@ -51,15 +51,16 @@ SLOW_FILES = {
     "test_restarts.py",
     "test_stall.py",
 }
-# Files whose few tests take a minute or more: begun first, so that no worker waits for one at the end.
+# Files whose few tests take a minute or more: begun first, so that no worker waits for one at the end. Tests of stalls
+# and of the watchdog mostly wait for time-outs: apart, so that the other worker has the cores meanwhile.
 LONG_FILES = (
+    "test_stall.py",
     "test_nodes.py",
     "test_continuation.py",
     "test_restarts.py",
+    "test_watchdog.py",
     "test_bench.py",
     "test_demo.py",
-    "test_stall.py",
-    "test_watchdog.py",
     "test_memory.py",
     "test_simulation_bench.py",
     "test_integration_examples.py",
