@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
+import importlib
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,15 +51,16 @@ SLOW_FILES = {
     "test_restarts.py",
     "test_stall.py",
 }
-# Files whose few tests take a minute or more: begun first, so that no worker waits for one at the end.
+# Files whose few tests take a minute or more: begun first, so that no worker waits for one at the end. Tests of stalls
+# and of the watchdog mostly wait for time-outs: apart, so that the other worker has the cores meanwhile.
 LONG_FILES = (
+    "test_stall.py",
     "test_nodes.py",
     "test_continuation.py",
     "test_restarts.py",
+    "test_watchdog.py",
     "test_bench.py",
     "test_demo.py",
-    "test_stall.py",
-    "test_watchdog.py",
     "test_memory.py",
     "test_simulation_bench.py",
     "test_integration_examples.py",
@@ -67,6 +71,11 @@ LONG_FILES = (
 )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """The cores that this process may use; xdist itself counts those of the machine."""
+    return len(os.sched_getaffinity(0))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_quick = config.getoption("--hypothesis-profile") == "quick"
     for item in items:
@@ -75,6 +84,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of the garbage collector's sight: several tests ask it to look at all there is."""
+    gc.collect()
+    gc.freeze()
 
 
 def take_few_examples(function: Any) -> None:
@@ -120,6 +135,23 @@ def names_in(code: CodeType) -> Iterator[str]:
 def threads_before() -> None:
     """Note which threads there are, for tests that look at those they started."""
     begin_test()
+
+
+_imported_when_frozen = 0
+
+
+@pytest.fixture
+def settled_imports() -> None:
+    """Keep what is imported out of the garbage collector's sight, for tests that collect each time they end.
+
+    Else most of such a test's time goes to torch's hundreds of thousands of objects. Tests import more as they go.
+    """
+    global _imported_when_frozen
+    importlib.import_module("torch._dynamo")
+    if len(sys.modules) != _imported_when_frozen:
+        gc.collect()
+        gc.freeze()
+        _imported_when_frozen = len(sys.modules)
 
 
 S3_SERVER = Path(__file__).parent / "servers" / "s3_server.sh"

@@ -100,6 +100,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / done.stdout.split()[-1]
 
 
+@pytest.mark.slow
 def test_a_wheel_puts_nothing_but_penstock_into_site_packages(wheel: Path) -> None:
     names = ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}

@@ -75,6 +75,7 @@ def test_nothing_is_unpickled_or_run_but_what_processes_of_a_run_send_each_other
     assert found == ALLOWED
 
 
+@pytest.mark.slow
 def test_no_code_asks_a_shell_or_serves_on_all_addresses() -> None:
     for path, tree in sources():
         for node in ast.walk(tree):

@@ -11,6 +11,7 @@ from penstock.benchmarks import images
 from penstock.benchmarks.images import Config, main
 
 
+@pytest.mark.slow
 def test_every_step_is_measured_printed_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_help_needs_no_torch_and_no_pyarrow() -> None:
     assert out.splitlines()[-1] == "False False"
 
 
+@pytest.mark.slow
 def test_packing_indexing_inspecting_and_verifying_need_no_torch(words: Path, tmp_path: Path) -> None:
     code = f"""
 import sys
@@ -148,6 +149,7 @@ def test_inspect_shows_one_sample_by_id_or_key(shards: Path, capsys: pytest.Capt
         assert err.startswith("penstock inspect: ")
 
 
+@pytest.mark.slow
 def test_a_sample_of_a_table_is_found_by_a_field_without_torch(words: Path) -> None:
     code = f"""
 import sys
@@ -307,6 +309,7 @@ def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -
     assert b"200" in out
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
     slow = _SLOW.replace("time.sleep(0.4)", "print('begun', flush=True); time.sleep(600)")

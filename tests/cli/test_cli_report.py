@@ -60,6 +60,7 @@ def test_what_is_no_run_and_what_cannot_be_written_are_errors_in_words(
     assert "give --output FILE" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_report_needs_no_torch(folder: Path) -> None:
     code = f"import sys; from penstock.cli import run; run(['report', {str(folder)!r}]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

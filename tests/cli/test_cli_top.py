@@ -168,6 +168,7 @@ def test_what_cannot_be_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_top_needs_no_torch(folder: Path) -> None:
     write(folder, 0, 1)
     code = f"import sys; from penstock.cli import run; run(['top', {str(folder)!r}]); print('torch' in sys.modules)"

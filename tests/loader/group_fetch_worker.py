@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import DistributedDataLoader, SequenceCut, TokensFormat
+from penstock.trainer import World
 
 
-def read_bucket(told: dict[str, Any]) -> dict[str, Any]:
+def read_bucket(_: World, told: dict[str, Any]) -> dict[str, Any]:
     """The sample ids of an epoch without a cache, and of one with a cache that the processes share."""
     report = {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -32,11 +30,11 @@ def read_bucket(told: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def read_rows(told: dict[str, Any]) -> list[dict[str, Any]]:
+def read_rows(_: World, rows: str) -> list[dict[str, Any]]:
     """The batches of an epoch on two stages of two parts of sequences each."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "cp"))
     with DistributedDataLoader(
-        told["rows"],
+        rows,
         batch_size=8,
         mesh=mesh,
         with_ids=True,
@@ -44,11 +42,3 @@ def read_rows(told: dict[str, Any]) -> list[dict[str, Any]]:
         sequence_cut=SequenceCut(["tokens", "labels"]),
     ) as loader:
         return [{name: values.tolist() for name, values in batch.items()} for batch in loader]
-
-
-if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    dist.init_process_group("gloo")
-    report = read_rows(told) if "rows" in told else read_bucket(told)
-    Path(told["reports"], f"{dist.get_rank()}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()

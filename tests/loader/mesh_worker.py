@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError
+from penstock.trainer import World
 
 MESHES = [(("dp", "tp"), 5), (("dp_replicate", "dp_shard"), 4), (("pp", "dp"), None)]
 
 
-def main(source: str, folder: str) -> None:
-    dist.init_process_group("gloo")
+def main(_: World, source: str, folder: str) -> dict[str, Any]:
     state: dict[str, Any] | None = None
     delivered: list[dict[str, Any]] = []
     for names, stop in MESHES:
@@ -50,10 +48,4 @@ def main(source: str, folder: str) -> None:
         named = [loader.rank, loader.world_size]
     with DistributedDataLoader(source, batch_size=4, mesh=two["dp"]) as loader:
         sliced = [loader.rank, loader.world_size]
-    report = {"delivered": delivered, "refused": refused, "named": named, "sliced": sliced}
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    return {"delivered": delivered, "refused": refused, "named": named, "sliced": sliced}

@@ -36,6 +36,7 @@ class Holder:
         self.batches = iter(DistributedDataLoader(source, batch_size=10, rank=0, world_size=1))
 
 
+@pytest.mark.slow
 def test_a_loader_collected_in_a_thread_of_its_own_ends_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaints: list[Any]
 ) -> None:

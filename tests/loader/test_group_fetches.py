@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
+import group_fetch_worker
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from launch_ranks import run_ranks
 
 from penstock import DistributedDataLoader, open_store
 from penstock.benchmarks.faults.proxy import FaultProxy
 
-WORKER = Path(__file__).with_name("group_fetch_worker.py")
 LENGTH = 64
 FORMAT = {"seq_len": LENGTH, "chunk_bytes": 2048}  # chunks of 16 sequences
 SHARDS, CHUNKS = 4, 400
-
-
-def run_ranks(folder: Path, told: dict[str, Any]) -> list[Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORKER)]
-    run = subprocess.run(
-        [*command, json.dumps(told | {"reports": str(folder)})],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 
 def test_processes_of_a_node_fetch_each_chunk_once_with_a_cache_and_each_for_itself_without(s3_url, tmp_path):
@@ -48,7 +29,8 @@ def test_processes_of_a_node_fetch_each_chunk_once_with_a_cache_and_each_for_its
         store.close()
     with FaultProxy(options["endpoint"]) as proxy:
         told = {"bucket": bucket, "options": options | {"endpoint": proxy.url}, "format": FORMAT}
-        reports = run_ranks(tmp_path, told | {"cache": str(tmp_path / "cache")})
+        told["cache"] = str(tmp_path / "cache")
+        reports = run_ranks(group_fetch_worker.read_bucket, 4, told, timeout_s=200.0)
         seen = [one for one in proxy.requests if one.method == "GET" and ".bin" in one.path]
     for phase in ("plain", "cached"):
         first, peer, second, other = (report[phase] for report in reports)
@@ -74,7 +56,7 @@ def test_stages_and_parts_of_sequences_together_are_the_rows(tmp_path):
     }
     (tmp_path / "rows").mkdir()
     pq.write_table(pa.table(columns), tmp_path / "rows" / "a.parquet", row_group_size=8)
-    reports = run_ranks(tmp_path, {"rows": str(tmp_path / "rows")})
+    reports = run_ranks(group_fetch_worker.read_rows, 4, str(tmp_path / "rows"))
     with DistributedDataLoader(tmp_path / "rows", batch_size=8, rank=0, world_size=1, with_ids=True) as plain:
         whole = list(plain)
     assert {len(report) for report in reports} == {len(whole)}

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import mesh_worker
 import pytest
+from launch_ranks import run_ranks
 from made_mesh import mesh_of
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
 from penstock.loader import ConfigError, DatasetError
 
-WORKER = Path(__file__).with_name("mesh_worker.py")
-
-
-def run_ranks(source: Path, folder: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORKER)]
-    run = subprocess.run(
-        [*command, str(source), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
-
 
 def test_groups_of_a_mesh_share_out_the_data_and_another_mesh_goes_on_exactly(tmp_path: Path) -> None:
     samples = write_tars(tmp_path / "data", [30, 50, 20, 47])
-    reports = run_ranks(tmp_path / "data", tmp_path)
+    reports = run_ranks(mesh_worker.main, 4, str(tmp_path / "data"), str(tmp_path), timeout_s=150.0)
     places = [[phase["place"] for phase in report["delivered"]] for report in reports]
     assert [place[0] for place in places] == [[0, 2], [0, 2], [1, 2], [1, 2]]  # dp, tp
     assert [place[1] for place in places] == [[0, 4], [1, 4], [2, 4], [3, 4]]  # dp_replicate, dp_shard

@@ -51,6 +51,7 @@ def test_local_files_have_no_counts_and_no_store_has_none(tmp_path: Path) -> Non
         assert count_running(store) == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_who_started_it() -> None:
     held = bytearray(b"x") * (300 << 20)
     code = "from penstock.storage.process_usage import peak_resident_bytes; print(peak_resident_bytes())"

@@ -154,6 +154,7 @@ def test_a_job_may_close_its_own_pool(make_pool: MakePool) -> None:
         thread.join(WAIT_S)
 
 
+@pytest.mark.slow
 def test_an_idle_thread_keeps_nothing_of_its_last_job_alive(make_pool: MakePool) -> None:
     class Rows:
         pass

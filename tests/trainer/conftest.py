@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
-import importlib
 import shutil
 import socket
 from collections.abc import Iterator
@@ -11,14 +9,6 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer import World, close_world, open_world
-
-
-@pytest.fixture(scope="session")
-def settled_imports() -> None:
-    """Keep what is imported out of the garbage collector's sight: closing a world collects, once a test."""
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
@@ -38,7 +28,8 @@ def unused_tcp_port() -> int:
 @pytest.fixture(scope="session")
 def ranks_folder(run_folder: Path) -> Path:
     """What four real ranks wrote: one launch for all the tests that look at it, whichever worker runs them."""
-    from launch import run_ranks
+    from launch_ranks import run_ranks
+    from rank_program import train_all
 
     folder = run_folder / "ranks"
     with (run_folder / "ranks.lock").open("a") as lock:
@@ -46,7 +37,6 @@ def ranks_folder(run_folder: Path) -> Path:
         if not (folder / "whole").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            done = run_ranks(Path(__file__).with_name("rank_program.py"), 4, str(folder), timeout_s=270)
-            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+            run_ranks(train_all, 4, folder, timeout_s=270)
             (folder / "whole").touch()
     return folder

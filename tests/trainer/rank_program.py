@@ -1,4 +1,4 @@
-"""Run by torchrun on four ranks: trains the same cases on worlds of 2, 3 and 4 ranks and writes the results.
+"""Run on four ranks: trains the same cases on worlds of 2, 3 and 4 ranks and writes the results.
 
 A world of fewer ranks than were started is a process group of the first ones, joined through a file.
 """
@@ -6,9 +6,6 @@ A world of fewer ranks than were started is a process group of the first ones, j
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +18,10 @@ from together_cases import TOGETHER
 from penstock.trainer import World
 
 
-def main(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
+def train_all(started: World, folder: Path) -> None:
+    """Leave the process group of all four for those of the cases, and end in it again."""
+    rank = started.rank
+    dist.destroy_process_group()
     for size in (2, 3, 4):
         if rank < size:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
@@ -40,6 +39,7 @@ def main(folder: Path) -> None:
             dist.init_process_group("gloo", init_method=f"file://{folder}/chain-{turn}", rank=rank, world_size=size)
             link(folder, make_world(None, size, rank), turn, zero)
             dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/end", rank=rank, world_size=started.world_size)
 
 
 def link(folder: Path, world: World, turn: int, zero: int) -> None:
@@ -66,11 +66,3 @@ def make_world(case: Case | None, size: int, rank: int) -> World:
     if case is not None and case.config.parallel.hybrid:
         world = replace(world, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2, num_nodes=size // 2)
     return world
-
-
-if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except BaseException:
-        traceback.print_exc()
-        raise

@@ -53,11 +53,17 @@ def leave_after(loader: Any, batches: int) -> list[int]:
     return rows(batch for _, batch in zip(range(batches), loader, strict=False))
 
 
+_undisturbed: dict[str, list[list[int]]] = {}
+
+
 @pytest.fixture
-def epochs(make: Make) -> list[list[int]]:
-    """The rows of the first three epochs in order, from passes that nothing disturbs."""
-    loader = make()
-    return [rows(loader) for _ in range(3)]
+def epochs(make: Make, request: pytest.FixtureRequest) -> list[list[int]]:
+    """The rows of the first three epochs in order, from passes that nothing disturbs; read once for each kind."""
+    kind = request.node.callspec.params["make"]
+    if kind not in _undisturbed:
+        loader = make()
+        _undisturbed[kind] = [rows(loader) for _ in range(3)]
+    return _undisturbed[kind]
 
 
 def test_each_pass_is_the_next_epoch_in_its_own_order(epochs: list[list[int]]) -> None:

@@ -365,6 +365,7 @@ def read_late(trainer: DistributedTrainer) -> None:
     trainer.steps._reads_late = True  # as on CUDA
 
 
+@pytest.mark.slow
 def test_going_back_is_the_same_where_norms_are_read_late(world: World, tmp_path: Path) -> None:
     found = [
         train(world, tmp_path / name, steps=20, bad=batches_to_rows(14), before=before)

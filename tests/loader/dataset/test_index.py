@@ -287,6 +287,7 @@ def test_processes_of_a_node_build_an_index_once(
     assert built == [0, 0, 20]
 
 
+@pytest.mark.slow
 def test_indexing_needs_no_torch(memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path) -> None:
     put_shards(memory_store, 1)
     (tmp_path / "a.parquet").write_bytes(memory_store.get("part-000.parquet"))

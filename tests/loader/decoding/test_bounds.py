@@ -94,6 +94,7 @@ def test_a_jpeg_that_claims_more_pixels_than_its_bytes_can_hold_is_refused_undec
         decode("x.jpg", bytes(small))
 
 
+@pytest.mark.slow
 def test_a_large_jpeg_of_one_colour_is_decoded() -> None:
     black = encode(".jpg", 4100, 4100, cv2.IMWRITE_JPEG_QUALITY, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
     assert decode("x.jpg", black).shape == (4100, 4100, 3)

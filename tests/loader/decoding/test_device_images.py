@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
+from photographs import photograph
 from PIL import Image
-from sklearn.datasets import load_sample_image
 
 from penstock.loader import DistributedDataLoader, ImageDecoder, Mixture, Source, pack
 from penstock.loader.decoding import device_codec, device_images
@@ -24,7 +24,7 @@ from penstock.loader.decoding.device_images import DeviceFallbackWarning
 from penstock.loader.decoding.jpeg_stream import plain_jpeg
 from penstock.loader.errors import ConfigError, DecodeError, MemoryLimitError
 
-PHOTOS = [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
+PHOTOS = [photograph(name) for name in ("china.jpg", "flower.jpg")]
 SIZES = [(320, 240), (240, 320), (257, 201), (64, 48), (500, 375)]
 RANDOM = {"size": (56, 72), "crop": "random", "flip": 0.5}
 CUDA = {"device": "cuda"}

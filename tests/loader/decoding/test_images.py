@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from photographs import photograph
 from PIL import Image
-from sklearn.datasets import load_sample_image
 
 from penstock.loader.decoding import images
 from penstock.loader.decoding.images import ImageDecoder
@@ -17,8 +17,8 @@ from penstock.loader.decoding.regions import Region, center_region, random_regio
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 
-PHOTO = Image.fromarray(load_sample_image("china.jpg"))
-FLOWER = Image.fromarray(load_sample_image("flower.jpg"))
+PHOTO = photograph("china.jpg")
+FLOWER = photograph("flower.jpg")
 
 
 def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
@@ -324,6 +324,7 @@ def test_many_threads_fill_one_batch():
         np.testing.assert_array_equal(batch[row], decoder(data, sample_rng(0, 0, row)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["jpeg", "png", "resample"])
 def test_another_thread_runs_python_while_an_image_is_decoded(part):
     large = photo(5000, 4000) if part == "jpeg" else photo(3000, 2400)

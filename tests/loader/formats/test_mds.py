@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,15 @@ from penstock.loader.errors import ConfigError, DatasetError, DecodeError, Forma
 from penstock.loader.formats.mds import MdsFormat
 from penstock.loader.formats.mds_encodings import EncodedColumn, gather
 
-# Its data sets for vision need a torchvision built for the very torch that is here; neither is used.
-sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
-streaming = pytest.importorskip("streaming", reason="install penstock[test] for the library that defines MDS")
+
+@cache
+def streaming() -> ModuleType:
+    """The library that defines MDS, without its ready-made data sets, which import many others."""
+    for unused in ("multimodal", "text", "vision"):
+        sys.modules.setdefault(f"streaming.{unused}", ModuleType(f"streaming.{unused}"))
+    library: ModuleType = pytest.importorskip("streaming", reason="install penstock[test] for what defines MDS")
+    return library
+
 
 COLUMNS = {
     "a_bytes": "bytes",
@@ -71,7 +78,7 @@ def sample(i: int) -> dict[str, object]:
 
 
 def write(root: Path, samples: range, columns: dict[str, str] = COLUMNS, **options: object) -> None:
-    with streaming.MDSWriter(out=str(root), columns=columns, **options) as writer:
+    with streaming().MDSWriter(out=str(root), columns=columns, **options) as writer:
         for i in samples:
             writer.write({name: value for name, value in sample(i).items() if name in columns})
 
@@ -80,7 +87,7 @@ def read_reference(root: Path) -> list[dict[str, object]]:
     """The samples as mosaicml-streaming reads them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # it leaves the index open
-        return list(streaming.LocalDataset(str(root)))
+        return list(streaming().LocalDataset(str(root)))
 
 
 def read(store: FolderStore, fmt: MdsFormat, columns: list[str] | None = None) -> list[dict[str, object]]:
@@ -187,7 +194,7 @@ def test_columns_of_one_size_are_gathered_whatever_their_alignment() -> None:
 
 
 def test_a_pickled_column_is_refused_unless_it_is_left_out(mds_store: FolderStore) -> None:
-    with streaming.MDSWriter(out=str(mds_store.root), columns={"x": "int", "y": "pkl"}) as writer:
+    with streaming().MDSWriter(out=str(mds_store.root), columns={"x": "int", "y": "pkl"}) as writer:
         writer.write({"x": 1, "y": {"a": 1}})
     with pytest.raises(ConfigError, match=r"'y'.*is never unpickled.*columns="):
         open_all(mds_store, MdsFormat())

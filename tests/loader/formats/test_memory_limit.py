@@ -150,6 +150,7 @@ def test_looking_beside_a_pass_keeps_to_the_limit(
         look(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
 def test_a_column_that_is_not_read_takes_nothing(tmp_path: Path) -> None:
     rows = TOO_LARGE // 8

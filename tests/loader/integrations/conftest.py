@@ -9,7 +9,7 @@ from penstock.loader import resources
 
 
 @pytest.fixture(autouse=True)
-def loaders_end() -> Iterator[None]:
+def loaders_end(settled_imports: None) -> Iterator[None]:
     """Frameworks keep loaders in cycles and caches; none outlives its test."""
     yield
     gc.collect()

@@ -58,6 +58,7 @@ def assert_each_once_an_epoch(batches: Any, source: int, ids: range) -> None:
     assert Counter(counts[i] for i in ids) == Counter({times: len(ids) - rest, times + 1: rest})
 
 
+@pytest.mark.slow
 def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(
     rows: dict[str, Manifest], tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_damaged_state_of_a_source_is_refused(rows: dict[str, Manifest]) -> No
             next(iter(loader))
 
 
+@pytest.mark.slow
 def test_passes_epochs_and_looks(rows: dict[str, Manifest]) -> None:
     with DistributedDataLoader(mix(rows), batch_size=10, with_ids=True, last_batch="pad", **OPTIONS) as loader:
         once = [batch["n"].tolist() for batch in itertools.islice(loader, 7)]
@@ -392,6 +394,7 @@ def test_states_of_8_sources_on_4096_lanes_are_small_and_load_fast() -> None:
         assert np.array_equal(one.cursors.outputs, other.cursors.outputs)
 
 
+@pytest.mark.slow
 def test_processes_of_one_rank_get_the_same(rows: dict[str, Manifest]) -> None:
     """As those of a mesh that hold parts of one model: two for each of two ranks, all on one channel."""
     ranks = ThreadRanks(4, mix(rows), batch_size=6, with_ids=True, **OPTIONS)

@@ -204,6 +204,7 @@ def test_draws_keep_to_their_weights_and_are_the_same_on_any_ranks(sizes, order,
     assert (np.abs(drawn - part * np.repeat(in_chunk, sizes)) < 1 + 1e-5 * total).all()
 
 
+@pytest.mark.slow
 def test_over_many_epochs_every_sample_comes_as_often_as_its_weight_says():
     sizes = np.full(10, 30, np.int64)
     weights = np.tile([1.0, 3.0], 150)  # kinds that alternate, as of pairs

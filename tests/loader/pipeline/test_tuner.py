@@ -50,6 +50,7 @@ def tuning_threads() -> int:
     return sum(thread.name == "penstock-tune" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_bad_settings_are_raised_while_it_runs_and_neither_order_nor_state_notices(slow_store: MemoryStore) -> None:
     seen: list[list[int]] = []
     until = time.monotonic() + WAIT_S

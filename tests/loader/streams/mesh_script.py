@@ -1,23 +1,19 @@
-"""One process of a mesh of 2 x 2: writes the batches of a loader that drops samples, and a state in mid-epoch."""
+"""One process of a mesh of 2 x 2: gives the batches of a loader that drops samples, and a state in mid-epoch."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import DistributedDataLoader
+from penstock.trainer import World
 
 
 def keep(sample: dict[str, Any]) -> bool:
     return int(sample["n"]) % 3 != 0
 
 
-def main() -> None:
-    source, folder = sys.argv[1:]
-    dist.init_process_group("gloo")
+def main(_: World, source: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     epochs: list[list[list[int]]] = []
     state = None
@@ -31,10 +27,4 @@ def main() -> None:
                 if len(epochs) == 1 and len(epochs[0]) == 5:
                     state = loader.state_dict()
         dist.barrier()
-    told = {"epochs": epochs, "state": state}
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {"epochs": epochs, "state": state}

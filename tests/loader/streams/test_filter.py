@@ -80,6 +80,7 @@ def test_an_epoch_is_every_survivor_once_with_its_own_fields(tars: str, options:
                     assert bytes(data) == np.random.default_rng(sample_id).bytes(40)
 
 
+@pytest.mark.slow
 def test_worker_processes_drop_the_same_samples_in_the_same_order(tars: str) -> None:
     with make(tars) as threads, make(tars, processes=2) as processes:
         assert ids_of(threads) == ids_of(processes)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import mesh_script
 import pytest
+from launch_ranks import run_ranks
 
 from penstock.loader import pack
 
@@ -18,15 +16,7 @@ SAMPLES = 300
 @pytest.mark.slow
 def test_groups_of_a_mesh_share_out_survivors_and_each_process_of_a_group_gets_the_same(tmp_path: Path) -> None:
     pack(({"n": i} for i in range(SAMPLES)), tmp_path / "data", format="parquet", shard_bytes=400, progress=False)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    script = Path(__file__).with_name("mesh_script.py")
-    subprocess.run(
-        [*command, str(script), str(tmp_path / "data"), str(tmp_path)],
-        check=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    told = run_ranks(mesh_script.main, 4, str(tmp_path / "data"), timeout_s=120.0)
     assert told[0] == told[1]
     assert told[2] == told[3]
     assert told[0]["state"] == told[2]["state"]

@@ -90,6 +90,7 @@ def members() -> Iterator[dict[str, Any]]:
 TARGETS = ("tar", "parquet", "arrow", "mds")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("middle", TARGETS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_samples_survive_two_changes_of_format(tmp_path: Path, middle: Any, target: Any) -> None:
@@ -106,6 +107,7 @@ def test_samples_survive_two_changes_of_format(tmp_path: Path, middle: Any, targ
     assert list(batch["jpg"]) == [sample["jpg"] for sample in expected]
 
 
+@pytest.mark.slow
 def test_mds_shards_are_read_by_their_own_library(tmp_path: Path) -> None:
     # Its ready-made data sets import torchvision, which may have been built for another torch.
     sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))

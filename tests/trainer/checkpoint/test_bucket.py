@@ -119,6 +119,7 @@ def test_what_was_saved_comes_back_whatever_the_size_of_parts(
     assert all(info.size <= part_bytes for info in bucket.list("data/"))
 
 
+@pytest.mark.slow
 def test_a_run_trains_resumes_keeps_and_exports_as_with_a_folder(
     world: World, bucket: MemoryStore, tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_run_trains_resumes_keeps_and_exports_as_with_a_folder(
     ]
 
 
+@pytest.mark.slow
 def test_training_goes_back_after_a_loss_spike_as_in_a_folder(
     world: World, bucket: MemoryStore, tmp_path: Path
 ) -> None:

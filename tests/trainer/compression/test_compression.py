@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch_ranks import run_ranks
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +28,10 @@ def build_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+@cache
 def load_split() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # two seconds, which only those who train here spend
+
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(images / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]

@@ -68,6 +68,7 @@ def train(world: World, folder: Path, zero: int, **options: Any) -> torch.Tensor
         return torch.cat([one.detach().flatten() for one in whole])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("every", [1, 2])

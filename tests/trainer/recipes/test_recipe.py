@@ -466,6 +466,7 @@ def train(folder: Path, *words: str) -> int:
     return main(["digits", "--trainer.steps=2", "--model.args.width=4", *fixed, *words])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

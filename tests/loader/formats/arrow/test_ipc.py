@@ -175,6 +175,7 @@ def test_a_shard_cut_anywhere_is_an_error_or_ends_at_a_batch(arrow_store: Folder
         assert sum(span.samples for span in index.chunks) in (0, 20, 40, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, "lz4"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_flipped_bytes_never_escape_as_a_foreign_error(

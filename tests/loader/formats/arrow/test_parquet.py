@@ -274,6 +274,7 @@ def test_damaged_data_is_an_error_that_names_shard_and_offset(
     assert (caught.value.shard, caught.value.offset) == ("t.parquet", 4)
 
 
+@pytest.mark.slow
 def test_flipped_bytes_never_escape_as_a_foreign_error_nor_end_the_process(parquet_store: FolderStore) -> None:
     write(parquet_store, "whole", mixed_table(60).drop_columns(["half"]), row_group_size=20)
     whole = (parquet_store.root / "whole").read_bytes()
