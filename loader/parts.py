@@ -39,10 +39,10 @@ from .packing.config import Packing
 from .passes import Passes
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuner import Tuner
-from .pipeline.tuning import PipelineOptions, TuningChoice, reads_locally, tune
+from .pipeline.tuning import PipelineOptions, TuningChoice, tune
 from .position import RunPosition
 from .reading.bad_samples import BadSamples
-from .reading.chunk_source import ChunkSource
+from .reading.chunk_source import ChunkSource, reads_locally
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 from .stream_position import StreamPosition

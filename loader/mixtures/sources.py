@@ -28,8 +28,7 @@ from ..metrics import Counters
 from ..order.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer
-from ..pipeline.tuning import reads_locally
-from ..reading.chunk_source import ChunkSource
+from ..reading.chunk_source import ChunkSource, reads_locally
 from ..streams.reshaping import Reshaping
 from .mixture import Mixture, Source
 
