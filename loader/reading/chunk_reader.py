@@ -89,8 +89,7 @@ class ChunkReader:
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in.
 
-        Those that are needed ``at_once`` get the line for themselves: as long as they keep half of the threads busy, no
-        others are fetched.
+        As long as those needed ``at_once`` keep half of the threads busy, no others are fetched: the line is theirs.
         """
         with self._lock:
             if at_once:

@@ -57,6 +57,7 @@ class ChunkSource:
         counters: Counters,
         memory_limit: int | None = None,
         avoided: frozenset[int] = frozenset(),
+        may_open: threading.Semaphore | None = None,
     ) -> None:
         self.manifest = manifest
         self._avoided = avoided
@@ -71,7 +72,7 @@ class ChunkSource:
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
         self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
-        self._may_open = threading.Semaphore(usable_cores())
+        self._may_open = may_open or threading.Semaphore(usable_cores())
         # Of a disk a header takes less time than a thread.
         opens: Any = getattr(type(shard_format), "open_shard", None)
         self._has_headers = opens is not BaseFormat.open_shard and not reads_locally(store)
@@ -79,7 +80,14 @@ class ChunkSource:
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
         """One that reads ``columns`` of the same chunks within the same limit, with headers and counters of its own."""
         source = ChunkSource(
-            self.manifest, self._format, self._store, columns, Counters(), self._memory_limit, self._avoided
+            self.manifest,
+            self._format,
+            self._store,
+            columns,
+            Counters(),
+            self._memory_limit,
+            self._avoided,
+            self._may_open,
         )
         source._checks = self._checks  # which warns once
         return source
