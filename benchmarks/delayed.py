@@ -23,6 +23,7 @@ import tyro
 
 from ..loader import DistributedDataLoader, TokensFormat, open_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME
+from ..loader.formats.shard import ShardFormat
 from ..loader.reading.checksum import sum_chunks
 from ..storage import open_store
 from .delay_line import delay_line
@@ -87,20 +88,23 @@ def read_once(case: str, endpoint: str) -> dict[str, float]:
     }
 
 
-def _fill(folder: Path, options: Mapping[str, str]) -> None:
-    make_bucket(_BUCKET, options)
-    for case in ("raw", "tokens"):
-        url = f"s3://{_BUCKET}/{case}"
+def fill_bucket(
+    bucket: str, folder: Path, formats: Mapping[str, ShardFormat | None], options: Mapping[str, str]
+) -> None:
+    """Make a bucket of some of a folder's data sets, each with a manifest that has checksums."""
+    make_bucket(bucket, options)
+    for case, kind in formats.items():
+        url = f"s3://{bucket}/{case}"
         source, target = open_store(folder / case), open_store(url, storage_options=options)
         try:
             for info in source.list():
                 if info.key != MANIFEST_NAME:
                     target.put(info.key, source.get(info.key))
-            kind = TokensFormat(seq_len=_SEQ_LEN) if case == "tokens" else None
             manifest = open_manifest(url, storage_options=options, format=kind, progress=False)
             summed = sum_chunks(manifest, storage_options=options, progress=False)
             target.put(MANIFEST_NAME, summed.to_bytes())
         finally:
+            source.close()
             target.close()
 
 
@@ -117,7 +121,8 @@ def main(config: Config) -> None:
     with serve_s3(plain_http=True) as options, tempfile.TemporaryDirectory() as scratch, ExitStack() as lines:
         data = DataConfig(before=Path(), blobs=config.blobs, sequences=config.sequences)
         write_data(Path(scratch), data)
-        _fill(Path(scratch), options)
+        formats = {"raw": None, "tokens": TokensFormat(seq_len=_SEQ_LEN)}
+        fill_bucket(_BUCKET, Path(scratch), formats, options)
         endpoints = {"no proxy": options["endpoint"]}
         for delay in dict.fromkeys((0, *config.delays_ms)):
             endpoints[f"{delay} ms"] = lines.enter_context(delay_line(options["endpoint"], delay / 1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from .errors import ConfigError
@@ -66,7 +67,8 @@ def usable_memory(root: Path = Path("/")) -> int:
     return total
 
 
-def list_cgroups(controller: str, own: str, mounts: str) -> list[PurePosixPath]:
+@lru_cache(8)
+def list_cgroups(controller: str, own: str, mounts: str) -> tuple[PurePosixPath, ...]:
     """The folders of a process's cgroup and all its visible ancestors, of version 2 and of version 1's ``controller``.
 
     ``own`` and ``mounts`` are the contents of the process's ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
@@ -90,7 +92,7 @@ def list_cgroups(controller: str, own: str, mounts: str) -> list[PurePosixPath]:
             folders += [at / ancestor for ancestor in (inside, *inside.parents)]
         if not shown:
             folders += [at for _, at in found]
-    return list(dict.fromkeys(folders))
+    return tuple(dict.fromkeys(folders))
 
 
 def _find_mounts(kind: str, controller: str, mounts: str) -> list[tuple[PurePosixPath, PurePosixPath]]:
@@ -108,7 +110,7 @@ def _unescape(name: str) -> str:
 
 def _own_cgroups(root: Path, controller: str) -> list[Path]:
     own, mounts = _read(root / "proc/self/cgroup"), _read(root / "proc/self/mountinfo")
-    folders = list_cgroups(controller, own, mounts) or [_USUAL_MOUNT, _USUAL_MOUNT / controller]
+    folders = list_cgroups(controller, own, mounts) or (_USUAL_MOUNT, _USUAL_MOUNT / controller)
     return [root / folder.relative_to("/") for folder in folders]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -15,7 +16,7 @@ from ..storage.counts import fastest_response_s
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
 from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
-from .dataset.index import open_manifest
+from .dataset.index import find_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch import BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
@@ -38,10 +39,10 @@ from .packing.config import Packing
 from .passes import Passes
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuner import Tuner
-from .pipeline.tuning import PipelineOptions, TuningChoice, reads_locally, tune
+from .pipeline.tuning import PipelineOptions, TuningChoice, tune
 from .position import RunPosition
 from .reading.bad_samples import BadSamples
-from .reading.chunk_source import ChunkSource
+from .reading.chunk_source import ChunkSource, reads_locally
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 from .stream_position import StreamPosition
@@ -156,13 +157,21 @@ def open_one(
     decoders = FieldDecoders(common.decode, common.raw, common.processes, common.codec)
     batch_options = common.batch_options
     common.start_workers(batch_options.work, common.decode)
-    manifest = open_manifest(
-        source,
-        split=split,
-        storage_options=common.storage_options,
-        format=common.format,
-        cache_dir=common.cache_dir,
-    )
+    with ExitStack() as lingering:  # until the data's store has taken over their connections
+        manifest = find_manifest(
+            source,
+            lingering,
+            split=split,
+            storage_options=common.storage_options,
+            format=common.format,
+            cache_dir=common.cache_dir,
+        )
+        store = common.resources.store = open_store(
+            manifest.url,
+            storage_options=common.storage_options,
+            cache_dir=common.cache_dir,
+            cache_limit=common.cache_bytes,
+        )
     selection = make_selection(manifest, subset, weights)
     policy = common.errors.open(manifest, common.share, selection)
     if policy.avoided:
@@ -189,12 +198,6 @@ def open_one(
     if reshaping is not None:
         names = reshaping.columns_of_batches(manifest, names)
         read = reshaping.columns_to_read(manifest, names)
-    store = common.resources.store = open_store(
-        manifest.url,
-        storage_options=common.storage_options,
-        cache_dir=common.cache_dir,
-        cache_limit=common.cache_bytes,
-    )
     shard_format = make_format(manifest.format, manifest.config)
     chunks = ChunkSource(
         manifest, shard_format, store, read, common.counters, common.memory_bytes, policy.avoided_chunks

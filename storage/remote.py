@@ -20,6 +20,7 @@ from obstore.store import HTTPStore, from_url
 
 from .autoindex import list_index
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, past_the_end, where
+from .clients import share_client
 from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
 from .options import configure, environment_secrets, find_secrets, limit_options
 from .patience import TimeLimit
@@ -93,10 +94,14 @@ class RemoteStore:
         self._errors = Translator(self._url, find_secrets(self._options, config, environment_secrets()))
         retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
         try:
-            self._client: Any = (
-                HTTPStore.from_url(origin, client_options=client, retry_config=retry)
-                if self._is_http
-                else from_url(origin, config=config, client_options=client, retry_config=retry)
+            self._client: Any = share_client(
+                origin,
+                {**config, "client": sorted(client.items())},
+                lambda: (
+                    HTTPStore.from_url(origin, client_options=client, retry_config=retry)
+                    if self._is_http
+                    else from_url(origin, config=config, client_options=client, retry_config=retry)
+                ),
             )
         except _FOREIGN as exc:
             raise self._errors.translate_opening(exc) from None
@@ -235,7 +240,7 @@ class RemoteStore:
                     self.delete([key])
 
     def close(self) -> None:
-        """Release the client; its connections close when the last read that uses them ends."""
+        """Release the client; its connections close when the last store and the last read that use them end."""
         self._client = None
         if self._web is not None:
             self._web.close()

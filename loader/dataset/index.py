@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,20 +56,51 @@ def open_manifest(
         ConfigError: an unknown format or pattern, or token files without a sequence length.
         StorageError: the store refused or did not answer.
     """
+    with ExitStack() as lingering:
+        return find_manifest(
+            source,
+            lingering,
+            split=split,
+            storage_options=storage_options,
+            format=format,
+            cache_dir=cache_dir,
+            progress=progress,
+            threads=threads,
+            rebuild=rebuild,
+        )
+
+
+def find_manifest(
+    source: Source | Manifest,
+    lingering: ExitStack,
+    *,
+    split: Split | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    format: ShardFormat | str | None = None,  # noqa: A002 - the word that users know
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    threads: int = INDEX_THREADS,
+    rebuild: bool = False,
+) -> Manifest:
+    """As ``open_manifest``; the store that it was found in is left to ``lingering``.
+
+    As long as that is open, a store of the data finds connections that were made, and used, already.
+    """
     if isinstance(source, Manifest):
         refuse_split_of_manifest(source, split)
         return source
     if threads < 1:
         raise ConfigError(f"threads={threads}: needs 1 or more")
     if isinstance(source, (str, os.PathLike)):
-        saved = read_saved_manifest(source, storage_options)
+        saved = _read_saved(source, lingering, storage_options)
         if saved is not None:
             refuse_split_of_manifest(saved, split)
             return saved
     given = make_format(format) if isinstance(format, str) else format
     if given is not None and (isinstance(given, type) or not hasattr(given, "open_shard")):
         raise ConfigError(f"format={given!r}: give a format's name, or a format such as TokensFormat(seq_len=2048)")
-    opening = _Opening(source, split, storage_options, given, IndexCache(cache_dir), progress, threads, rebuild)
+    cache = IndexCache(cache_dir)
+    opening = _Opening(source, lingering, split, storage_options, given, cache, progress, threads, rebuild)
     identity = repr(
         (source, *([] if split is None else [split]), given and (given.name, sorted(given.config().items())), rebuild)
     )
@@ -84,6 +116,7 @@ class _Opening:
     """One call of ``open_manifest``, with what it was given."""
 
     source: Source
+    lingering: ExitStack
     split: Split | None
     storage_options: Mapping[str, Any] | None
     given: ShardFormat | None
@@ -95,24 +128,22 @@ class _Opening:
     def alone(self) -> tuple[Manifest, str | None]:
         """The manifest, and its key in the node's cache, or None if it is not kept there."""
         store, selection = select(self.source, self.storage_options, split=self.split, progress=self.progress)
-        try:
-            prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
-            if isinstance(prepared, Manifest):
-                return prepared, None
-            key = self.cache.key(prepared.url, [task.info for task in prepared.tasks], prepared.shard_format)
-            if key is None:
-                return self._build(store, prepared), None
-            cached = self._cached(key, prepared.url)
-            if cached is not None:
-                return cached, key
-            with self.cache.lock(key):
-                manifest = self._cached(key, prepared.url)
-                if manifest is None:
-                    manifest = self._build(store, prepared)
-                    self.cache.save(key, manifest)
-            return manifest, key
-        finally:
-            store.close()
+        self.lingering.callback(store.close)
+        prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
+        if isinstance(prepared, Manifest):
+            return prepared, None
+        key = self.cache.key(prepared.url, [task.info for task in prepared.tasks], prepared.shard_format)
+        if key is None:
+            return self._build(store, prepared), None
+        cached = self._cached(key, prepared.url)
+        if cached is not None:
+            return cached, key
+        with self.cache.lock(key):
+            manifest = self._cached(key, prepared.url)
+            if manifest is None:
+                manifest = self._build(store, prepared)
+                self.cache.save(key, manifest)
+        return manifest, key
 
     def shared(self, exchange: Exchange) -> Manifest:
         if exchange.builds:
@@ -152,12 +183,17 @@ def read_saved_manifest(
     source: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Manifest | None:
     """The saved manifest if a source is the URL of one, else None."""
+    with ExitStack() as lingering:
+        return _read_saved(source, lingering, storage_options)
+
+
+def _read_saved(
+    source: str | os.PathLike[str], lingering: ExitStack, storage_options: Mapping[str, Any] | None
+) -> Manifest | None:
     url = os.fspath(source)
     if not url.endswith(f"/{MANIFEST_NAME}"):
         return None
     root = url.removesuffix(MANIFEST_NAME)
     store = open_store(root, storage_options=storage_options)
-    try:
-        return Manifest.from_bytes(store.get(MANIFEST_NAME), root, url)
-    finally:
-        store.close()
+    lingering.callback(store.close)
+    return Manifest.from_bytes(store.get(MANIFEST_NAME), root, url)

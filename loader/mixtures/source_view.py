@@ -23,8 +23,8 @@ class ReaderOfSource:
     def has_room(self) -> bool:
         return self._reader.has_room
 
-    def request(self, chunks: Sequence[int]) -> None:
-        self._reader.request([self._first + chunk for chunk in chunks])
+    def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
+        self._reader.request([self._first + chunk for chunk in chunks], at_once=at_once)
 
     def release(self, chunks: Sequence[int]) -> None:
         self._reader.release([self._first + chunk for chunk in chunks])

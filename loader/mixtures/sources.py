@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -19,7 +20,7 @@ import xxhash
 from ...storage import Store, open_store
 from ..arguments import check_names, make_selection
 from ..columns import Block, IntArray
-from ..dataset.index import open_manifest
+from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
 from ..decoding.batch import IDS
 from ..formats.detect import make_format
@@ -27,8 +28,7 @@ from ..metrics import Counters
 from ..order.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer
-from ..pipeline.tuning import reads_locally
-from ..reading.chunk_source import ChunkSource
+from ..reading.chunk_source import ChunkSource, reads_locally
 from ..streams.reshaping import Reshaping
 from .mixture import Mixture, Source
 
@@ -181,21 +181,23 @@ def _open(
     cache_dir: str | PathLike[str] | None,
     cache_limit: int | None,
 ) -> OpenSource:
-    manifest = open_manifest(
-        options.url,
-        split=options.split,
-        storage_options=options.storage_options,
-        format=options.format,
-        cache_dir=cache_dir,
-    )
-    columns = read = check_names(manifest, options.columns, options.decode)
-    if reshaping is not None:
-        columns = reshaping.columns_of_batches(manifest, columns)
-        read = reshaping.columns_to_read(manifest, columns)
-    selection = make_selection(manifest, options.subset, None)
-    store = open_store(
-        manifest.url, storage_options=options.storage_options, cache_dir=cache_dir, cache_limit=cache_limit
-    )
+    with ExitStack() as lingering:  # until the data's store has taken over their connections
+        manifest = find_manifest(
+            options.url,
+            lingering,
+            split=options.split,
+            storage_options=options.storage_options,
+            format=options.format,
+            cache_dir=cache_dir,
+        )
+        columns = read = check_names(manifest, options.columns, options.decode)
+        if reshaping is not None:
+            columns = reshaping.columns_of_batches(manifest, columns)
+            read = reshaping.columns_to_read(manifest, columns)
+        selection = make_selection(manifest, options.subset, None)
+        store = open_store(
+            manifest.url, storage_options=options.storage_options, cache_dir=cache_dir, cache_limit=cache_limit
+        )
     shard_format = make_format(manifest.format, manifest.config)
     return OpenSource(
         name=name,

@@ -89,6 +89,11 @@ class EpochSpans:
 
     def plan_span(self, first: int, steps: int) -> tuple[Span, list[EnteredWindow]]:
         """Plan ``steps`` steps from position ``first`` on; also returns the windows that they enter, now open."""
+        span = self.cut_span(first, steps)
+        return span, list(self.open_windows(span.segments))
+
+    def cut_span(self, first: int, steps: int) -> Span:
+        """Plan ``steps`` steps from position ``first`` on, whose windows the caller opens before expanding it."""
         share = self.share
         bounds = self.steps.bounds(first, steps)
         if self._cuts is None:
@@ -105,46 +110,38 @@ class EpochSpans:
             num_rows = np.append(num_valid[:-1], 1)
         row_starts = np.zeros(steps + 1, np.int64)
         np.cumsum(num_rows, out=row_starts[1:])
-        return Span(self.plan.epoch, bounds, segments, row_starts, num_valid), self.open_windows(segments)
+        return Span(self.plan.epoch, bounds, segments, row_starts, num_valid)
 
-    def open_windows(self, segments: Segments) -> list[EnteredWindow]:
-        """Open the windows that segments are the first to need."""
-        entered: list[EnteredWindow] = []
+    def open_windows(self, segments: Segments) -> Iterator[EnteredWindow]:
+        """Open the windows that segments are the first to need, one by one: each takes a sort of its samples."""
         ahead = segments.stop > self._opened_until[segments.lane]
         for lane, start, stop in zip(
             segments.lane[ahead].tolist(), segments.start[ahead].tolist(), segments.stop[ahead].tolist(), strict=True
         ):
             if stop > self._opened_until[lane]:
-                self._open_until(lane, start, stop, entered)
-        return entered
+                yield from self.enter(lane, start, stop)
 
-    def enter(self, lane: int, start: int, stop: int) -> list[EnteredWindow]:
-        """Open the windows of a lane's offsets ``start`` to ``stop`` that are not open yet, and return those."""
-        entered: list[EnteredWindow] = []
-        self._open_until(lane, start, stop, entered)
-        return entered
-
-    def _open_until(self, lane: int, start: int, stop: int, entered: list[EnteredWindow]) -> None:
+    def enter(self, lane: int, start: int, stop: int) -> Iterator[EnteredWindow]:
+        """Open the windows of a lane's offsets ``start`` to ``stop`` that are not open yet, one by one."""
         windows = self._windows.setdefault(lane, deque())
         index = windows[-1].window.index + 1 if windows else self.plan.window_at(lane, start)
         while self._opened_until[lane] < stop:
             window = self.plan.open_window(lane, index)
+            self._opened_until[lane] = window.stop
+            index += 1
             # A rank that owns a part of a lane may skip whole windows of it; those are never entered.
             if window.stop > start:
                 windows.append(self._enter(window, max(window.start, start)))
-                entered.append(windows[-1])
-            self._opened_until[lane] = window.stop
-            index += 1
+                yield windows[-1]
 
     def _enter(self, window: LaneWindow, start: int) -> EnteredWindow:
-        offsets = np.arange(start, window.stop, dtype=np.int64)
-        pieces, _ = window.locate(offsets)
         if self.plan.repeats_chunks:
+            offsets = np.arange(start, window.stop, dtype=np.int64)
+            pieces, _ = window.locate(offsets)
             chunks, uses = np.unique(self._narrow(window.chunks[pieces]), return_index=True)
             chunks, first = chunks.astype(np.int64), offsets[uses]
         else:
-            first = np.full(len(window.chunks), -1, np.int64)
-            first[pieces[::-1]] = offsets[::-1]  # where an index repeats, the last value stays: the first use
+            first = window.first_uses(start)
             needed = first >= 0
             chunks, first = window.chunks[needed], first[needed]
         return EnteredWindow(window, chunks, first * self.plan.order.lanes + self.plan.turns[window.lane])

@@ -8,6 +8,8 @@ import numpy as np
 
 from .permutation import IntArray
 
+_LOOK = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class LaneWindow:
@@ -39,3 +41,19 @@ class LaneWindow:
             pieces = np.searchsorted(self.bounds, where, side="right") - 1
             rows = where + (self.first_rows - self.bounds[:-1])[pieces]
         return pieces, rows if self.selected is None else self.selected[rows]
+
+    def first_uses(self, start: int) -> IntArray:
+        """The offset, from ``start`` on, at which each piece is first used; -1 where it is not: (pieces,) int64.
+
+        A shuffled window's first samples come from all of its pieces, so a look at a few of them mostly suffices.
+        """
+        first = np.full(len(self.chunks), -1, np.int64)
+        size = _LOOK
+        while start < self.stop and (first < 0).any():
+            offsets = np.arange(start, min(self.stop, start + size), dtype=np.int64)
+            pieces, _ = self.locate(offsets)
+            found = np.full(len(first), -1, np.int64)
+            found[pieces[::-1]] = offsets[::-1]  # where an index repeats, the last value stays: the first use
+            first = np.where(first < 0, found, first)
+            start, size = start + size, 4 * size
+        return first

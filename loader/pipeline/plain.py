@@ -16,10 +16,11 @@ from ..decoding.gather import Rows, gather
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
 from ..order.selection import Selection
-from ..order.spans import EpochSpans, Span, chunks_by_first_use
+from ..order.spans import EpochSpans, Span
 from ..reading.quarantine import Quarantine
 from .assembler import Equipment, ReadsChunks, Start, cut_step, hand_over, pick_uses, steps_at_once
 from .delivery_queue import Delivery
+from .requests import request, request_first
 from .tuning import mean_row_bytes
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
@@ -66,8 +67,8 @@ class PlainAssembler:
     def waiting_for(self) -> dict[str, Any] | None:
         return None
 
-    def _spans(self) -> Iterator[tuple[EpochSpans, Span | None, list[int]]]:
-        """Every span from here on, with the chunks that it is the first to need; span None marks an epoch's end."""
+    def _spans(self) -> Iterator[tuple[EpochSpans, Span | None]]:
+        """Every span from here on, its windows not yet opened; span None marks an epoch's end."""
         manifest = self._source.manifest
         global_batch = self._share.global_batch_size
         at_once = 1  # so that the first batch does not wait for others
@@ -77,11 +78,11 @@ class PlainAssembler:
             plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
             spans = EpochSpans(plan, self._share, self._last_batch)
             while steps := spans.steps.ahead(self._position, at_once):
-                span, entered = spans.plan_span(self._position, steps)
-                yield spans, span, chunks_by_first_use(entered)
+                span = spans.cut_span(self._position, steps)
+                yield spans, span
                 self._position = int(span.bounds[-1])
                 at_once = min(most, 2 * at_once)
-            yield spans, None, []
+            yield spans, None
             self._epoch, self._position = self._epoch + 1, 0
 
     def _widened_bytes(self) -> int:
@@ -171,17 +172,20 @@ class _LookAhead:
     _PER_SPAN = 8
     _MOST = 1024
 
-    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None, list[int]]], reader: ReadsChunks) -> None:
+    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None]], reader: ReadsChunks) -> None:
         self._source = planned
         self._reader = reader
         self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
 
     def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
+        is_first = True
         while True:
             for _ in range(self._PER_SPAN):
                 if self._planned and (len(self._planned) >= self._MOST or not self._reader.has_room):
                     break
-                spans, span, chunks = next(self._source)
-                self._reader.request(chunks)
+                spans, span = next(self._source)
+                if span is not None:
+                    request_first(self._reader, spans, span) if is_first else request(self._reader, spans, span)
+                is_first = False
                 self._planned.append((spans, span))
             yield self._planned.popleft()

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from ...storage import EncryptedStore, LocalStore, Store
 from ..dataset.manifest import Manifest
 from ..errors import MemoryLimitError
 from ..limits import usable_memory
@@ -77,11 +76,6 @@ class PipelineOptions:
     batch_budget_bytes: int
     span_bytes: int
     device: torch.device | None = None
-
-
-def reads_locally(store: Store) -> bool:
-    """Whether a store reads from this machine's disks, where few threads at once read as fast as many."""
-    return isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore)
 
 
 def mean_row_bytes(manifest: Manifest) -> int:

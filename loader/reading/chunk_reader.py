@@ -50,6 +50,7 @@ class ChunkReader:
         self._slots: dict[int, Slot] = {}
         self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
         self._urgent: deque[int] = deque()  # needed now, and not in memory
+        self._at_once: set[int] = set()  # the first batch waits for these
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._reserved = self._peak = 0
@@ -86,9 +87,14 @@ class ChunkReader:
 
     # -- called by the assembler ----------------------------------------------------------------------------------
 
-    def request(self, chunks: Sequence[int]) -> None:
-        """Announce that these chunks will be needed, in order of first use; once for each window that they lie in."""
+    def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
+        """Announce that these chunks will be needed, in order of first use; once for each window that they lie in.
+
+        As long as those needed ``at_once`` keep half of the threads busy, no others are fetched: the line is theirs.
+        """
         with self._lock:
+            if at_once:
+                self._at_once.update(chunk for chunk in chunks if chunk not in self._slots)
             for chunk in chunks:
                 slot = self._slots.setdefault(chunk, Slot())
                 slot.uses += 1
@@ -258,6 +264,8 @@ class ChunkReader:
         while self._ahead:
             slot = self._slots.get(self._ahead[0])
             if slot is not None and slot.queued:
+                if 2 * len(self._at_once) > self._threads.wanted and self._ahead[0] not in self._at_once:
+                    return False
                 size = self._source.reserve(self._ahead[0])
                 is_within = not self._untaken or self._untaken + size <= self._read_ahead_bytes
                 return is_within and (not self._reserved or self._reserved + size <= self._budget)
@@ -322,6 +330,7 @@ class ChunkReader:
             self._counters.add(evicted_chunks=1)
 
     def _drop(self, chunk: int) -> None:
+        self._at_once.discard(chunk)
         self._let_go(self._slots.pop(chunk))
 
     def _let_go(self, slot: Slot) -> None:
@@ -338,6 +347,7 @@ class ChunkReader:
             error = exc
         with self._lock:
             self._threads.note(-1)
+            self._at_once.discard(chunk)
             slot = self._slots.get(chunk)
             if slot is not None:
                 slot.in_flight = False

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...storage import ByteRange, DiscardingStore, EncryptedStore, Store
+from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
+from ...storage.daemon_pool import DaemonPool
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
-from ..formats.base import refuse_large
+from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_cores, usable_memory
@@ -35,6 +36,11 @@ class AvoidedError(FormatError):
     """A chunk that is known to be bad, and was not tried."""
 
 
+def reads_locally(store: Store) -> bool:
+    """Whether a store reads from this machine's disks."""
+    return isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore)
+
+
 class ChunkSource:
     """Reads and opens one chunk at a time. Called by the fetch threads.
 
@@ -51,6 +57,7 @@ class ChunkSource:
         counters: Counters,
         memory_limit: int | None = None,
         avoided: frozenset[int] = frozenset(),
+        may_open: threading.Semaphore | None = None,
     ) -> None:
         self.manifest = manifest
         self._avoided = avoided
@@ -65,12 +72,22 @@ class ChunkSource:
         # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
         self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
-        self._may_open = threading.Semaphore(usable_cores())
+        self._may_open = may_open or threading.Semaphore(usable_cores())
+        # Of a disk a header takes less time than a thread.
+        opens: Any = getattr(type(shard_format), "open_shard", None)
+        self._has_headers = opens is not BaseFormat.open_shard and not reads_locally(store)
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
         """One that reads ``columns`` of the same chunks within the same limit, with headers and counters of its own."""
         source = ChunkSource(
-            self.manifest, self._format, self._store, columns, Counters(), self._memory_limit, self._avoided
+            self.manifest,
+            self._format,
+            self._store,
+            columns,
+            Counters(),
+            self._memory_limit,
+            self._avoided,
+            self._may_open,
         )
         source._checks = self._checks  # which warns once
         return source
@@ -114,7 +131,7 @@ class ChunkSource:
     def _load(self, index: int, chunk: ChunkRef) -> Block:
         started = time.perf_counter()
         with explain_failures(chunk.shard.key, "opened"):
-            header = self._headers.get(chunk.shard)
+            header, early = self._fetch_both(chunk) if self._is_far(chunk) else (self._headers.get(chunk.shard), None)
             ranges = self._format.chunk_ranges(chunk, header, self.columns)
             needed = self._format.opened_bytes(chunk, header, self.columns, self.manifest.schema)
         is_large = needed > chunk.memory_limit
@@ -122,6 +139,8 @@ class ChunkSource:
             refuse_large(chunk, needed)
         if is_large:
             parts = fetch_onto_disk(self._store, chunk, ranges, needed, _PIECE_BYTES)
+        elif early is not None and ranges == [chunk.byte_range]:
+            parts = [early]
         elif len(ranges) == 1:
             parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
         else:
@@ -146,6 +165,23 @@ class ChunkSource:
             )
         self._counters.add(fetched_chunks=1, fetched_bytes=sum(map(len, parts)))
         return block
+
+    def _is_far(self, chunk: ChunkRef) -> bool:
+        """Whether a chunk that is wanted whole, and its shard's header, take a round trip each."""
+        return (
+            self.columns is None
+            and self._has_headers
+            and chunk.length + chunk.memory <= chunk.memory_limit
+            and not self._headers.has(chunk.shard)
+        )
+
+    def _fetch_both(self, chunk: ChunkRef) -> tuple[Any, memoryview]:
+        """A shard's header, fetched by a thread of its own, and meanwhile a chunk's bytes."""
+        pool = DaemonPool(f"penstock-header {chunk.shard.key}", 1)
+        header = pool.submit(self._headers.get, chunk.shard)
+        pool.close(0)
+        early = self._store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
+        return header.result(), early
 
     def _open_onto_disk(self, chunk: ChunkRef, header: Any, parts: Sequence[memoryview], needed: int) -> Block:
         """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""

@@ -75,6 +75,12 @@ class HeaderCache:
                 self._count(shard.key, entry)
             return entry.header
 
+    def has(self, shard: ObjectInfo) -> bool:
+        """Whether the shard's header is here."""
+        with self._lock:
+            entry = self._entries.get(shard.key)
+            return entry is not None and entry.is_open
+
     def forget(self, shard: ObjectInfo) -> None:
         """Have the shard opened again when it is next asked for; a thread that is opening it keeps that for itself."""
         with self._lock:

@@ -17,7 +17,7 @@ from ..columns import AnyArray, ArrayColumn, Block, Records
 
 _FEWEST = 4  # columns of one item size from which on it pays
 _KINDS = "biuf"  # bool, integers, floats; other kinds have sizes that no integer has, or hold references
-_TILE_BYTES = 1 << 20
+_TILE_BYTES = 256 << 10  # so that a tile lies in a core's own cache twice, and malloc has room for it
 
 
 def pack_records(block: Block) -> Block:
@@ -64,5 +64,5 @@ def _interleave(columns: list[AnyArray]) -> AnyArray:
     rows = np.empty((count, width), dtype)
     tile = max(64, _TILE_BYTES // (width * dtype.itemsize))
     for start in range(0, count, tile):
-        rows[start : start + tile] = np.ascontiguousarray(np.stack([c[start : start + tile] for c in columns]).T)
+        rows[start : start + tile] = np.stack([column[start : start + tile] for column in columns]).T
     return rows.view(f"V{width * dtype.itemsize}").reshape(count)

@@ -268,7 +268,7 @@ class LaneFeeds:
     def _open(self, lane: int, start: int, stop: int) -> list[EnteredWindow]:
         if stop <= self._opened[lane]:
             return []
-        entered = self._spans.enter(lane, max(start, self._opened[lane]), stop)
+        entered = list(self._spans.enter(lane, max(start, self._opened[lane]), stop))
         self._opened[lane] = entered[-1].window.stop if entered else stop
         return entered
 

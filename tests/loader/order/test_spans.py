@@ -129,3 +129,21 @@ def test_one_window_of_each_chunk_keeps_chunks_together_and_in_order_of_use():
 
 def test_no_windows_want_no_chunks():
     assert chunks_by_first_use([]) == []
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 6000), min_size=1, max_size=6).map(lambda sizes: np.array(sizes, np.int64)),
+    st.booleans(),
+    st.integers(0, 99),
+    st.data(),
+)
+def test_a_piece_is_first_used_where_its_first_row_comes_in_the_window_from_any_offset_on(sizes, shuffle, seed, data):
+    order = Order(lanes=1, window=len(sizes), shuffle=shuffle, seed=seed)
+    window = EpochPlan(sizes, order, 0).open_window(0, 0)
+    start = data.draw(st.integers(0, window.stop))
+    pieces, _ = window.locate(np.arange(start, window.stop, dtype=np.int64))
+    expected = [
+        start + found[0] if len(found := np.flatnonzero(pieces == piece)) else -1 for piece in range(len(sizes))
+    ]
+    assert window.first_uses(start).tolist() == expected

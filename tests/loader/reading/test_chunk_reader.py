@@ -386,3 +386,23 @@ def test_threads_come_and_go_while_chunks_are_fetched() -> None:
     close(reader)
     reader.set_threads(4)
     assert not fetch_threads()
+
+
+def test_what_the_first_batch_waits_for_has_the_line_to_itself_until_it_keeps_few_threads_busy() -> None:
+    source = FakeSource([10] * 30, held=frozenset(range(30)))
+    reader = make_reader(source, budget=1000, threads=8)
+    try:
+        reader.request([3, 4, 5], at_once=True)
+        reader.request([6, 7], at_once=True)
+        reader.request(range(10, 30))
+        wait_until(lambda: len(source.loads) == 5, "the threads take what is needed at once")
+        assert set(source.loads) == {3, 4, 5, 6, 7}  # five of eight threads are busy, and three stay idle
+        reader.release([7])  # it is on its way, and keeps its thread busy
+        source.held = frozenset()
+        source.gate.set()
+        wait_until(lambda: len(source.loads) == 25, "all are fetched in the end")
+        assert source.loads[5:] == list(range(10, 30))
+        assert {chunk for chunk, _ in reader.take([3, 4, 5, 6])} == {3, 4, 5, 6}
+    finally:
+        source.gate.set()
+        close(reader)

@@ -44,6 +44,21 @@ class LyingStore(MemoryStore):
         return data
 
 
+class MeetingStore(MemoryStore):
+    """Answers the first two requests once both are there."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.asked: list[ByteRange | None] = []
+        self._both = threading.Barrier(2)
+
+    def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+        self.asked.append(byte_range)
+        if len(self.asked) <= 2:
+            self._both.wait(20)
+        return super().get(key, byte_range, etag=etag)
+
+
 @pytest.fixture
 def source(
     memory_store: MemoryStore, put_shards: Callable[..., list[int]], tmp_path: Path
@@ -64,6 +79,22 @@ def test_a_chunk_that_came_wrong_is_fetched_again_past_the_cache(source):
     assert counters.totals().refetched_chunks == 1
     assert chunks.load(0).samples == 10
     assert counters.totals().refetched_chunks == 1
+
+
+def test_a_chunk_of_a_store_that_is_far_away_comes_together_with_its_shards_footer(
+    memory_store: MemoryStore, put_shards: Callable[..., list[int]]
+) -> None:
+    put_shards(memory_store, 1)
+    manifest = open_manifest(memory_store.url, format=make_format("parquet", {"chunk_bytes": 1}))
+    parquet = make_format(manifest.format, manifest.config)
+    near = ChunkSource(manifest, parquet, memory_store, ["n"], Counters())
+    store = MeetingStore(memory_store.url)
+    far = ChunkSource(manifest, parquet, store, None, Counters())
+    values = [source.load(0).columns["n"] for source in (near, far)]
+    assert np.array_equal(*(column.values for column in values))
+    assert store.asked.count(manifest.chunk(0).byte_range) == 1
+    far.load(1)
+    assert store.asked[2:] == [manifest.chunk(1).byte_range]  # the footer is there
 
 
 def test_a_chunk_that_came_wrong_three_times_is_fetched_again(source):
