@@ -61,7 +61,8 @@ class PlainAssembler:
         self._copying: deque[_Copying] = deque()
 
     def run(self) -> None:
-        for spans, span in _LookAhead(self._spans(), self._reader, self._source.manifest.num_chunks):
+        reads_all = self._share.world_size == 1 and self._selection is None
+        for spans, span in _LookAhead(self._spans(), self._reader, reads_all=reads_all):
             if self._equipment.stopping.is_set() or not self._assemble_span(spans, span):
                 return
 
@@ -199,9 +200,9 @@ class _Copying:
 class _LookAhead:
     """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others. Once
-    later epochs ask for every chunk, so that none will be dropped with the epoch of the span yielded, planning has
-    nothing more to read, and waits.
+    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others. Where
+    each epoch reads every chunk (``reads_all``), nothing is planned beyond the epoch after the one that is consumed:
+    that asks for all there is, so that no chunk is dropped and fetched again.
     """
 
     _PER_SPAN = 8
@@ -211,13 +212,14 @@ class _LookAhead:
         self,
         planned: Iterator[tuple[EpochSpans, Span | None, list[int]]],
         reader: ReadsChunks,
-        num_chunks: int,
+        *,
+        reads_all: bool,
     ) -> None:
         self._source = planned
         self._reader = reader
+        self._reads_all = reads_all
         self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
-        self._last_epochs = np.full(num_chunks, -1, np.int64)  # that ask for a chunk
-        self._asked_until = -1  # all chunks are asked for by later epochs than this one
+        self._ended = -1  # the last epoch that is planned to its end
 
     def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
         while True:
@@ -226,13 +228,13 @@ class _LookAhead:
                     break
                 spans, span, chunks = next(self._source)
                 self._reader.request(chunks)
-                self._last_epochs[chunks] = spans.plan.epoch
                 self._planned.append((spans, span))
                 if span is None:
-                    self._asked_until = int(self._last_epochs.min()) - 1
+                    self._ended = spans.plan.epoch
             yield self._planned.popleft()
 
     @property
     def _goes_on(self) -> bool:
-        epoch = self._planned[0][0].plan.epoch
-        return len(self._planned) < self._MOST and self._asked_until < epoch and self._reader.has_room
+        consumed = self._planned[0][0].plan.epoch
+        asks_for_all = self._reads_all and self._ended > consumed
+        return len(self._planned) < self._MOST and not asks_for_all and self._reader.has_room
