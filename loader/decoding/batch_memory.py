@@ -2,7 +2,8 @@
 
 A block is lent as an array that refers to it through one *exporter*. Every view of that array, so also every tensor on
 it, keeps the exporter alive; with the last of them it dies, and the block is free. Whoever keeps a batch keeps its
-block, and others are made instead. Mutable state: the free blocks and the exporters alive, under a lock, and a queue of
+block, and others are made instead. The exporter is an array since Python's garbage collector does not track those: its
+weak reference dies with the last reference, not before the finalizers of a cycle that refers to it. Mutable state: the free blocks and the exporters alive, under a lock, and a queue of
 blocks whose exporter died. The queue needs no lock: exporters may die at any allocation of any thread.
 """
 
@@ -90,6 +91,11 @@ class BatchMemory:
         kept = self._free.pop(nbytes, [])
         self._free = {nbytes: kept} if kept else {}
         self._free_bytes = nbytes * len(kept)
+
+
+def new_array(memory: BatchMemory | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
+    """An array of ``memory``, or where there is none of numpy's own."""
+    return np.empty(shape, dtype) if memory is None else memory.empty(shape, dtype)
 
 
 def _aligned(nbytes: int) -> AnyArray:

@@ -12,7 +12,7 @@ import numpy as np
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
-from .batch_memory import BatchMemory
+from .batch_memory import BatchMemory, new_array
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .decode import FieldDecoder, FieldDecoders
 from .late_rows import LateFields, RecordRows, WideRowsOfSpan
@@ -94,7 +94,7 @@ def gather(
     lend: Lend | None = None,
     flat: Collection[str] = (),
     *,
-    late: bool = False,
+    memory: BatchMemory | None = None,
 ) -> Rows:
     """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
 
@@ -102,8 +102,8 @@ def gather(
     integers in fields named ``flat`` come as ``Ragged``, without a Python object a value.
 
     Values are stored in the order in which chunks arrive and reordered at the end, all at once. Of wide rows only the
-    places are noted; they, and records, are copied and converted at the end, or with ``late`` when ``Rows.complete`` is
-    called.
+    places are noted; they, and records, are copied and converted at the end. With ``memory`` that is left to who calls
+    ``Rows.complete``, and what is copied until then lies in that memory.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
@@ -155,7 +155,7 @@ def gather(
                 _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
         for i, packed in enumerate(block.records):
             if i == len(records):
-                records.append((packed, np.empty(num_rows, packed.rows.dtype)))
+                records.append((packed, new_array(memory, (num_rows,), packed.rows.dtype)))
             packed.rows.take(group.rows, out=records[i][1][done:stop], mode="clip")  # "raise" would copy twice
         done = stop
     order = np.empty(num_rows, np.int64)
@@ -180,7 +180,7 @@ def gather(
         of_field.pad(num_rows)
         fields[name] = of_field.finish(order)
     rows = Rows(ids, fields, _planned(ids, replaced), due)
-    return rows if late else rows.complete()
+    return rows.complete() if memory is None else rows
 
 
 def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:

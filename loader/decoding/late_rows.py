@@ -14,7 +14,7 @@ import numpy as np
 from ..columns import AnyArray, IntArray, Records, join_slices
 from ..order.spans import ChunkRows
 from ..reading.records import fill_columns
-from .batch_memory import BatchMemory
+from .batch_memory import BatchMemory, new_array
 from .decode import FieldDecoders
 
 _TILE_BYTES = 256 << 10
@@ -67,7 +67,7 @@ class WideRows:
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
         shape, size = self._like.shape[1:], self._row_bytes
-        out = _empty(memory, (len(self._starts), *shape), self._dtype)
+        out = new_array(memory, (len(self._starts), *shape), self._dtype)
         tile = max(1, _TILE_BYTES // size)
         for start in range(0, len(out), tile):
             places = zip(self._origins[start : start + tile].tolist(), self._starts[start : start + tile].tolist())
@@ -119,14 +119,10 @@ class RecordRows:
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
         records, width = self._records, len(self._records.names)
         unit = np.dtype(f"u{self._taken.itemsize // width}")
-        columns = _empty(memory, (width, len(self._order)), unit)
+        columns = new_array(memory, (width, len(self._order)), unit)
         fill_columns(columns, self._taken, self._order)
         stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
         return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
-
-
-def _empty(memory: BatchMemory | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
-    return np.empty(shape, dtype) if memory is None else memory.empty(shape, dtype)
 
 
 def _has_whole_rows(source: AnyArray) -> bool:

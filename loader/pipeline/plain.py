@@ -143,7 +143,7 @@ class PlainAssembler:
             self._source.manifest.first_ids,
             self._maker.decoders,
             None if leases is None else leases.lend,
-            late=self._is_late,
+            memory=self._maker.memory if self._is_late else None,
         )
 
     def _release_copied(self, last: _Copying) -> None:
