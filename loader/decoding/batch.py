@@ -6,20 +6,24 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...storage.daemon_pool import DaemonPool
+from ...storage.daemon_pool import DaemonPool, PoolClosedError
 from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
-from ..errors import ConfigError
+from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
+from .batch_memory import BatchMemory
 from .byte_views import ByteViews
 from .collate import collate_samples
 from .decode import FieldDecoders
@@ -95,7 +99,7 @@ class BatchMaker:
 
     The threads of ``pool`` do this work, or ``workers``, which are processes. ``replacer`` replaces bad
     samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of one source
-    of a mixture; None: that of the options.
+    of a mixture; None: that of the options. Rows that are copied late are copied into ``memory``.
     """
 
     options: BatchOptions
@@ -108,6 +112,7 @@ class BatchMaker:
     replacer: Replacer | None = None
     bad: BadSamples | None = None
     seed: int | None = None
+    memory: BatchMemory | None = None
 
     @property
     def parts(self) -> int:
@@ -216,8 +221,32 @@ class PendingBatch(UnfinishedBatch):
         self._rows = rows
         self._num_rows = num_rows
         self._num_valid = num_valid
-        self._job = RowJob(maker.crew, rows, epoch, keys)
+        self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
+        self._copying = maker.pool.submit(self._copy) if rows.late else None
+        self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
+
+    def _copy(self) -> None:
+        """Copy the rows that are still in their chunks; on a thread of the pool."""
+        started = time.perf_counter()
+        self._rows = self._rows.complete(self._maker.memory)
+        self._maker.counters.add(decode_s=time.perf_counter() - started)
+        self._job = self._start(self._rows)
+
+    def _started(self) -> RowJob:
+        """The work on the rows, once they are copied."""
+        if self._copying is not None:
+            try:
+                self._copying.result()
+            except (CancelledError, PoolClosedError) as exc:
+                raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+        assert self._job is not None
+        return self._job
+
+    @property
+    def copied(self) -> Future[None] | None:
+        """Done, or cancelled, once the rows need their chunks no longer; None where they never did."""
+        return self._copying
 
     @property
     def replaced(self) -> IntArray | None:
@@ -230,24 +259,26 @@ class PendingBatch(UnfinishedBatch):
         return pairs
 
     def result(self) -> Batch:
-        self._job.finish()
-        if self._job.results.failed:
+        job = self._started()
+        job.finish()
+        if job.results.failed:
             assert self._maker.replacer is not None
-            self._ids = self._maker.replacer.replace(
-                self._job.task, self._rows, self._job.results, self._maker.decoders
-            )
+            self._ids = self._maker.replacer.replace(job.task, self._rows, job.results, self._maker.decoders)
         options = self._maker.options
         if options.transform is None and options.collate is None:
-            return self._maker.complete(self._job.fields(), self._ids, self._num_rows, self._num_valid)
-        samples = self._job.all_samples()
+            return self._maker.complete(job.fields(), self._ids, self._num_rows, self._num_valid)
+        samples = job.all_samples()
         return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
-        self._job.cancel()
+        if self._copying is not None:
+            self._copying.cancel()
+        if self._job is not None:
+            self._job.cancel()
 
     @property
     def is_done(self) -> bool:
-        return self._job.is_done
+        return self._job is not None and self._job.is_done
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records, join_slices
+from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
-from ..reading.records import unpack_records
+from .batch_memory import BatchMemory, new_array
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .decode import FieldDecoder, FieldDecoders
+from .late_rows import LateFields, RecordRows, WideRowsOfSpan
 
 # Rows from this size on are copied one by one, straight to their place; many of narrower ones by one call.
 _WIDE_ROW_BYTES = 1024
-_TILE_BYTES = 256 << 10  # of wide rows, which stay in the core's cache until they are converted
 _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
 _SIZED = {bytes, memoryview, str}
 
@@ -31,11 +31,13 @@ class Rows:
     """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n.
 
     ``planned``: (n,) the ids that the order asked for, where others take the place of some; None where it is ``ids``.
+    ``late``: fields that are still in their chunks, which these keep in memory, until ``complete`` copies them.
     """
 
     ids: IntArray
     fields: Mapping[str, Values]
     planned: IntArray | None = None
+    late: Sequence[LateFields] = ()
 
     @property
     def planned_ids(self) -> IntArray:
@@ -44,19 +46,30 @@ class Rows:
 
     def cut(self, start: int, stop: int) -> Rows:
         fields = {name: _cut(values, start, stop) for name, values in self.fields.items()}
-        return Rows(self.ids[start:stop], fields, None if self.planned is None else self.planned[start:stop])
+        planned = None if self.planned is None else self.planned[start:stop]
+        return Rows(self.ids[start:stop], fields, planned, [late.cut(start, stop) for late in self.late])
 
     def pick(self, indices: Sequence[int]) -> Rows:
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
-        rows = list(indices)
-        return Rows(self.ids[rows], fields, None if self.planned is None else self.planned[rows])
+        rows = np.asarray(indices, np.int64)
+        planned = None if self.planned is None else self.planned[rows]
+        return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late])
+
+    def complete(self, memory: BatchMemory | None = None) -> Rows:
+        """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
+        if not self.late:
+            return self
+        made: dict[str, Values] = {}
+        for late in self.late:
+            made.update(late.make(memory))
+        return Rows(self.ids, made | dict(self.fields), self.planned)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.
 
         Of lists of Python values, only those that have a length in bytes are counted.
         """
-        total = 0
+        total = sum(late.nbytes for late in self.late)
         for name, values in self.fields.items():
             if not isinstance(values, list):
                 total += values.nbytes
@@ -80,19 +93,22 @@ def gather(
     decoders: FieldDecoders,
     lend: Lend | None = None,
     flat: Collection[str] = (),
+    *,
+    memory: BatchMemory | None = None,
 ) -> Rows:
     """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
 
     Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied. Lists of
     integers in fields named ``flat`` come as ``Ragged``, without a Python object a value.
 
-    Values are stored in the order in which chunks arrive and reordered at the end, all at once; of wide rows the places
-    are noted, and the rows copied and converted at the end.
+    Values are stored in the order in which chunks arrive and reordered at the end, all at once. Of wide rows only the
+    places are noted; they, and records, are copied and converted at the end. With ``memory`` that is left to who calls
+    ``Rows.complete``, and what is copied until then lies in that memory.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
     arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive belongs
-    wide: dict[str, _WideRows] = {}
+    wide: dict[str, WideRowsOfSpan] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
     views: dict[str, ViewsOfSpan] = {}
@@ -131,7 +147,7 @@ def gather(
             source = column.values
             if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
                 if name not in wide:
-                    wide[name] = _WideRows(source, num_rows)
+                    wide[name] = WideRowsOfSpan(source, num_rows)
                 wide[name].add(source, group)
             else:
                 # numpy's take would first copy all of an array that is not contiguous
@@ -139,15 +155,15 @@ def gather(
                 _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
         for i, packed in enumerate(block.records):
             if i == len(records):
-                records.append((packed, np.empty(num_rows, packed.rows.dtype)))
+                records.append((packed, new_array(memory, (num_rows,), packed.rows.dtype)))
             packed.rows.take(group.rows, out=records[i][1][done:stop], mode="clip")  # "raise" would copy twice
         done = stop
     order = np.empty(num_rows, np.int64)
     order[arrived] = np.arange(num_rows)
-    fields: dict[str, Values] = {name: rows.finish(decoders.dtype_of(rows.like)) for name, rows in wide.items()}
-    for packed, rows in records:
-        for name, scalars in unpack_records(packed, rows.take(order)).items():
-            fields[name] = scalars.astype(decoders.dtype_of(scalars), copy=False)
+    due: list[LateFields] = [rows.rows(name, decoders) for name, rows in wide.items()]
+    for packed, taken in records:
+        due.append(RecordRows(packed, taken, order, [decoders.dtype_of(np.empty(0, kind)) for kind in packed.dtypes]))
+    fields: dict[str, Values] = {}
     fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
     for name, parts in ragged.items():
         if name not in lists and sum(len(group.rows) for _, _, group in parts) == num_rows:
@@ -163,43 +179,8 @@ def gather(
     for name, of_field in views.items():
         of_field.pad(num_rows)
         fields[name] = of_field.finish(order)
-    return Rows(ids, fields, _planned(ids, replaced))
-
-
-class _WideRows:
-    """Collects one field's wide rows: where each lies, and at the end all as one array.
-
-    They are copied as bytes: numpy would release the GIL for each row, and wait for it again, while others have it.
-    """
-
-    def __init__(self, like: AnyArray, num_rows: int) -> None:
-        self.like = like[:0]
-        self._rows = [memoryview(b"")] * num_rows
-
-    def add(self, source: AnyArray, group: ChunkRows) -> None:
-        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's."""
-        if source.dtype != self.like.dtype or not source.flags.c_contiguous:
-            for target, row in zip(group.targets.tolist(), group.rows.tolist(), strict=True):
-                self._rows[target] = _bytes_of(np.ascontiguousarray(source[row], self.like.dtype))
-            return
-        whole, size = _bytes_of(source), source.nbytes // len(source)
-        for target, start in zip(group.targets.tolist(), (group.rows * size).tolist(), strict=True):
-            self._rows[target] = whole[start : start + size]
-
-    def finish(self, dtype: np.dtype[Any]) -> AnyArray:
-        """(num_rows, ...) of ``dtype``."""
-        shape = self.like.shape[1:]
-        out: AnyArray = np.empty((len(self._rows), *shape), dtype)
-        tile = max(1, _TILE_BYTES // (self.like.itemsize * math.prod(shape)))
-        for start in range(0, len(out), tile):
-            rows = join_slices(self._rows[start : start + tile], self.like.dtype)
-            out[start : start + tile] = rows.reshape(-1, *shape)
-        return out
-
-
-def _bytes_of(array: AnyArray) -> memoryview:
-    flat: Any = array.reshape(-1).view(np.uint8)
-    return memoryview(flat)
+    rows = Rows(ids, fields, _planned(ids, replaced), due)
+    return rows.complete() if memory is None else rows
 
 
 def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
 from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
+from ..decoding.batch_memory import BatchMemory
 from ..decoding.decode import FieldDecoders
 from ..decoding.replace import Replacer
 from ..decoding.worker_pool import WorkerPool
@@ -63,6 +64,7 @@ class Pipeline:
         self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
         self.interrupt = self._out.interrupt  # by any thread: an error that the next ``get`` raises
         self._pool = DaemonPool("penstock-decode", options.decode_threads)
+        self._memory = BatchMemory(options.batch_budget_bytes)
         self._maker = BatchMaker(
             options=batch_options,
             decoders=decoders,
@@ -73,6 +75,7 @@ class Pipeline:
             stopping=self._stopping,
             replacer=replacer,
             bad=bad,
+            memory=self._memory,
         )
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
@@ -211,6 +214,7 @@ class Pipeline:
             if thread.is_alive():
                 thread.join()
         self._pool.close()
+        self._memory.close()
         if self._feeder is not None:
             self._feeder.close()
 

@@ -6,6 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,9 +57,13 @@ class PlainAssembler:
         self._next_uses: dict[int, int] | None = None
         self._next_uses_from = 0
         self._assembling: EpochSpans | None = None
+        # Rows are copied on the pool's threads, where the chunks that they keep meanwhile are no matter to the budget.
+        self._is_late = equipment.options.holds_windows and equipment.maker.workers is None
+        self._copying: deque[_Copying] = deque()
 
     def run(self) -> None:
-        for spans, span in _LookAhead(self._spans(), self._reader):
+        reads_all = self._share.world_size == 1 and self._selection is None
+        for spans, span in _LookAhead(self._spans(), self._reader, reads_all=reads_all):
             if self._equipment.stopping.is_set() or not self._assemble_span(spans, span):
                 return
 
@@ -73,7 +79,8 @@ class PlainAssembler:
         global_batch = self._share.global_batch_size
         at_once = 1  # so that the first batch does not wait for others
         rows = global_batch // self._share.world_size
-        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest) + self._widened_bytes())
+        widened = 0 if self._is_late else self._widened_bytes()
+        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest) + widened)
         while True:
             plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
             spans = EpochSpans(plan, self._share, self._last_batch)
@@ -97,7 +104,7 @@ class PlainAssembler:
 
     def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
         if span is None:
-            self._release(spans, spans.plan.num_samples)
+            self._release_copied(_Copying(spans, spans.plan.num_samples))
             end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
             return self._equipment.deliver(end)
         waited = self._counters.totals().chunk_wait_s
@@ -112,8 +119,13 @@ class PlainAssembler:
             return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(since=started, assemble_s=busy, spans=1)
-        self._release(spans, int(span.bounds[-1]))
-        return all(self._emit(span, step, rows) for step in range(span.steps))
+        copying = _Copying(spans, int(span.bounds[-1]))
+        if not rows.late:
+            self._release_copied(copying)
+        is_delivered = all(self._emit(span, step, rows, copying) for step in range(span.steps))
+        if rows.late:
+            self._release_copied(copying)
+        return is_delivered
 
     def _gather(self, spans: EpochSpans, span: Span) -> Rows:
         groups = spans.expand(span)
@@ -132,7 +144,19 @@ class PlainAssembler:
             self._source.manifest.first_ids,
             self._maker.decoders,
             None if leases is None else leases.lend,
+            memory=self._maker.memory if self._is_late else None,
         )
+
+    def _release_copied(self, last: _Copying) -> None:
+        """Let go of the chunks of spans whose rows are copied; ``last`` is the one that was assembled last.
+
+        While the rows of one span are copied, the next one is assembled; of all before, the copies are waited for.
+        """
+        self._copying.append(last)
+        while self._copying and (len(self._copying) > 1 or not self._copying[0].copies):
+            copied = self._copying.popleft()
+            wait(copied.copies)
+            self._release(copied.spans, copied.position)
 
     def _release(self, spans: EpochSpans, position: int) -> None:
         done: list[int] = []
@@ -141,10 +165,12 @@ class PlainAssembler:
         if done:
             self._reader.release(done)
 
-    def _emit(self, span: Span, step: int, rows: Rows) -> bool:
+    def _emit(self, span: Span, step: int, rows: Rows, copying: _Copying) -> bool:
         started = time.perf_counter()
         batch_rows, num_rows, num_valid = cut_step(rows, span, step, self._share)
         pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
+        if pending.copied is not None:
+            copying.copies.append(pending.copied)
         item = Delivery(
             epoch=span.epoch,
             start=int(span.bounds[step]),
@@ -163,29 +189,56 @@ class PlainAssembler:
         return pick_uses(chunks, self._next_uses)
 
 
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A span, up to ``position``, and the ``copies`` of its batches' rows that its chunks are needed for."""
+
+    spans: EpochSpans
+    position: int
+    copies: list[Future[None]] = field(default_factory=list)
+
+
 class _LookAhead:
     """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
+    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others. Where
+    each epoch reads every chunk (``reads_all``), nothing is planned beyond the epoch after the one that is consumed:
+    that asks for all there is, so that no chunk is dropped and fetched again.
     """
 
     _PER_SPAN = 8
     _MOST = 1024
 
-    def __init__(self, planned: Iterator[tuple[EpochSpans, Span | None]], reader: ReadsChunks) -> None:
+    def __init__(
+        self,
+        planned: Iterator[tuple[EpochSpans, Span | None]],
+        reader: ReadsChunks,
+        *,
+        reads_all: bool,
+    ) -> None:
         self._source = planned
         self._reader = reader
+        self._reads_all = reads_all
         self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
+        self._ended = -1  # the last epoch that is planned to its end
 
     def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
         is_first = True
         while True:
             for _ in range(self._PER_SPAN):
-                if self._planned and (len(self._planned) >= self._MOST or not self._reader.has_room):
+                if self._planned and not self._goes_on:
                     break
                 spans, span = next(self._source)
                 if span is not None:
                     request_first(self._reader, spans, span) if is_first else request(self._reader, spans, span)
                 is_first = False
                 self._planned.append((spans, span))
+                if span is None:
+                    self._ended = spans.plan.epoch
             yield self._planned.popleft()
+
+    @property
+    def _goes_on(self) -> bool:
+        consumed = self._planned[0][0].plan.epoch
+        asks_for_all = self._reads_all and self._ended > consumed
+        return len(self._planned) < self._MOST and not asks_for_all and self._reader.has_room

@@ -63,7 +63,7 @@ class PipelineOptions:
 
     ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
     ``chunk_budget_bytes`` that headers of shards may take. ``fetch_threads``, ``decode_threads`` and
-    ``read_ahead_bytes`` are those to begin with.
+    ``read_ahead_bytes`` are those to begin with. ``holds_windows``: the chunks of all open windows fit at once.
     """
 
     fetch_threads: int
@@ -75,6 +75,7 @@ class PipelineOptions:
     header_budget_bytes: int
     batch_budget_bytes: int
     span_bytes: int
+    holds_windows: bool = True
     device: torch.device | None = None
 
 
@@ -134,6 +135,7 @@ def tune(
         header_budget_bytes=memory_limit // 8,
         batch_budget_bytes=batch_budget // 2,
         span_bytes=span_bytes,
+        holds_windows=open_bytes <= chunk_budget,
         device=device,
     )
 

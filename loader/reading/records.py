@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..columns import AnyArray, ArrayColumn, Block, Records
+from ..columns import AnyArray, ArrayColumn, Block, IntArray, Records
 
 _FEWEST = 4  # columns of one item size from which on it pays
 _KINDS = "biuf"  # bool, integers, floats; other kinds have sizes that no integer has, or hold references
 _TILE_BYTES = 256 << 10  # so that a tile lies in a core's own cache twice, and malloc has room for it
+_OUT_TILE_BYTES = 64 << 10
 
 
 def pack_records(block: Block) -> Block:
@@ -45,11 +46,20 @@ def pack_records(block: Block) -> Block:
 def unpack_records(records: Records, rows: AnyArray) -> Mapping[str, AnyArray]:
     """The columns of gathered ``rows`` (n,), each (n,) contiguous."""
     width = len(records.names)
-    unit = f"u{rows.itemsize // width}"
-    columns = np.ascontiguousarray(rows.view(unit).reshape(len(rows), width).T)
+    columns = np.empty((width, len(rows)), f"u{rows.itemsize // width}")
+    fill_columns(columns, rows, np.arange(len(rows)))
     return {
         name: columns[i].view(dtype) for i, (name, dtype) in enumerate(zip(records.names, records.dtypes, strict=True))
     }
+
+
+def fill_columns(columns: AnyArray, rows: AnyArray, order: IntArray) -> None:
+    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype; in tiles that stay in the cache."""
+    width = len(columns)
+    tile = max(64, _OUT_TILE_BYTES // rows.itemsize)
+    for start in range(0, len(order), tile):
+        taken = rows.take(order[start : start + tile], mode="clip")
+        columns[:, start : start + tile] = taken.view(columns.dtype).reshape(-1, width).T
 
 
 def _values(block: Block, name: str) -> AnyArray:

@@ -1,0 +1,176 @@
+"""Rows that are copied when their batch is due are those that gathering at once gives."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import DistributedDataLoader
+from penstock.loader import LoaderClosedError, TokensFormat
+from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.decoding.batch_memory import BatchMemory
+from penstock.loader.decoding.decode import FieldDecoders
+from penstock.loader.decoding.gather import gather
+from penstock.loader.order.spans import ChunkRows
+from penstock.loader.pipeline.plain import _LookAhead
+from penstock.loader.reading.records import pack_records
+from penstock.storage.daemon_pool import DaemonPool
+
+LAYOUTS = ["plain", "overlapping", "gaps", "reversed", "columns first", "other dtype"]
+
+
+def wide_rows(layout: str, rows: int, seed: int) -> np.ndarray:
+    """(rows, 600) of uint16, laid out in one of the ways that formats open arrays in."""
+    flat = np.random.default_rng(seed).integers(0, 1 << 16, rows * 601 + 600, dtype=np.uint16)
+    strides = {"overlapping": (2 * 599, 2), "gaps": (2 * 601, 2), "columns first": (2, 2 * rows)}
+    if layout in strides:
+        return np.lib.stride_tricks.as_strided(flat, (rows, 600), strides[layout], writeable=False)
+    whole = flat[: rows * 600].reshape(rows, 600)
+    return whole[::-1] if layout == "reversed" else whole.astype(np.uint32) if layout == "other dtype" else whole
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 40)), min_size=1, max_size=5),
+    st.sampled_from(["auto", None]),
+    st.data(),
+)
+def test_late_rows_are_those_of_the_chunks(chunks, decode, data):
+    blocks = []
+    for number, (layout, rows) in enumerate(chunks):
+        layout = layout if number else "plain"
+        scalars = np.random.default_rng(number).integers(0, 1 << 16, (5, rows), dtype=np.uint16)
+        columns = {f"c{i}": ArrayColumn(values) for i, values in enumerate(scalars)}
+        columns["tokens"] = ArrayColumn(wide_rows(layout, rows, number))
+        blocks.append(Block(rows, 0, columns))
+    places = [(chunk, row) for chunk, (_, rows) in enumerate(chunks) for row in range(rows)]
+    order = data.draw(st.permutations(places))
+    groups = []
+    for chunk in [0, *data.draw(st.permutations(range(1, len(chunks))))]:  # the first to arrive tells the dtype
+        targets = np.array([i for i, place in enumerate(order) if place[0] == chunk], np.int64)
+        rows = np.array([place[1] for place in order if place[0] == chunk], np.int64)
+        groups.append((ChunkRows(chunk, rows, targets), pack_records(blocks[chunk])))
+    low, high = sorted(data.draw(st.tuples(st.integers(0, len(order)), st.integers(0, len(order)))))
+    first_ids = np.zeros(len(chunks), np.int64)
+    rows = gather(groups, len(order), first_ids, FieldDecoders(decode), memory=BatchMemory(1 << 20))
+    picked = [len(order) - 1, 0, 0]
+    for part, expected in ((rows.cut(low, high), order[low:high]), (rows.pick(picked), [order[i] for i in picked])):
+        fields = part.complete().fields
+        for name in ["tokens", *(f"c{i}" for i in range(5))]:
+            naive = [blocks[chunk].columns[name].values[row] for chunk, row in expected]
+            assert fields[name].dtype == (np.uint16 if decode is None else np.int64)
+            assert fields[name].flags.c_contiguous
+            assert fields[name].flags.writeable
+            assert fields[name].tolist() == np.array(naive).reshape(fields[name].shape).tolist()
+    assert rows.count_bytes({}) == len(order) * 605 * (2 if decode is None else 8)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """256 sequences of 512 tokens, each of its own number."""
+    folder = tmp_path_factory.mktemp("tokens")
+    np.repeat(np.arange(256, dtype=np.uint16), 512).tofile(folder / "tokens.bin")
+    return str(folder)
+
+
+def open_tokens(folder: str, **options: object) -> DistributedDataLoader:
+    settings = {"batch_size": 16, "with_ids": True, "seed": 3, "rank": 0, "world_size": 1, **options}
+    return DistributedDataLoader(folder, format=TokensFormat(seq_len=512, chunk_bytes=1 << 14), **settings)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_transforms_and_collate_get_rows_that_were_copied_late(tokens, threads):
+    def shift(sample: dict[str, object]) -> dict[str, object]:
+        return {"shifted": sample["tokens"] + 1}
+
+    def stack(samples: list[dict[str, object]]) -> tuple[list[int], torch.Tensor]:
+        return [s["__id__"] for s in samples], torch.stack([torch.as_tensor(s["shifted"]) for s in samples])
+
+    with open_tokens(tokens, transform=shift, collate=stack, threads=threads) as loader:
+        batches = [(ids, rows) for _ in range(2) for ids, rows in loader]
+    assert len(batches) == 32
+    assert all(torch.equal(rows, torch.tensor(ids)[:, None].expand(-1, 512) + 1) for ids, rows in batches)
+
+
+def test_a_batch_whose_rows_are_being_copied_ends_with_the_loader(tokens, monkeypatch):
+    reached, go_on = threading.Event(), threading.Event()
+    submit = DaemonPool.submit
+
+    def waiting(pool: DaemonPool, function: object, *args: object) -> object:
+        def run() -> object:
+            reached.set()
+            go_on.wait(60)
+            return function(*args)
+
+        return submit(pool, run) if getattr(function, "__name__", "") == "_copy" else submit(pool, function, *args)
+
+    monkeypatch.setattr(DaemonPool, "submit", waiting)
+    errors: list[BaseException] = []
+
+    def read(loader: DistributedDataLoader) -> None:
+        try:
+            for _ in loader:
+                pass
+        except BaseException as exc:
+            errors.append(exc)
+
+    loader = open_tokens(tokens, threads=1)
+    reader = threading.Thread(target=read, args=(loader,))
+    reader.start()
+    assert reached.wait(60)
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    go_on.set()
+    closer.join(60)
+    reader.join(60)
+    assert not closer.is_alive()
+    assert not reader.is_alive()
+    assert all(isinstance(error, LoaderClosedError) for error in errors)
+
+
+class _Spans:
+    """An epoch's spans, as far as planning ahead looks at them."""
+
+    def __init__(self, epoch: int) -> None:
+        self.plan = self
+        self.epoch = epoch
+
+
+class _Reader:
+    has_room = True
+
+    def __init__(self) -> None:
+        self.requested: list[list[int]] = []
+
+    def request(self, chunks: list[int]) -> None:
+        self.requested.append(chunks)
+
+
+@pytest.mark.parametrize(("reads_all", "epochs_ahead"), [(True, 1), (False, 7)])
+def test_a_rank_that_reads_every_chunk_plans_no_more_than_the_next_epoch(reads_all, epochs_ahead):
+    def planned():
+        for epoch in range(1000):
+            for step in range(20):
+                yield _Spans(epoch), object(), [step]
+            yield _Spans(epoch), None, []
+
+    reader = _Reader()
+    ahead = iter(_LookAhead(planned(), reader, reads_all=reads_all))
+    for number in range(40):
+        next(ahead)
+        planned_epochs = (len(reader.requested) - 1) // 21
+        assert planned_epochs <= number // 21 + epochs_ahead or not reads_all
+        assert len(reader.requested) > number + 1
+    assert (len(reader.requested) - 1) // 21 >= epochs_ahead
+
+
+def test_epochs_after_the_first_find_every_chunk_in_memory(tokens):
+    with open_tokens(tokens) as loader:
+        seen = [batch["__id__"].tolist() for _ in range(5) for batch in loader]
+        assert loader.metrics().fetched_chunks == loader.manifest.num_chunks
+    assert sorted(sum(seen, [])) == sorted(5 * list(range(256)))
