@@ -21,6 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import obstore
 
+from .buffers import BUFFERS
 from .connections import Connection, Connections, Times, UnreachableError
 from .options import seconds_of
 from .web import describe_answer, parse_content_range
@@ -95,12 +96,12 @@ class DirectAnswer:
         self.meta = describe_answer(response.headers, size)
 
     def bytes(self) -> memoryview:
-        """The body, in memory of its own.
+        """The body, in memory that is used again once nothing refers to it.
 
         Raises:
             OSError: it did not come whole.
         """
-        body = memoryview(bytearray(self.range[1] - self.range[0]))
+        body = BUFFERS.take(self.range[1] - self.range[0])
         got = 0
         while got < len(body):
             read = self._response.readinto(body[got:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -61,6 +60,7 @@ class Server:
         self.connections = 0
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
+        self._serving: list[threading.Thread] = []
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -72,7 +72,8 @@ class Server:
                 return
             self.connections += 1
             self._open.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            self._serving.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+            self._serving[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection, connection.makefile("rb") as lines:
@@ -88,6 +89,12 @@ class Server:
                 connection.sendall(told)
                 if isinstance(told, Last):
                     return
+
+    def wait_until_left(self) -> None:
+        """Wait until every connection was closed from the other side."""
+        for thread in self._serving:
+            thread.join(30)
+            assert not thread.is_alive()
 
     def close(self) -> None:
         self._listening.close()
@@ -327,18 +334,4 @@ def test_no_connection_is_lost_to_errors_or_to_the_end_of_the_store() -> None:
             with pytest.raises(StoreUnavailableError):
                 store.get("x", ByteRange(0, 99))
         store.close()
-        assert own_sockets(server) == []
-
-
-def own_sockets(server: Server) -> list[socket.socket]:
-    """The sockets of this process that are connected to the server."""
-    peer = server._listening.getsockname()
-    found = []
-    for thing in gc.get_objects():
-        if isinstance(thing, socket.socket) and thing.fileno() >= 0:
-            try:
-                if thing.getpeername() == peer:
-                    found.append(thing)
-            except OSError:
-                continue
-    return found
+        server.wait_until_left()
