@@ -1,4 +1,4 @@
-"""First passes over local data, two checkouts in turn: ``python -m penstock.benchmarks.first_pass --help``.
+"""First passes over data, local or in S3, two checkouts in turn: ``python -m penstock.benchmarks.first_pass --help``.
 
 Each pass runs in a process of its own, so that nothing is warm but the file system's cache, and the two checkouts take
 turns, each first in every other round, so that what else the machine does falls on both.
@@ -14,14 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
 
 from ..loader import DistributedDataLoader, TokensFormat, pack
+from ..storage import open_store
+from .s3_server import make_bucket, serve_s3
 
 _BLOB_BYTES, _SEQ_LEN, _BATCH = 38_000, 2048, 64
 _UNITS = {"samples_per_s": 0, "cpu_us_per_sample": 1, "page_faults": 0, "first_batch_s": 3}
@@ -33,7 +37,7 @@ import penstock.benchmarks
 spec = importlib.util.spec_from_file_location("penstock.benchmarks.first_pass", {file!r})
 module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(json.dumps(module.read_once({case!r}, {folder!r})))
+print(json.dumps(module.read_once({case!r}, {url!r}, {options!r})))
 """
 
 
@@ -53,6 +57,12 @@ class Config:
     sequences: int = 65_536
     """Sequences of tokens."""
 
+    store: Literal["local", "s3"] = "local"
+    """Where the data lie: in a folder, or on the S3 server that the environment names or that is started."""
+
+    memory_limit: int | None = None
+    """The loaders' memory limit in MiB: where it is below the data's size, memory is used again in the first pass."""
+
     out: Path | None = None
     """Write the results here as JSON, too."""
 
@@ -67,15 +77,15 @@ def write_data(folder: Path, config: Config) -> None:
     (folder / "tokens" / "tokens.bin").write_bytes(tokens.tobytes())
 
 
-def read_once(case: str, folder: str) -> dict[str, float]:
+def read_once(case: str, url: str, options: dict[str, Any]) -> dict[str, float]:
     """One pass in this process; the consumer touches every sample, so that no laziness counts as speed."""
-    options: dict[str, Any] = {"format": TokensFormat(seq_len=_SEQ_LEN)} if case == "tokens" else {"decode": None}
+    options |= {"format": TokensFormat(seq_len=_SEQ_LEN)} if case == "tokens" else {"decode": None}
     if case == "raw view":
         options["raw"] = "view"
     touched = samples = 0
     faults, cpu, started = _faults(), time.process_time(), time.perf_counter()
     first_s = 0.0
-    with DistributedDataLoader(folder, batch_size=_BATCH, seed=3, **options) as loader:
+    with DistributedDataLoader(url, batch_size=_BATCH, seed=3, **options) as loader:
         for batch in loader:
             first_s = first_s or time.perf_counter() - started
             if case == "tokens":
@@ -98,13 +108,31 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _measure(checkout: Path, case: str, folder: Path) -> dict[str, float]:
+def _measure(checkout: Path, case: str, url: str, options: dict[str, Any], folder: Path) -> dict[str, float]:
     """One pass in a process of its own, over the penstock of ``checkout``; this file is not taken from there."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve().parent)}
-    command = [sys.executable, "-c", _PASS.format(file=str(Path(__file__).resolve()), case=case, folder=str(folder))]
+    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve().parent), "PENSTOCK_CACHE": str(folder / "cache")}
+    script = _PASS.format(file=str(Path(__file__).resolve()), case=case, url=url, options=options)
+    command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=folder)
     measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return measured
+
+
+@contextmanager
+def _serve_data(config: Config, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The root that the data lie below, and the loader's options for it."""
+    options: dict[str, Any] = {} if config.memory_limit is None else {"memory_limit": config.memory_limit << 20}
+    if config.store == "local":
+        yield str(folder), options
+        return
+    with serve_s3() as storage_options:
+        bucket = f"penstock-first-pass-{os.getpid()}"
+        make_bucket(bucket, storage_options)
+        source, target = open_store(folder), open_store(f"s3://{bucket}", storage_options=storage_options)
+        for info in source.list():
+            target.put(info.key, source.get(info.key))
+        yield f"s3://{bucket}", {**options, "storage_options": storage_options}
+        target.delete([info.key for info in target.list()])
 
 
 def main(config: Config) -> None:
@@ -118,13 +146,14 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_data(folder, config)
-        for number in range(-1, config.rounds):  # the first is not counted: it writes the index and warms the cache
-            for case, (data, checkouts) in cases.items():
-                for checkout in checkouts if number % 2 else checkouts[::-1]:
-                    side = "after" if checkout == ours else "before"
-                    measured = _measure(checkout, case, folder / data)
-                    if number >= 0:
-                        passes.setdefault(f"{case}, {side}", []).append(measured)
+        with _serve_data(config, folder) as (root, options):
+            for number in range(-1, config.rounds):  # the first is not counted: it writes the index and warms the cache
+                for case, (data, checkouts) in cases.items():
+                    for checkout in checkouts if number % 2 else checkouts[::-1]:
+                        side = "after" if checkout == ours else "before"
+                        measured = _measure(checkout, case, f"{root}/{data}", options, folder)
+                        if number >= 0:
+                            passes.setdefault(f"{case}, {side}", []).append(measured)
     touched = {name.partition(",")[0]: {p["touched"] for p in found} for name, found in passes.items()}
     assert all(len(sums) == 1 for sums in touched.values()), f"the two checkouts read different data: {touched}"
     quartiles = {name: _quartiles(found) for name, found in passes.items()}
@@ -135,6 +164,9 @@ def main(config: Config) -> None:
     if config.out is not None:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "load": os.getloadavg()}
         command = f"python -m penstock.benchmarks.first_pass --before BEFORE/penstock --rounds {config.rounds}"
+        command += f" --store {config.store}" + (
+            f" --memory-limit {config.memory_limit}" if config.memory_limit else ""
+        )
         result = {"command": command, "machine": machine, "quartiles": quartiles, "passes": passes}
         config.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
 from .errors import ObjectChangedError, ShortReadError, StorageError
 from .store import ByteRange
 
@@ -69,3 +73,24 @@ def check_length(url: str, key: str, byte_range: ByteRange | None, wanted: int, 
     """Raise ShortReadError if a read returned the wrong number of bytes."""
     if wanted != got:
         raise ShortReadError(f"{where(url, key, byte_range)}: wanted {wanted} bytes, got {got}; the transfer broke off")
+
+
+def bare_etag(etag: str | None) -> str | None:
+    """The ETag without its quotes: some services quote it in headers but not in listings."""
+    if etag is not None and len(etag) >= 2 and etag[0] == etag[-1] == '"':
+        return etag[1:-1]
+    return etag or None
+
+
+def etag_of(meta: Mapping[str, Any]) -> str | None:
+    """The ETag; for servers that send none, the Last-Modified time and the size."""
+    etag = bare_etag(meta["e_tag"])
+    modified: datetime | None = meta["last_modified"]
+    if etag is None and modified is not None and modified.timestamp() > 0:
+        return f"modified-{modified.timestamp():.0f}-{meta['size']}"
+    return etag
+
+
+def is_strong(etag: str) -> bool:
+    """Whether an ETag is one that If-Match can ask for."""
+    return not etag.startswith(("W/", "modified-"))

@@ -1,9 +1,10 @@
 """``storage_options``: one set of names for every cloud, translated to obstore's.
 
 Friendly names: ``endpoint`` (or ``endpoint_url``), ``access_key`` (or ``key``), ``secret_key`` (or ``secret``),
-``token``, ``region``, ``anonymous`` (or ``anon``), ``timeout_s``, ``connect_timeout_s``. Any other name is one of
-obstore's for that cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP
-client (``allow_http``, ``proxy_url``, ``root_certificate``, ...). Missing values come from the environment (``AWS_*``,
+``token``, ``region``, ``anonymous`` (or ``anon``), ``timeout_s``, ``connect_timeout_s``, and ``direct_reads``, which is
+ours: False leaves all reads to obstore (see `penstock.storage.direct`). Any other name is one of obstore's for that
+cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP client
+(``allow_http``, ``proxy_url``, ``root_certificate``, ...). Missing values come from the environment (``AWS_*``,
 ``GOOGLE_*``, ``AZURE_*``), then for S3 from the shared credentials file, and finally from the machine's role.
 """
 
@@ -20,6 +21,8 @@ from urllib.parse import urlsplit
 
 from .errors import UnsupportedURLError
 from .patience import TimeLimit
+
+DIRECT_OPTION = "direct_reads"
 
 _FRIENDLY = {
     "endpoint_url": "endpoint",
@@ -97,7 +100,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     config: dict[str, Any] = {}
     client: dict[str, Any] = dict(_CLIENT_DEFAULTS)
     for name, value in options.items():
-        if value is None:
+        if value is None or name == DIRECT_OPTION:
             continue
         if name in {"timeout_s", "connect_timeout_s"}:
             client[name.removesuffix("_s")] = f"{int(float(value) * 1000)}ms"

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -19,10 +19,22 @@ import obstore.exceptions
 from obstore.store import HTTPStore, from_url
 
 from .autoindex import list_index
-from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, past_the_end, where
+from .checks import (
+    bare_etag,
+    changed_before_write,
+    check_etag,
+    check_inside,
+    check_key,
+    check_length,
+    etag_of,
+    is_strong,
+    past_the_end,
+    where,
+)
 from .clients import share_client
+from .direct import DirectReads, plain_urls, sign_with, times_of, why_not
 from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
-from .options import configure, environment_secrets, find_secrets, limit_options
+from .options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_true, limit_options
 from .patience import TimeLimit
 from .ranges import read_ranges
 from .remote_errors import Translator
@@ -108,12 +120,21 @@ class RemoteStore:
         # obstore takes custom headers along to whatever host a redirect names.
         self._web = WebClient(origin, client) if self._is_http else None
         self._carrier = self._web if client.get("default_headers") else None
+        self.indirect: str | None = f"{DIRECT_OPTION}=False"
+        if is_true(self._options.get(DIRECT_OPTION, True)):
+            self.indirect = why_not(parts.scheme, origin, config, client)
+        self._direct: DirectReads | None = None
+        if self.indirect is None:
+            self._times = times_of(client)
+            sign = plain_urls(origin) if self._is_http else sign_with(self._client)
+            self._direct = DirectReads(sign, origin if self._is_http else config["endpoint"], client)
 
     def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, dict[str, Any]]]:
         return (RemoteStore, (self._url, self._options))
 
     def __repr__(self) -> str:
-        return f"RemoteStore({self._url!r})"
+        reads = "direct" if self.indirect is None else f"by obstore ({self.indirect})"
+        return f"RemoteStore({self._url!r}, ranges={reads!r})"
 
     @property
     def url(self) -> str:
@@ -128,6 +149,7 @@ class RemoteStore:
             store = self._limited.get(limit)
             if store is None:
                 store = RemoteStore(self._url, limit_options(self._options, limit))
+                store._direct = self._direct  # connections and signatures are the same whatever the limit
                 self._limited[limit] = store
         return store
 
@@ -142,20 +164,25 @@ class RemoteStore:
         options: Any = {}
         if byte_range is not None:
             options["range"] = (byte_range.start, byte_range.stop)
-        if etag is not None and _is_strong(etag):
+        if etag is not None and is_strong(etag):
             options["if_match"] = f'"{etag}"'
         try:
             path = self._prefix + key
             if self._carrier is not None:
                 with closing(self._carrier.get(path, options=options)) as answer:
                     return self._receive(answer, key, byte_range, etag)
+            if self._direct is not None and byte_range is not None:
+                direct = self._direct.get(path, options, self._times)
+                if direct is not None:
+                    with closing(direct):
+                        return self._receive(direct, key, byte_range, etag)
             return self._receive(obstore.get(self._client, path, options=options), key, byte_range, etag)
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key, byte_range) from self._errors.cause(exc)
 
     def _receive(self, answer: Any, key: str, byte_range: ByteRange | None, etag: str | None) -> memoryview:
         # This catches servers that ignore If-Match, and ETags that If-Match cannot express.
-        check_etag(self._url, key, etag, _etag_of(answer.meta))
+        check_etag(self._url, key, etag, etag_of(answer.meta))
         start, stop = answer.range
         if byte_range is not None and (start, stop) != (byte_range.start, byte_range.stop):
             raise past_the_end(self._url, key, byte_range, answer.meta["size"])
@@ -174,7 +201,7 @@ class RemoteStore:
             meta: Any = obstore.head(self._client, path) if self._carrier is None else self._carrier.head(path)
         except _FOREIGN as exc:
             raise self._errors.translate(exc, key) from self._errors.cause(exc)
-        return ObjectInfo(key, meta["size"], _etag_of(meta))
+        return ObjectInfo(key, meta["size"], etag_of(meta))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if prefix.rpartition("/")[0]:
@@ -242,6 +269,8 @@ class RemoteStore:
     def close(self) -> None:
         """Release the client; its connections close when the last store and the last read that use them end."""
         self._client = None
+        if self._direct is not None:
+            self._direct.close()
         if self._web is not None:
             self._web.close()
         with self._lock:
@@ -255,7 +284,7 @@ class RemoteStore:
         version = {}
         if self._origin.startswith(("gs:", "gcs:")):  # it compares versions, which are no part of an ETag
             meta: Any = obstore.head(self._client, path)
-            if _etag_of(meta) != etag:
+            if etag_of(meta) != etag:
                 return None
             version = {"version": meta["version"]}
         for form in (f'"{etag}"', etag):  # Ceph 16 compares the text without quotes
@@ -267,7 +296,7 @@ class RemoteStore:
         return None
 
     def _describe_put(self, key: str, view: memoryview, result: Mapping[str, Any]) -> ObjectInfo:
-        etag = _bare(result["e_tag"])
+        etag = bare_etag(result["e_tag"])
         return ObjectInfo(key, len(view), etag) if etag is not None else self.head(key)
 
     def _check_process(self) -> None:
@@ -289,7 +318,7 @@ class RemoteStore:
                 for meta in batch:
                     path = meta["path"]
                     if path.startswith(start):
-                        found.append(ObjectInfo(path[cut:], meta["size"], _etag_of(meta)))
+                        found.append(ObjectInfo(path[cut:], meta["size"], etag_of(meta)))
         except _FOREIGN as exc:
             error = self._errors.translate(exc, prefix, listing=True)
             raise error from self._errors.cause(exc)
@@ -323,23 +352,3 @@ def _ends_of_folders(key: str) -> Iterator[int]:
     while end >= 0:
         yield end
         end = key.find("/", end + 1)
-
-
-def _bare(etag: str | None) -> str | None:
-    """The ETag without its quotes: some services quote it in headers but not in listings."""
-    if etag is not None and len(etag) >= 2 and etag[0] == etag[-1] == '"':
-        return etag[1:-1]
-    return etag or None
-
-
-def _etag_of(meta: Mapping[str, Any]) -> str | None:
-    """The ETag; for servers that send none, the Last-Modified time and the size."""
-    etag = _bare(meta["e_tag"])
-    modified: datetime | None = meta["last_modified"]
-    if etag is None and modified is not None and modified.timestamp() > 0:
-        return f"modified-{modified.timestamp():.0f}-{meta['size']}"
-    return etag
-
-
-def _is_strong(etag: str) -> bool:
-    return not etag.startswith(("W/", "modified-"))

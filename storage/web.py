@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.error import URLError
@@ -38,12 +39,12 @@ class WebAnswer:
         if byte_range is None:
             start, stop, size = 0, length, length
         else:
-            start, stop, size = _parse_content_range(response.headers.get("Content-Range", ""))
+            start, stop, size = parse_content_range(response.headers.get("Content-Range", ""))
         if length != stop - start:
             response.close()
             raise OSError("the server does not support requests like this: the length of its response is not given")
         self.range = (start, stop)
-        self.meta = _describe(response.headers, size)
+        self.meta = describe_answer(response.headers, size)
 
     def bytes(self) -> bytearray:
         """The body, as long as it came."""
@@ -92,7 +93,7 @@ class WebClient:
         response.release_conn()
         if "Content-Length" not in response.headers:
             raise OSError("the server does not support requests like this: the length of its response is not given")
-        return _describe(response.headers, int(response.headers["Content-Length"]))
+        return describe_answer(response.headers, int(response.headers["Content-Length"]))
 
     def put(self, path: str, data: memoryview) -> dict[str, Any]:
         """Write an object; returns its ETag if the server tells it."""
@@ -228,7 +229,7 @@ def _translated() -> Iterator[None]:
         raise ConnectionError(str(exc)) from exc
 
 
-def _parse_content_range(text: str) -> tuple[int, int, int]:
+def parse_content_range(text: str) -> tuple[int, int, int]:
     """Start, stop (exclusive) and the object's size of ``bytes 0-9/100``."""
     unit, _, rest = text.partition(" ")
     span, _, size = rest.partition("/")
@@ -238,7 +239,8 @@ def _parse_content_range(text: str) -> tuple[int, int, int]:
     return int(first), int(last) + 1, int(size)
 
 
-def _describe(headers: Mapping[str, str], size: int) -> dict[str, Any]:
+def describe_answer(headers: Mapping[str, str] | Message, size: int) -> dict[str, Any]:
+    """Size, ETag and time of an object by the headers of an answer, as obstore names them."""
     modified: datetime | None = None
     try:
         modified = parsedate_to_datetime(headers.get("Last-Modified", ""))

@@ -57,8 +57,8 @@ def open_proxied(proxy: FaultProxy, python_url: str) -> Iterator[OpenStore]:
     open_client(f"{python_url}/{folder}").put("x", DATA)
     opened: list[RetryStore] = []
 
-    def make(config: RetryConfig = SHORT) -> RetryStore:
-        client: Store = open_client(f"{proxy.url}/{folder}")
+    def make(config: RetryConfig = SHORT, **options: Any) -> RetryStore:
+        client: Store = open_client(f"{proxy.url}/{folder}", options)
         opened.append(RetryStore(client, config, host=uuid4().hex))
         return opened[-1]
 
@@ -78,6 +78,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("direct_reads", [True, False])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -91,8 +92,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     ],
     ids=lambda fault: type(fault).__name__,
 )
-def test_one_bad_response_costs_one_retry(proxy: FaultProxy, open_proxied: OpenStore, fault: Fault) -> None:
-    store = open_proxied()
+def test_one_bad_response_costs_one_retry(
+    proxy: FaultProxy, open_proxied: OpenStore, fault: Fault, direct_reads: bool
+) -> None:
+    store = open_proxied(direct_reads=direct_reads)
     proxy.inject(fault, path="/x")
     assert store.get("x", WHOLE) == DATA
     assert (store.counts.requests, store.counts.retries) == (2, 1)

@@ -62,6 +62,11 @@ def _open_s3(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return url + "/pre fix", options
 
 
+def _open_s3_by_obstore(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    url, options = _open_s3(request)
+    return url, {**options, "direct_reads": False}
+
+
 ROOTS: dict[str, Callable[[pytest.FixtureRequest], tuple[str, dict[str, Any]]]] = {
     "local": _open_local,
     "memory": _open_memory,
@@ -70,6 +75,7 @@ ROOTS: dict[str, Callable[[pytest.FixtureRequest], tuple[str, dict[str, Any]]]] 
     "http (python)": _open_python,
     "http (headers)": _open_with_headers,
     "s3": _open_s3,
+    "s3 (obstore)": _open_s3_by_obstore,
 }
 
 
@@ -85,12 +91,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for wrap in ("bare", "retry", "cache", "cache over retry", "encryption", "encryption over cache")
             if root in IN_PROCESS
             or wrap == "bare"
-            or (wrap == "cache over retry" and root != "http (headers)")
+            or (wrap == "cache over retry" and root not in {"http (headers)", "s3 (obstore)"})
             or (wrap == "encryption over cache" and root == "s3")
         ]
         metafunc.parametrize(
             "kind",
-            [pytest.param(kind, marks=[pytest.mark.s3] if kind[0] == "s3" else []) for kind in kinds],
+            [pytest.param(kind, marks=[pytest.mark.s3] if kind[0].startswith("s3") else []) for kind in kinds],
             ids=[" ".join(kind) for kind in kinds],
         )
 

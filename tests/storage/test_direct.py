@@ -1,0 +1,337 @@
+"""Ranges that are received without obstore: which stores do so, and what servers may do to their connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from penstock.storage import (
+    AccessDeniedError,
+    ByteRange,
+    ObjectChangedError,
+    ShortReadError,
+    StorageError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    ThrottledError,
+    open_client,
+)
+from penstock.storage.direct import DirectReads, times_of
+from penstock.storage.options import configure
+
+DATA = bytes(range(256)) * 40
+S3 = {"endpoint": "http://s3.example.org:9000", "access_key": "key", "secret_key": "secret-of-the-tests"}
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
+
+
+class Last(bytes):
+    """An answer after which the connection is closed."""
+
+
+# One request's head in, the bytes to answer out.
+Answerer = Callable[[str], bytes]
+
+
+def answer(status: str, body: bytes = b"", *headers: str, length: int | None = None) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def part(head: str, *headers: str) -> bytes:
+    """What a server answers that has DATA under every name."""
+    span = next(line for line in head.splitlines() if line.lower().startswith("range:")).partition("=")[2]
+    start, stop = int(span.partition("-")[0]), int(span.partition("-")[2]) + 1
+    told = f"Content-Range: bytes {start}-{stop - 1}/{len(DATA)}"
+    return answer("206 Partial Content", DATA[start:stop], told, 'ETag: "one"', *headers)
+
+
+class Server:
+    """Answers one request after another on each connection. ``heads``: the requests' heads."""
+
+    def __init__(self, answerer: Answerer) -> None:
+        self.answerer = answerer
+        self.heads: list[str] = []
+        self.connections = 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self._serving: list[threading.Thread] = []
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listening.accept()[0]
+            except OSError:
+                return
+            self.connections += 1
+            self._open.append(connection)
+            self._serving.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+            self._serving[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection, connection.makefile("rb") as lines:
+            while True:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    line = lines.readline()
+                    if not line:
+                        return
+                    head += line
+                self.heads.append(head.decode())
+                told = self.answerer(self.heads[-1])
+                connection.sendall(told)
+                if isinstance(told, Last):
+                    return
+
+    def wait_until_left(self) -> None:
+        """Wait until every connection was closed from the other side."""
+        for thread in self._serving:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    def close(self) -> None:
+        self._listening.close()
+        for connection in self._open:
+            connection.close()
+
+
+@contextmanager
+def serving(answerer: Answerer) -> Iterator[Server]:
+    with closing(Server(answerer)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def open_signed(server: Server, sign: Callable[[str], str]) -> DirectReads:
+    return DirectReads(sign, server.url, configure("s3", S3)[1])
+
+
+def read(reads: DirectReads, start: int, stop: int) -> bytes:
+    times = times_of(configure("s3", S3)[1])
+    found = reads.get("x", {"range": (start, stop)}, times)
+    assert found is not None
+    with closing(found):
+        return bytes(found.bytes())
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "environment", "reason"),
+    [
+        ("s3://bucket/x", S3, {}, None),
+        ("s3://bucket/x", {**S3, "token": "session", "timeout": "1min", "request_payer": True}, {}, None),
+        ("http://host/x", {}, {}, None),
+        ("http://host/x", {}, {"http_proxy": "http://proxy:1", "no_proxy": "host"}, None),
+        ("s3://bucket/x", {**S3, "direct_reads": False}, {}, "direct_reads=False"),
+        ("http://host/x", {"direct_reads": False}, {}, "direct_reads=False"),
+        ("s3://bucket/x", {}, {}, "https"),
+        ("s3://bucket/x", {**S3, "endpoint": "https://s3.example.org"}, {}, "https"),
+        ("https://host/x", {}, {}, "https"),
+        ("gs://bucket/x", {"skip_signature": True}, {}, "gs"),
+        ("az://container/x", {"account_name": "a", "account_key": "a2V5"}, {}, "az"),
+        ("s3://bucket/x", {**S3, "anonymous": True}, {}, "skip_signature"),
+        ("s3://bucket--use1-az4--x-s3/x", {**S3, "s3_express": True}, {}, "s3_express"),
+        ("s3://bucket/x", {**S3, "default_headers": {"x-a": "b"}}, {}, "default_headers"),
+        ("http://host/x", {"default_headers": {"x-a": "b"}}, {}, "default_headers"),
+        ("s3://bucket/x", {**S3, "proxy_url": "http://proxy:1"}, {}, "proxy_url"),
+        ("s3://bucket/x", S3, {"HTTP_PROXY": "http://proxy:1"}, "a proxy"),
+        ("http://host/x", {}, {"ALL_PROXY": "http://proxy:1"}, "a proxy"),
+        ("s3://bucket/x", S3, {"AWS_SKIP_SIGNATURE": "true"}, "AWS_SKIP_SIGNATURE"),
+        ("s3://bucket/x", S3, {"AWS_SSE_CUSTOMER_KEY_BASE64": "a2V5"}, "AWS_SSE_CUSTOMER_KEY_BASE64"),
+    ],
+)
+def test_a_store_says_whether_it_reads_ranges_directly_and_what_keeps_it_from_that(
+    url: str,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with closing(open_client(url, options)) as store:
+        told = "direct" if reason is None else f"by obstore ({reason})"
+        assert repr(store) == f"RemoteStore({url!r}, ranges={told!r})"
+
+
+def test_ranges_come_over_one_warm_connection_and_whole_objects_by_obstore() -> None:
+    with serving(part) as server, closing(open_client(server.url)) as store:
+        for start, stop in ((0, 1), (5, 10_000), (10_239, 10_240)):
+            assert store.get("a b/ü?.tar", ByteRange(start, stop), etag="one") == DATA[start:stop]
+    assert server.connections == 1
+    assert {head.splitlines()[0] for head in server.heads} == {"GET /a%20b/%C3%BC%3F.tar HTTP/1.1"}
+    assert all('If-Match: "one"' in head and "User-Agent: penstock" in head for head in server.heads)
+
+
+def test_a_connection_that_the_server_closed_meanwhile_costs_no_read() -> None:
+    closes = iter([False, True, False, True, False])
+
+    def close_now_and_then(head: str) -> bytes:
+        return Last() if next(closes) else part(head)
+
+    with serving(close_now_and_then) as server, closing(open_client(server.url)) as store:
+        for _ in range(3):
+            assert store.get("x", ByteRange(3, 900)) == DATA[3:900]
+    assert (len(server.heads), server.connections) == (5, 3)
+
+
+def test_a_new_connection_that_breaks_is_an_error_for_the_retries_above() -> None:
+    with (
+        serving(lambda head: Last()) as server,
+        closing(open_client(server.url)) as store,
+        pytest.raises(StoreUnavailableError, match=r"x\[3:900\]"),
+    ):
+        store.get("x", ByteRange(3, 900))
+    assert len(server.heads) == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "match"),
+    [
+        (answer("200 OK", DATA), StorageError, "copy the data to a server that answers ranges"),
+        (answer("206 Partial Content", DATA[:9]), StorageError, "no valid Content-Range"),
+        (answer("206 Partial Content", DATA[:9], "Content-Range: bytes 1-9/10240"), StorageError, "another one"),
+        (answer("206 Partial Content", DATA[:5], "Content-Range: bytes 0-4/10240"), StorageError, "another one"),
+        (answer("206 Partial Content", DATA[:5], "Content-Range: bytes 0-8/10240"), StorageError, "another one"),
+        (answer("206 Partial Content", DATA[:5], "Content-Range: bytes 0-4/5", 'ETag: "one"'), ShortReadError, "of 5"),
+        (answer("206 Partial Content", DATA[:9], "Content-Range: bytes 0-8/10240", 'ETag: "two"'),
+         ObjectChangedError, "expected ETag one, found two"),
+        (answer("412 Precondition Failed"), ObjectChangedError, "has changed"),
+        (answer("403 Forbidden", b"<Code>InvalidAccessKeyId</Code>"), AccessDeniedError, "secret is wrong"),
+        (answer("503 Slow Down", b"<Code>SlowDown</Code>"), ThrottledError, "503 SlowDown"),
+        (answer("429 Too Many Requests"), ThrottledError, "429"),
+        (Last(answer("500 Oh", length=100)), StoreUnavailableError, "500"),
+        (b"no HTTP at all\r\n\r\n", StoreUnavailableError, "no HTTP"),
+        (b"HTTP/1.1 206 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n", StoreUnavailableError, "no HTTP"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_not_what_was_asked_for_are_the_errors_that_obstore_would_give(
+    told: bytes, error: type[StorageError], match: str
+) -> None:
+    with (
+        serving(lambda head: told) as server,
+        closing(open_client(server.url)) as store,
+        pytest.raises(error, match=match) as caught,
+    ):
+        store.get("x", ByteRange(0, 9), etag="one")
+    assert type(caught.value) is error
+    assert len(server.heads) == 1
+
+
+def test_a_body_that_ends_early_is_an_error_and_its_connection_is_not_used_again() -> None:
+    whole = part("Range: bytes=0-10239")
+    told = iter([Last(whole[:-300]), whole, Last(whole[:-10_000]), whole])
+    with serving(lambda head: next(told)) as server, closing(open_client(server.url)) as store:
+        for got in (9_940, 240):
+            with pytest.raises(StoreUnavailableError, match=f"ended after {got} of 10240 bytes"):
+                store.get("x", ByteRange(0, len(DATA)))
+            assert store.get("x", ByteRange(0, len(DATA))) == DATA
+    assert server.connections == 3
+
+
+@pytest.mark.parametrize("sent", [0, 50, 9_000])
+def test_an_answer_that_stops_is_broken_off(sent: int) -> None:
+    with serving(lambda head: part(head)[:sent]) as server:
+        options = {"timeout": "20s", "read_timeout": "100ms"}
+        with closing(open_client(server.url, options)) as store, pytest.raises(StoreTimeoutError, match="or stopped"):
+            store.get("x", ByteRange(0, len(DATA)))
+
+
+def test_where_a_server_redirects_obstore_goes_from_then_on() -> None:
+    with serving(part) as other:
+
+        def send_on(head: str) -> bytes:
+            return answer("302 Found", b"", f"Location: {other.url}/there")
+
+        with serving(send_on) as server, closing(open_client(server.url)) as store:
+            for _ in range(2):
+                assert store.get("x", ByteRange(2, 8)) == DATA[2:8]
+    assert [head.startswith("GET /there ") for head in other.heads] == [True, True]
+    assert len(server.heads) == 3  # the first was ours
+
+
+def test_a_signature_is_used_again_until_its_credentials_are_refused_then_signed_anew_once() -> None:
+    signed: list[str] = []
+    good = {"1", "2"}
+
+    def check(head: str) -> bytes:
+        number = head.partition("?sig=")[2].partition(" ")[0]
+        return part(head) if number in good else answer("403 Forbidden", b"<Code>ExpiredToken</Code>")
+
+    with serving(check) as server:
+
+        def sign(path: str) -> str:
+            signed.append(path)
+            return f"{server.url}/{path}?sig={len(signed)}"
+
+        with closing(open_signed(server, sign)) as reads:
+            assert [read(reads, 4, 9) for _ in range(3)] == [DATA[4:9]] * 3
+            assert len(signed) == 1
+            good.discard("1")
+            assert read(reads, 4, 9) == DATA[4:9]
+            assert len(signed) == 2
+            good.clear()
+            with pytest.raises(OSError, match="403 <Code>ExpiredToken"):
+                read(reads, 4, 9)
+    assert (len(signed), len(server.heads)) == (3, 7)
+
+
+def test_a_signature_is_renewed_before_its_credentials_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.storage.direct._SIGNATURE_S", 0.0)
+    signed: list[str] = []
+    with serving(part) as server:
+
+        def sign(path: str) -> str:
+            signed.append(path)
+            return f"{server.url}/{path}?sig={len(signed)}"
+
+        with closing(open_signed(server, sign)) as reads:
+            for _ in range(3):
+                read(reads, 0, 5)
+    assert len(signed) == 3
+
+
+def test_what_is_signed_for_another_host_is_left_to_obstore() -> None:
+    with serving(part) as server, closing(open_signed(server, lambda path: f"https://elsewhere/{path}?sig=1")) as reads:
+        assert reads.get("x", {"range": (0, 5)}, times_of(configure("s3", S3)[1])) is None
+    assert server.heads == []
+
+
+def test_tokens_and_who_pays_are_in_what_is_signed() -> None:
+    with serving(part) as server:
+        options = {**S3, "endpoint": server.url, "token": "the-session-token", "request_payer": "true"}
+        with closing(open_client("s3://bucket/folder", options)) as store:
+            assert store.get("x", ByteRange(0, 5)) == DATA[:5]
+    target = server.heads[0].split()[1]
+    assert target.startswith("/bucket/folder/x?")
+    assert "X-Amz-Security-Token=the-session-token" in target
+    assert "x-amz-request-payer=requester" in target
+
+
+def test_no_connection_is_lost_to_errors_or_to_the_end_of_the_store() -> None:
+    told = {"good": True}
+
+    def answer_or_break(head: str) -> bytes:
+        return part(head) if told["good"] else Last(part(head)[:-5])
+
+    with serving(answer_or_break) as server:
+        store = open_client(server.url)
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(lambda _: bytes(store.get("x", ByteRange(0, 99))), range(20))) == {DATA[:99]}
+        told["good"] = False
+        for _ in range(3):
+            with pytest.raises(StoreUnavailableError):
+                store.get("x", ByteRange(0, 99))
+        store.close()
+        server.wait_until_left()
