@@ -8,11 +8,9 @@ import mmap
 import os
 import resource
 import stat
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,16 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from measured_runs import measured
 from rich.console import Console
 
-from penstock.benchmarks import prepare
 from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.contenders import LIMIT, OURS, VIEWS
 from penstock.benchmarks.contenders.records import RecordCodec
-from penstock.benchmarks.field import runner, settings, words, workload
+from penstock.benchmarks.field import words
 from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, other_settings, quick
 from penstock.benchmarks.field.page import render
-from penstock.benchmarks.field.places import Places
 from penstock.benchmarks.field.plots import rate_axis
 from penstock.benchmarks.field.summary import (
     best_peer,
@@ -45,26 +42,13 @@ from penstock.benchmarks.field.summary import (
     too_slow,
 )
 from penstock.benchmarks.field.table import print_report
-from penstock.benchmarks.job import Job, Measurement, Pass
+from penstock.benchmarks.job import Job, Pass
 from penstock.benchmarks.peers.catalogue import PEERS
 from penstock.benchmarks.peers.environments import PeerUnavailableError, clean, python_of, reason_of
 from penstock.benchmarks.prepare import whole_pass_s
 from penstock.benchmarks.subprocesses import MeasurementError, combine_ranks, run_job
 from penstock.cli import run
 from penstock.loader import ByteViews, ConfigError
-
-
-def measured(name: str, passes: list[tuple[int, float, float]], **more: Any) -> Measurement:
-    samples = sum(each[0] for each in passes)
-    given: dict[str, Any] = {
-        "contender": name, "mode": "epoch", "samples": samples, "payload_bytes": 10 * samples, "batches": 4,
-        "seconds": 2.0, "samples_per_s": 70.0, "mb_per_s": 1.0, "first_batch_s": 0.5, "wait_p50_ms": 1.0,
-        "wait_p99_ms": 2.0, "wait_share": 0.5, "cpu_s": 0.02, "peak_bytes": 1 << 20, "peak_rss_bytes": 2 << 20,
-        "passes": [
-            Pass(samples=n, start_s=start, stop_s=stop, complete=True, cpu_s=60e-6 * n) for n, start, stop in passes
-        ],
-    }  # fmt: skip
-    return Measurement(**given | more)
 
 
 def entry(*rates: float, version: str | None = None) -> dict[str, Any]:
@@ -461,246 +445,3 @@ def test_a_rank_that_crashes_ends_those_that_wait_for_it(tmp_path: Path) -> None
     if waiting.exists() and waiting.read_text().strip():
         with pytest.raises(ProcessLookupError):
             os.kill(int(waiting.read_text()), 0)
-
-
-class _Silent:
-    """Hears what is said, and shows nothing."""
-
-    def __init__(self) -> None:
-        self.cells: list[str] = []
-
-    def say(self, text: str) -> None:
-        pass
-
-    def done(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        self.cells.append(cell.name)
-
-
-Runs = Callable[..., Measurement]
-
-
-@pytest.fixture
-def canned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runs], None]:
-    """Has the runner measure by a function, on prepared peers; "spdl" cannot be prepared."""
-
-    def prepare(name: str, config: Any, manifest: Any, ours: Job, *_: Any, **__: Any) -> Job:
-        if name == "spdl":
-            raise PeerUnavailableError("it could not be installed: (a URL)")
-        return replace(ours, contender=name)
-
-    def use(runs: Runs) -> None:
-        monkeypatch.setattr(runner, "run_job", runs)
-        monkeypatch.setattr(runner, "settle", lambda job, *_: job)
-        monkeypatch.setattr(workload, "prepare_peer", prepare)
-        monkeypatch.setattr(workload, "check_ours", lambda ours: measured(OURS, []))
-        monkeypatch.setattr(workload, "check_delivery", lambda *_, **__: None)
-
-    return use
-
-
-def test_peers_that_fail_are_reported_and_the_others_go_on(tmp_path: Path, canned: Callable[[Runs], None]) -> None:
-    order: list[str] = []
-
-    def runs(job: Job, *, timeout_s: float) -> Measurement:
-        order.append(job.contender)
-        if job.contender == "litdata" and order.count("litdata") == 2:
-            raise MeasurementError("litdata: the process ended with exit code -9:\nKilled")
-        return measured(job.contender, [(job.num_samples, 0.0, 1.0)])
-
-    canned(runs)
-    config = FieldConfig(
-        workloads=("tokens",), stores=("local",), ranks=(1,), against=("litdata", "spdl", "torch"), scale=0.001,
-        rounds=3, workers=0, resume=False,
-    )  # fmt: skip
-    place, told = tmp_path / "deep" / "field.json", _Silent()
-    found = runner.run_field(config, data=tmp_path / "data", report=place, command="penstock bench", told=told)
-    [result] = found["cells"]
-    assert sorted(result["contenders"]) == [LIMIT, OURS, "torch"]
-    assert all(len(each["rounds"]) == 3 for each in result["contenders"].values())
-    assert "exit code -9" in result["refused"]["litdata"]
-    assert result["refused"]["spdl"] == "it could not be installed: (a URL)"
-    assert order[:4] == [OURS, LIMIT, "litdata", "torch"]  # and the next round begins with another
-    assert order[4] == LIMIT
-    assert len(result["loads"]) == 3
-    assert json.loads(place.read_text()) == json.loads(json.dumps(found))
-    # The same command again has nothing left to do; another store, which is not there, is added and told.
-    order.clear()
-    assert runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)["cells"] == [result]
-    assert order == []
-    assert told.cells == ["tokens · local · 1 rank"]
-
-
-def test_slow_peers_are_left_out_after_a_round_and_it_is_noted(tmp_path: Path, canned: Callable[[Runs], None]) -> None:
-    def runs(job: Job, *, timeout_s: float) -> Measurement:
-        took = {"torch": 10.0, "litdata": 0.5}.get(job.contender, 1.0)
-        passes = [(job.num_samples, 0.0, took)]
-        return measured(job.contender, passes, samples_per_s=job.num_samples / took)
-
-    canned(runs)
-    config = FieldConfig(
-        workloads=("tokens",), stores=("local",), ranks=(1,), against=("litdata", "torch"), scale=0.001, rounds=3,
-        workers=0, resume=False, drop_slower=5.0,
-    )  # fmt: skip
-    place = tmp_path / "field.json"
-    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
-    [result] = found["cells"]
-    rounds = {name: len(each["rounds"]) for name, each in result["contenders"].items()}
-    assert rounds == {OURS: 3, LIMIT: 3, "litdata": 3, "torch": 1}
-    assert result["notes"] == {"torch": "left out after 1 round, 20x slower than the fastest peer"}
-    # What was measured in another way is neither taken nor overwritten.
-    before = place.read_bytes()
-    with pytest.raises(ConfigError, match="other settings \\(rounds 3 and now 2\\): give another folder as --results"):
-        runner.run_field(replace(config, rounds=2), data=tmp_path / "data", report=place, command="x", told=_Silent())
-    assert place.read_bytes() == before
-    place.write_text("[]")
-    with pytest.raises(ConfigError, match="is no report"):
-        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
-
-
-def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(
-    tmp_path: Path, canned: Callable[[Runs], None]
-) -> None:
-    order: list[str] = []
-
-    def runs(job: Job, *, timeout_s: float) -> Measurement:
-        order.append(job.contender)
-        if len(order) == 4:
-            raise KeyboardInterrupt
-        return measured(job.contender, [(job.num_samples, 0.0, 1.0)])
-
-    canned(runs)
-    config = FieldConfig(
-        workloads=("tokens",), stores=("local",), ranks=(1, 2), against=("torch",), scale=0.001, rounds=1, workers=0,
-        resume=False,
-    )  # fmt: skip
-    place, told = tmp_path / "field.json", _Silent()
-    with pytest.raises(KeyboardInterrupt):
-        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)
-    assert [each["ranks"] for each in json.loads(place.read_text())["cells"]] == [1]
-    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)
-    assert [each["ranks"] for each in found["cells"]] == [1, 2]
-    assert order == [OURS, LIMIT, "torch", OURS, OURS, LIMIT, "torch"]
-
-
-def test_a_number_of_workers_that_fails_is_none_of_the_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def runs(job: Job, *, timeout_s: float) -> Measurement:
-        if job.workers == wrong:
-            raise MeasurementError("grain: took longer than 300 s")
-        return measured(job.contender, [(job.num_samples, 0.0, 1.0 / (1 + job.workers))])
-
-    monkeypatch.setattr(prepare, "run_job", runs)
-    job = Job(contender="grain", url="x", num_samples=10, scratch="", workers=2)
-    wrong = 4
-    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 2
-    monkeypatch.setattr(prepare, "run_job", lambda job, *, timeout_s: runs(replace(job, workers=wrong), timeout_s=1.0))
-    with pytest.raises(MeasurementError, match="took longer"):
-        prepare.choose_workers(job, 1.0, lambda text: None)
-
-
-def test_two_workers_a_core_are_tried_only_where_one_a_core_is_better_than_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried: list[int] = []
-
-    def runs(job: Job, *, timeout_s: float) -> Measurement:
-        tried.append(job.workers)
-        return measured(job.contender, [(job.num_samples, 0.0, takes[job.workers])])
-
-    monkeypatch.setattr(prepare, "run_job", runs)
-    job = Job(contender="grain", url="x", num_samples=10, scratch="", workers=2)
-    takes = {0: 1.0, 2: 1.5, 4: 0.5}
-    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 0
-    takes = {0: 1.0, 2: 0.9, 4: 0.5}
-    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 4
-    assert tried == [0, 2, 0, 2, 4]
-
-
-def test_what_a_loader_imports_late_is_imported_before_the_clock_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    glances: list[Job] = []
-
-    def runs(job: Job, *, timeout_s: float) -> Measurement:
-        glances.append(job)
-        return replace(measured(job.contender, []), late_modules=["wave"])
-
-    monkeypatch.setattr(settings, "run_job", runs)
-    job = Job(contender="torch", url="x", num_samples=10, scratch="", workers=2, world_size=4)
-    place = Cell(workload="tokens", store="local", ranks=4)
-    for _ in range(2):  # the second time it is known
-        ready = settings.settle(job, place, FieldConfig(workers=3), tmp_path, lambda text: None)
-        assert (ready.modules, ready.workers, ready.world_size) == (["wave"], 3, 4)
-    assert [(each.workers, each.world_size) for each in glances] == [(0, 1)]
-    again = settings.with_late_modules(ready, replace(measured("torch", []), late_modules=["chunk"]))
-    assert again.modules == ["wave", "chunk"]
-    settings.forget(tmp_path)
-    settings.settle(job, place, FieldConfig(workers=3), tmp_path, lambda text: None)
-    assert len(glances) == 2
-
-
-def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
-    tmp_path: Path, canned: Callable[[Runs], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    canned(lambda job, *, timeout_s: measured(job.contender, [(job.num_samples, 0.0, 1.0)]))
-    monkeypatch.setenv("PENSTOCK_TEST_S3_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
-    config = FieldConfig(workloads=("tokens",), ranks=(1,), against=("torch",), scale=0.001, rounds=1, workers=0)
-    found = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", told=_Silent())
-    by_store = {each["store"]: each for each in found["cells"]}
-    assert set(by_store["local"]["contenders"]) == {OURS, LIMIT, "torch"}
-    assert by_store["local"]["notes"] == dict.fromkeys(
-        (OURS, "torch"), "it cannot be resumed inside an epoch"
-    )  # as the canned runs have no state
-    for store in ("s3", "s3-delay"):
-        assert by_store[store]["contenders"] == {}
-        assert all("does not answer" in reason for reason in by_store[store]["refused"].values())
-        assert OURS in by_store[store]["refused"]
-    text = json.dumps(found)
-    assert "hush" not in text
-    assert str(tmp_path) not in text
-
-
-def test_an_endpoint_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_TEST_S3_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
-    with Places(20.0, lambda text: None) as places:
-        assert places.options_of("local") == {}
-        for store in ("s3", "s3-delay"):
-            with pytest.raises(ConfigError, match="does not answer"):
-                places.options_of(store)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_on_one_core_the_command_measures_and_leaves_report_and_page(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "penstock.cli", "bench", "--full", "--workloads", "tokens", "--stores", "local",
-        "--ranks", "1", "--against", "none", "--rounds", "1", "--seconds", "0.2", "--scale", "0.002",
-        "--data", str(tmp_path / "data"), "--results", str(tmp_path / "results"),
-    ]  # fmt: skip
-    core = min(os.sched_getaffinity(0))
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1100,
-        env={**os.environ, "COLUMNS": "80"},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "tokens, local: " in done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80 + len(str(tmp_path))
-    found = json.loads((tmp_path / "results" / "field.json").read_text())
-    [result] = found["cells"]
-    assert found["machine"]["cores"] == 1
-    assert str(tmp_path) not in found["command"]
-    for name in (OURS, LIMIT):
-        [one] = result["contenders"][name]["rounds"]
-        assert one["first_pass_per_s"] > 0
-        assert one["peak_rss_bytes"] > 50 << 20
-        assert result["contenders"][name]["settings"]["threads"] == 1
-    assert result["contenders"][OURS]["rounds"][0]["resumed_s"] > 0
-    assert "<svg" in (tmp_path / "results" / "field.html").read_text()
