@@ -68,9 +68,8 @@ def _say_of(say: Callable[[str], None], cell: Cell, text: str) -> None:
 
 
 def forget(data: Path) -> None:
-    """Find everything out again."""
-    for name in (WORKERS, MODULES):
-        data.joinpath(name).unlink(missing_ok=True)
+    """Find the numbers of workers again, which depend on how busy the machine is."""
+    data.joinpath(WORKERS).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

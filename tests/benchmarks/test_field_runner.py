@@ -160,7 +160,7 @@ def test_a_number_of_workers_that_fails_is_none_of_the_best(monkeypatch: pytest.
 
 
 def test_two_workers_a_core_are_tried_only_where_one_a_core_is_better_than_none(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tried: list[int] = []
 
@@ -169,11 +169,20 @@ def test_two_workers_a_core_are_tried_only_where_one_a_core_is_better_than_none(
         return measured(job.contender, [(job.num_samples, 0.0, takes[job.workers])])
 
     monkeypatch.setattr(prepare, "run_job", runs)
+    monkeypatch.setattr(settings, "_with_modules", lambda job, *_: job)
     job = Job(contender="grain", url="x", num_samples=10, scratch="", workers=2)
+    place = Cell(workload="tokens", store="local", ranks=1)
+
+    def settled() -> int:
+        return settings.settle(job, place, FieldConfig(), tmp_path, lambda text: None).workers
+
     takes = {0: 1.0, 2: 1.5, 4: 0.5}
-    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 0
+    assert settled() == 0
     takes = {0: 1.0, 2: 0.9, 4: 0.5}
-    assert prepare.choose_workers(job, 1.0, lambda text: None).workers == 4
+    assert settled() == 0  # as it was found before, until that is forgotten
+    assert tried == [0, 2]
+    settings.forget(tmp_path)
+    assert settled() == 4
     assert tried == [0, 2, 0, 2, 4]
 
 
@@ -195,9 +204,6 @@ def test_what_a_loader_imports_late_is_imported_before_the_clock_starts(
     assert [(each.workers, each.world_size) for each in glances] == [(0, 1)]
     again = settings.with_late_modules(ready, replace(measured("torch", []), late_modules=["chunk"]))
     assert again.modules == ["wave", "chunk"]
-    settings.forget(tmp_path)
-    settings.settle(job, place, FieldConfig(workers=3), tmp_path, lambda text: None)
-    assert len(glances) == 2
 
 
 def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
