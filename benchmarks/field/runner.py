@@ -53,6 +53,7 @@ def run_field(
         OSError: the report cannot be written.
     """
     found = load_report(report, config) or new_report(config, command)
+    found["cells"] = [cell for cell in found["cells"] if cell["contenders"]]  # of a store that did not answer: again
     have = {(cell["workload"], cell["store"], cell["ranks"]) for cell in found["cells"]}
     missing = [cell for cell in cells_of(config) if (cell.workload, cell.store, cell.ranks) not in have]
     report.parent.mkdir(parents=True, exist_ok=True)

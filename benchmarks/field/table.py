@@ -138,6 +138,8 @@ def line_of(cell: Mapping[str, Any]) -> str:
     each = cell["contenders"]
     ours = median(each.get(OURS, {}).get("summary", {}), "first_pass_per_s")
     peer = best_peer(each)
+    if ours is None:
+        return f"{cell['workload']}, {words.place_of(cell)}: penstock was not measured"
     told = f"{cell['workload']}, {words.place_of(cell)}: {words.rate(ours)} samples/s"
     return told if peer is None else f"{told}, {words.times(ratio(each, peer))} {words.name_of(peer)}"
 

@@ -19,6 +19,7 @@ from penstock.benchmarks.contenders import LIMIT, OURS
 from penstock.benchmarks.field import runner, settings, workload
 from penstock.benchmarks.field.cells import Cell, FieldConfig
 from penstock.benchmarks.field.places import Places
+from penstock.benchmarks.field.table import line_of
 from penstock.benchmarks.job import Job, Measurement
 from penstock.benchmarks.peers.environments import PeerUnavailableError
 from penstock.benchmarks.subprocesses import MeasurementError
@@ -227,6 +228,12 @@ def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
     text = json.dumps(found)
     assert "hush" not in text
     assert str(tmp_path) not in text
+    # The same command tries the store again, as it may answer now, and measures nothing twice.
+    told = _Silent()
+    again = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", told=told)
+    assert told.cells == ["tokens · s3 · 1 rank", "tokens · s3-delay · 1 rank"]
+    assert sorted(each["store"] for each in again["cells"]) == ["local", "s3", "s3-delay"]
+    assert line_of(by_store["s3"]) == "tokens, s3: penstock was not measured"
 
 
 def test_an_endpoint_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
