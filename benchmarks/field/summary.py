@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..contenders import LIMIT, OURS, VARIANTS, base_of
+from ..contenders import LIMIT, OURS, VARIANTS, VIEWS, base_of
 from ..job import Measurement
 from ..prepare import whole_pass_s
 
@@ -128,15 +128,23 @@ def best_peer(
 
 
 def too_slow(rounds: Mapping[str, Sequence[Mapping[str, float]]], times: float) -> dict[str, float]:
-    """Peers whose medians, in the first pass and after it, are ``times`` below the best peer's, and by how much."""
-    peers = [name for name in peers_of(rounds, next(iter(VARIANTS))) if rounds[name]]
+    """Peers whose medians, in the first pass and after it, are ``times`` below the best peer's, and by how much.
+
+    The best one of those that hand out bytes objects counts for them, though views may be faster.
+    """
+    measured = {name: each for name, each in rounds.items() if each}
     behind: dict[str, float] = {}
-    for rate in ("first_pass_per_s", "steady_per_s"):
-        found = {peer: statistics.median(each[rate] for each in rounds[peer]) for peer in peers}
-        best = max(found.values(), default=0.0)
-        for peer, value in found.items():
-            behind[peer] = min(behind.get(peer, float("inf")), best / value if value else float("inf"))
+    for peer in peers_of(measured, VIEWS):
+        rivals = peers_of(measured, VIEWS if peer in VARIANTS else OURS)
+        behind[peer] = min(_times_behind(measured, peer, rivals, rate) for rate in ("first_pass_per_s", "steady_per_s"))
     return {peer: value for peer, value in behind.items() if value > times}
+
+
+def _times_behind(
+    rounds: Mapping[str, Sequence[Mapping[str, float]]], peer: str, rivals: Sequence[str], rate: str
+) -> float:
+    medians = {name: statistics.median(each[rate] for each in rounds[name]) for name in rivals}
+    return max(medians.values()) / medians[peer] if medians[peer] else float("inf")
 
 
 def ratio(

@@ -181,6 +181,11 @@ def test_peers_far_behind_the_fastest_peer_are_left_out_unless_they_are_near_it_
     }
     assert too_slow(figures, 5.0) == {"torch": pytest.approx(8.0), "spdl": float("inf")}
     assert too_slow({OURS: figures[OURS]}, 5.0) == {}
+    # Views are another matter: bytes objects need not be as fast.
+    views = {"spdl-view": [{"first_pass_per_s": 1e4, "steady_per_s": 1e4}], "litdata": figures["litdata"]}
+    assert too_slow(views, 5.0) == {}
+    views["spdl-view"][0].update(first_pass_per_s=9.0, steady_per_s=9.0)
+    assert list(too_slow(views, 5.0)) == ["spdl-view"]
 
 
 def test_the_consumer_reads_of_every_page_of_bytes_views_and_gathered_bytes() -> None:
