@@ -131,6 +131,7 @@ def test_parts_are_even_and_hold_every_row_of_every_field_once(rows: int, parts:
         "scale": torch.tensor(2.0),
         "name": "train",
         "none": None,
+        "number": np.int64(7),
     }
     found = cut_batch(batch, parts)
     sizes = [len(part["x"]) for part in found]
@@ -140,7 +141,7 @@ def test_parts_are_even_and_hold_every_row_of_every_field_once(rows: int, parts:
     assert [text for part in found for text in part["texts"]] == batch["texts"]
     assert isinstance(found[0]["nested"], Pair)
     assert torch.equal(torch.cat([part["nested"].y[1]["deep"] for part in found]), x + 3)
-    assert all((part["scale"], part["name"], part["none"]) == (2.0, "train", None) for part in found)
+    assert all((part["scale"], part["name"], part["none"], part["number"]) == (2.0, "train", None, 7) for part in found)
 
 
 @pytest.mark.parametrize("alone", [True, False])
