@@ -51,7 +51,7 @@ def _cut(value: Any, start: int, stop: int, rows: int, name: str, *, is_field: b
     if has_rows(value):
         _check_rows(len(value), rows, name)
         return value[start:stop]
-    if value is None or isinstance(value, bool | int | float | str | bytes):
+    if value is None or isinstance(value, bool | int | float | str | bytes) or getattr(value, "shape", None) == ():
         return value
     raise TrainerConfigError(
         f"batch{name} is a {type(value).__name__}, of which the trainer does not know what belongs to which row, so a "
