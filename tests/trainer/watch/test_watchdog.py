@@ -23,6 +23,7 @@ from penstock.trainer.watch.blame import is_of_a_collective
 from penstock.trainer.watch.watchdog import Watchdog
 
 STALL_TIMEOUT_S = 10.0
+IN_TIME_S = 3 * STALL_TIMEOUT_S  # on a busy machine; the process group by itself would wait for two minutes
 
 
 def _train_until(world: World, folder: str, event: str, victim: int) -> str:
@@ -95,7 +96,7 @@ def test_whatever_befalls_a_rank_all_others_name_it_and_stop_in_time(tmp_path: P
         for rank in others:
             assert re.search(pattern, _read_report(tmp_path / name, rank)), (name, _read_report(tmp_path / name, rank))
             assert _says_why(outcomes[rank], pattern), (name, rank, outcomes[rank])
-            assert outcomes[rank].ended_at - happened_at < STALL_TIMEOUT_S, (name, rank)
+            assert outcomes[rank].ended_at - happened_at < IN_TIME_S, (name, rank)
         if event == "sleep":
             assert outcomes[victim].exit_code == EXIT_STALLED
             assert "in _train_until" in _read_report(tmp_path / name, victim)
