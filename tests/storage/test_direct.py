@@ -133,7 +133,7 @@ def read(reads: DirectReads, start: int, stop: int) -> bytes:
     [
         ("s3://bucket/x", S3, {}, None),
         ("s3://bucket/x", {**S3, "token": "session", "timeout": "1min", "request_payer": True}, {}, None),
-        ("http://host/x", {}, {}, None),
+        ("http://host/x", {"direct_reads": None}, {}, None),
         ("http://host/x", {}, {"http_proxy": "http://proxy:1", "no_proxy": "host"}, None),
         ("s3://bucket/x", {**S3, "direct_reads": False}, {}, "direct_reads=False"),
         ("http://host/x", {"direct_reads": False}, {}, "direct_reads=False"),
