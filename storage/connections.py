@@ -15,6 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import URLError
 
 # What http.client reads at a time of an answer's head; it must not wait for more than the server sends.
 _HEAD_BYTES = io.DEFAULT_BUFFER_SIZE
@@ -36,6 +37,10 @@ class _Socket(socket.socket):
     _idle_s = 0.0
     _until = 0.0
     _wait_s = -1.0
+
+    def __del__(self) -> None:
+        """Close without a warning: idle connections of a store that nobody closed are no mistake of its user's."""
+        self.close()
 
     def limit(self, idle_s: float, until: float) -> None:
         """Break off reads after ``idle_s`` without a byte, and past ``until`` (monotonic)."""
@@ -63,10 +68,6 @@ class _Socket(socket.socket):
             self._wait_s = seconds
 
 
-class UnreachableError(OSError):
-    """No connection could be made."""
-
-
 class Connection(http.client.HTTPConnection):
     """One connection, for one request at a time. ``used``: it has answered one."""
 
@@ -81,7 +82,7 @@ class Connection(http.client.HTTPConnection):
         try:
             made = socket.create_connection((self.host, self.port), min(self._times.connect_s, self._times.total_s))
         except OSError as exc:
-            raise UnreachableError(str(exc)) from exc
+            raise URLError(exc) from None
         made.settimeout(None)
         sock = _Socket(made.family, made.type, made.proto, fileno=made.detach())
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,7 +93,8 @@ class Connection(http.client.HTTPConnection):
         """Send a GET and return its answer once the head is there.
 
         Raises:
-            OSError, http.client.HTTPException: as the sockets and http.client have them; UnreachableError.
+            URLError: no connection could be made.
+            OSError, http.client.HTTPException: as sockets and http.client have them.
         """
         self._times, self._until = times, until
         if isinstance(self.sock, _Socket):

@@ -15,14 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import obstore
 
 from .buffers import BUFFERS
-from .connections import Connection, Connections, Times, UnreachableError
+from .connections import Connection, Connections, Times
 from .options import seconds_of
 from .web import describe_answer, parse_content_range
 
@@ -219,8 +218,6 @@ class DirectReads:
 
 def _translate(exc: Exception) -> OSError:
     """In the words that `penstock.storage.remote_errors` knows, and without the URL, which may be signed."""
-    if isinstance(exc, UnreachableError):
-        return URLError(exc)
     if isinstance(exc, BlockingIOError):
         return TimeoutError("the request could not be sent in time")
     if isinstance(exc, OSError):

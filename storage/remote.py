@@ -121,7 +121,7 @@ class RemoteStore:
         self._web = WebClient(origin, client) if self._is_http else None
         self._carrier = self._web if client.get("default_headers") else None
         self.indirect: str | None = f"{DIRECT_OPTION}=False"
-        if is_true(self._options.get(DIRECT_OPTION, True)):
+        if self._options.get(DIRECT_OPTION) is None or is_true(self._options[DIRECT_OPTION]):
             self.indirect = why_not(parts.scheme, origin, config, client)
         self._direct: DirectReads | None = None
         if self.indirect is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -131,7 +133,7 @@ def read(reads: DirectReads, start: int, stop: int) -> bytes:
     [
         ("s3://bucket/x", S3, {}, None),
         ("s3://bucket/x", {**S3, "token": "session", "timeout": "1min", "request_payer": True}, {}, None),
-        ("http://host/x", {}, {}, None),
+        ("http://host/x", {"direct_reads": None}, {}, None),
         ("http://host/x", {}, {"http_proxy": "http://proxy:1", "no_proxy": "host"}, None),
         ("s3://bucket/x", {**S3, "direct_reads": False}, {}, "direct_reads=False"),
         ("http://host/x", {"direct_reads": False}, {}, "direct_reads=False"),
@@ -335,3 +337,16 @@ def test_no_connection_is_lost_to_errors_or_to_the_end_of_the_store() -> None:
                 store.get("x", ByteRange(0, 99))
         store.close()
         server.wait_until_left()
+
+
+def test_the_connections_of_a_store_that_was_dropped_close_without_a_warning() -> None:
+    with serving(part) as server:
+        store: Any = open_client(server.url)
+        assert store.get("x", ByteRange(0, 99)) == DATA[:99]
+        store.itself = store  # as stores are in cycles, which the garbage collector ends in any order
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            del store
+            gc.collect()
+            server.wait_until_left()
+    assert [str(warning.message) for warning in told if issubclass(warning.category, ResourceWarning)] == []
