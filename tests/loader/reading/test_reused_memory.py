@@ -18,7 +18,7 @@ from penstock.storage.buffers import BUFFERS
 
 SAMPLES, VALUE_BYTES = 900, 20_000
 # Less than the data, of which chunks are 1.2 and 4 MB.
-LIMITED: dict[str, Any] = {"memory_limit": "18MB", "lanes": 2, "window": 1, "batch_size": 16, "seed": 3}
+LIMITED: dict[str, Any] = {"memory_limit": "18MB", "lanes": 2, "window": 1, "piece": 0, "batch_size": 16, "seed": 3}
 
 
 def value_of(sample_id: int) -> bytes:
