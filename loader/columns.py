@@ -69,7 +69,7 @@ class BytesColumn:
         buffer = self.buffer
         if self.text:
             return [str(buffer[a:b], "utf-8") if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
-        return [bytes(buffer[a:b]) if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
+        return [buffer[a:b].tobytes() if a >= 0 else None for a, b in zip(starts, stops, strict=True)]
 
     def copies(self, rows: IntArray) -> list[memoryview | None]:
         """Copies of the values of ``rows`` as memoryviews, for decoders; None where missing.

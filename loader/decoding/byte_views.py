@@ -129,7 +129,7 @@ class ByteViews:
 
     def to_bytes(self) -> list[bytes | None]:
         """Copies of the values."""
-        return [None if value is None else bytes(value) for value in self]
+        return [None if value is None else value.tobytes() for value in self]
 
     def gather(self) -> GatheredBytes:
         """One tensor of all bytes and int64 offsets: one copy, made without the GIL, that keeps no chunk alive.
