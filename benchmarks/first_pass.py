@@ -25,9 +25,10 @@ import tyro
 
 from ..loader import DistributedDataLoader, TokensFormat, pack
 from ..storage import open_store
+from .datasets import write_clicks
 from .s3_server import make_bucket, serve_s3
 
-_BLOB_BYTES, _SEQ_LEN, _BATCH = 38_000, 2048, 64
+_BLOB_BYTES, _SEQ_LEN, _BATCH, _ROWS_BATCH = 38_000, 2048, 64, 4096
 _UNITS = {"samples_per_s": 0, "cpu_us_per_sample": 1, "page_faults": 0, "first_batch_s": 3}
 
 # This file's functions, run as a module of the package that is on the path.
@@ -57,6 +58,9 @@ class Config:
     sequences: int = 65_536
     """Sequences of tokens."""
 
+    rows: int = 2_000_000
+    """Rows of a click log, 40 columns of Parquet."""
+
     store: Literal["local", "s3"] = "local"
     """Where the data lie: in a folder, or on the S3 server that the environment names or that is started."""
 
@@ -75,6 +79,8 @@ def write_data(folder: Path, config: Config) -> None:
     (folder / "tokens").mkdir()
     tokens = rng.integers(0, 50_000, config.sequences * _SEQ_LEN, dtype=np.uint16)
     (folder / "tokens" / "tokens.bin").write_bytes(tokens.tobytes())
+    (folder / "rows").mkdir()
+    write_clicks(str(folder / "rows"), config.rows)
 
 
 def read_once(case: str, url: str, options: dict[str, Any]) -> dict[str, float]:
@@ -85,12 +91,15 @@ def read_once(case: str, url: str, options: dict[str, Any]) -> dict[str, float]:
     touched = samples = 0
     faults, cpu, started = _faults(), time.process_time(), time.perf_counter()
     first_s = 0.0
-    with DistributedDataLoader(url, batch_size=_BATCH, seed=3, **options) as loader:
+    with DistributedDataLoader(url, batch_size=_ROWS_BATCH if case == "rows" else _BATCH, seed=3, **options) as loader:
         for batch in loader:
             first_s = first_s or time.perf_counter() - started
             if case == "tokens":
                 touched += int(batch["tokens"][:, -1].sum())
                 samples += len(batch["tokens"])
+            elif case == "rows":
+                touched += int(batch["label"].sum())
+                samples += len(batch["label"])
             else:
                 touched += sum(value[-1] for value in batch["jpg"])
                 samples += len(batch["jpg"])
@@ -141,6 +150,7 @@ def main(config: Config) -> None:
         "raw": ("raw", (config.before, ours)),
         "raw view": ("raw", (ours,)),
         "tokens": ("tokens", (config.before, ours)),
+        "rows": ("rows", (config.before, ours)),
     }
     passes: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:

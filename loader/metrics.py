@@ -104,7 +104,7 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         open_s: time spent parsing and decompressing chunks, summed over the fetch threads.
         chunk_wait_s: time that the assembler thread waited for chunks.
         assemble_s: time that the assembler thread spent gathering rows.
-        decode_s: time spent decoding and transforming, summed over threads or worker processes.
+        decode_s: time spent decoding, transforming and copying rows of arrays, summed over threads or worker processes.
         copy_s: time that the copy thread spent filling pinned memory; 0 without a device.
         backpressure_s: time that the assembler thread waited for the training loop to take batches.
         first_batch_s: time that the training loop waited for the first batch of each pass.

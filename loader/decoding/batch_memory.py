@@ -3,8 +3,10 @@
 A block is lent as an array that refers to it through one *exporter*. Every view of that array, so also every tensor on
 it, keeps the exporter alive; with the last of them it dies, and the block is free. Whoever keeps a batch keeps its
 block, and others are made instead. The exporter is an array since Python's garbage collector does not track those: its
-weak reference dies with the last reference, not before the finalizers of a cycle that refers to it. Mutable state: the free blocks and the exporters alive, under a lock, and a queue of
-blocks whose exporter died. The queue needs no lock: exporters may die at any allocation of any thread.
+weak reference dies with the last reference, not before the finalizers of a cycle that refers to it.
+
+Mutable state: the free blocks and the exporters alive, under a lock, and a queue of blocks whose exporter died. The
+queue needs no lock: exporters may die at any allocation of any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class BatchMemory:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._free: dict[int, list[AnyArray]] = {}  # by size; the one that was used last, and is in a cache, comes first
+        self._free: dict[int, list[AnyArray]] = {}  # by size; the last one was used last
         self._free_bytes = 0
         self._alive: dict[int, weakref.ref[AnyArray]] = {}  # exporters, by number
         self._dead: deque[tuple[int, AnyArray]] = deque()  # number and block
@@ -56,7 +58,7 @@ class BatchMemory:
             dead.append((number, block))
 
         # Numpy lets views refer to the array that owns their memory, past those between, but not past a memoryview.
-        exporter: AnyArray = np.frombuffer(memoryview(block), np.uint8)
+        exporter: AnyArray = np.frombuffer(block.data, np.uint8)
         self._alive[number] = weakref.ref(exporter, died)
         return exporter.view(dtype).reshape(shape)
 

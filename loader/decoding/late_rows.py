@@ -42,7 +42,13 @@ class WideRows:
     """
 
     def __init__(
-        self, name: str, like: AnyArray, dtype: np.dtype[Any], sources: list[memoryview], origins: IntArray, starts: IntArray
+        self,
+        name: str,
+        like: AnyArray,
+        dtype: np.dtype[Any],
+        sources: list[memoryview],
+        origins: IntArray,
+        starts: IntArray,
     ) -> None:
         """``like`` (any, ...): rows of this shape and dtype; ``dtype`` is the one to hand them out in."""
         self._name, self._like, self._dtype = name, like, dtype
@@ -70,8 +76,9 @@ class WideRows:
         out = new_array(memory, (len(self._starts), *shape), self._dtype)
         tile = max(1, _TILE_BYTES // size)
         for start in range(0, len(out), tile):
-            places = zip(self._origins[start : start + tile].tolist(), self._starts[start : start + tile].tolist())
-            rows = join_slices([self._sources[origin][at : at + size] for origin, at in places], self._like.dtype)
+            origins, starts = self._origins[start : start + tile].tolist(), self._starts[start : start + tile].tolist()
+            slices = [self._sources[i][at : at + size] for i, at in zip(origins, starts, strict=True)]
+            rows = join_slices(slices, self._like.dtype)
             out[start : start + tile] = rows.reshape(-1, *shape)
         return {self._name: out}
 

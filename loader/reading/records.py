@@ -54,7 +54,7 @@ def unpack_records(records: Records, rows: AnyArray) -> Mapping[str, AnyArray]:
 
 
 def fill_columns(columns: AnyArray, rows: AnyArray, order: IntArray) -> None:
-    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype; in tiles that stay in the cache."""
+    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype, in tiles that a cache holds."""
     width = len(columns)
     tile = max(64, _OUT_TILE_BYTES // rows.itemsize)
     for start in range(0, len(order), tile):

@@ -43,8 +43,8 @@ def test_an_array_lies_where_one_was_that_is_gone():
         lambda array: torch.from_numpy(array).view(torch.uint8)[0].numpy(),
         lambda array: torch.from_numpy(array).untyped_storage(),
         lambda array: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(torch.from_numpy(array))),
-        lambda array: np.from_dlpack(array),
-        lambda array: torch.autograd.Variable(torch.from_numpy(array)).detach(),
+        np.from_dlpack,
+        lambda array: torch.from_numpy(array).detach(),
     ],
 )
 def test_whatever_is_made_of_an_array_keeps_its_memory(keep):
