@@ -222,9 +222,9 @@ class PendingBatch(UnfinishedBatch):
         self._num_rows = num_rows
         self._num_valid = num_valid
         self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
-        self._copying = maker.pool.submit(self._copy) if rows.late else None
         self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
+        self._copying = maker.pool.submit(self._copy) if rows.late else None  # last: it may be done before this is
 
     def _copy(self) -> None:
         """Copy the rows that are still in their chunks; on a thread of the pool."""

@@ -93,6 +93,8 @@ class ChunkReader:
         As long as those needed ``at_once`` keep half of the threads busy, no others are fetched: the line is theirs.
         """
         with self._lock:
+            if self._closed:
+                return
             if at_once:
                 self._at_once.update(chunk for chunk in chunks if chunk not in self._slots)
             for chunk in chunks:
@@ -113,7 +115,7 @@ class ChunkReader:
     def release(self, chunks: Sequence[int]) -> None:
         """Withdraw one request for each of these chunks; a chunk without requests is dropped."""
         with self._lock:
-            for chunk in chunks:
+            for chunk in () if self._closed else chunks:
                 slot = self._slots[chunk]
                 slot.uses -= 1
                 if slot.uses == 0:
@@ -125,6 +127,7 @@ class ChunkReader:
     def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
         """Yield each of these chunks once, as soon as it is in memory, or what its fetch raised."""
         with self._lock:
+            self._refuse_closed()
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
                 slot = self._slots[chunk]
@@ -140,6 +143,7 @@ class ChunkReader:
                 loaded = self._wait_for_some()
             yield from loaded
             with self._lock:
+                self._refuse_closed()
                 for chunk, _ in loaded:
                     del self._current[chunk]
                 self._wake()  # the chunks just used may now be evicted
@@ -149,8 +153,7 @@ class ChunkReader:
         started = self._waiting_since = time.perf_counter()
         try:
             while True:
-                if self._closed:
-                    raise LoaderClosedError("the loader was closed while a batch was being read")
+                self._refuse_closed()
                 if self._failure is not None:
                     raise self._failure
                 slots = ((chunk, self._slots[chunk]) for chunk in self._current)
@@ -164,6 +167,10 @@ class ChunkReader:
                 self._arrived.wait()
         finally:
             self._waiting_since = None
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise LoaderClosedError("the loader was closed while a batch was being read")
 
     def stop(self) -> None:
         """Start no more fetches, and wake all waiting threads."""

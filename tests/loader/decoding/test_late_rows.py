@@ -98,6 +98,21 @@ def test_transforms_and_collate_get_rows_that_were_copied_late(tokens, threads):
     assert all(torch.equal(rows, torch.tensor(ids)[:, None].expand(-1, 512) + 1) for ids, rows in batches)
 
 
+def test_rows_may_be_copied_before_whoever_asked_for_it_goes_on(tokens, monkeypatch):
+    expected = [batch["tokens"] for batch in open_tokens(tokens)]
+    submit = DaemonPool.submit
+
+    def submit_and_wait(pool, function, *args):
+        future = submit(pool, function, *args)
+        if getattr(function, "__name__", "") == "_copy":
+            future.result(60)
+        return future
+
+    monkeypatch.setattr(DaemonPool, "submit", submit_and_wait)
+    found = [batch["tokens"] for batch in open_tokens(tokens)]
+    assert all(map(torch.equal, expected, found)) and len(expected) == len(found)
+
+
 def test_a_batch_whose_rows_are_being_copied_ends_with_the_loader(tokens, monkeypatch):
     reached, stopped, go_on = threading.Event(), threading.Event(), threading.Event()
     submit, stop = DaemonPool.submit, Pipeline.stop

@@ -406,3 +406,18 @@ def test_what_the_first_batch_waits_for_has_the_line_to_itself_until_it_keeps_fe
     finally:
         source.gate.set()
         close(reader)
+
+
+def test_a_reader_that_is_closed_amid_a_span_says_so() -> None:
+    reader = make_reader(FakeSource([1] * 4), 1000)
+    reader.request(range(4))
+    taken = reader.take([0, 1])
+    next(taken)
+    close(reader)
+    with pytest.raises(LoaderClosedError):
+        list(taken)
+    with pytest.raises(LoaderClosedError):
+        list(reader.take([2]))
+    reader.request([2, 3])
+    reader.release([0, 1])
+    assert not reader.levels().queued_chunks
