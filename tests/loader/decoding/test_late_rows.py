@@ -110,7 +110,8 @@ def test_rows_may_be_copied_before_whoever_asked_for_it_goes_on(tokens, monkeypa
 
     monkeypatch.setattr(DaemonPool, "submit", submit_and_wait)
     found = [batch["tokens"] for batch in open_tokens(tokens)]
-    assert all(map(torch.equal, expected, found)) and len(expected) == len(found)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
 
 
 def test_a_batch_whose_rows_are_being_copied_ends_with_the_loader(tokens, monkeypatch):
