@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -17,6 +16,7 @@ from ..columns import Block
 from ..errors import LoaderClosedError
 from ..metrics import Counters, Levels
 from .chunk_source import ChunkSource
+from .fetch_queue import FetchQueue
 from .fetch_threads import FetchThreads
 from .leases import Leases
 from .slot import Slot
@@ -48,9 +48,7 @@ class ChunkReader:
         self._next_use = next_use
         self._counters = counters
         self._slots: dict[int, Slot] = {}
-        self._ahead: deque[int] = deque()  # requested, not yet fetched, in order of first use
-        self._urgent: deque[int] = deque()  # needed now, and not in memory
-        self._at_once: set[int] = set()  # the first batch waits for these
+        self._queue = FetchQueue(self._slots)
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._reserved = self._peak = 0
@@ -95,16 +93,13 @@ class ChunkReader:
         with self._lock:
             if self._closed:
                 return
-            if at_once:
-                self._at_once.update(chunk for chunk in chunks if chunk not in self._slots)
             for chunk in chunks:
                 slot = self._slots.setdefault(chunk, Slot())
                 slot.uses += 1
                 if slot.uses == 1:
                     self._requested_bytes += self._source.hold(chunk)
                     if slot.block is None and not slot.in_flight:
-                        slot.queued = True
-                        self._ahead.append(chunk)
+                        self._queue.ask(chunk, at_once=at_once)
             self._wake()
 
     @property
@@ -135,8 +130,7 @@ class ChunkReader:
                     slot.is_taken = True
                     self._untaken -= slot.reserved
                 if slot.block is None and slot.error is None and not slot.in_flight:
-                    slot.queued = False  # it leaves the queue ahead, where its entry is passed over
-                    self._urgent.append(chunk)
+                    self._queue.hurry(chunk)
             self._wake()
         while self._current:
             with self._lock:
@@ -158,7 +152,7 @@ class ChunkReader:
                     raise self._failure
                 slots = ((chunk, self._slots[chunk]) for chunk in self._current)
                 found = ((chunk, block) for chunk, slot in slots if (block := slot.block or slot.error) is not None)
-                loaded = list(islice(found, 1 if self._urgent else None))
+                loaded = list(islice(found, 1 if self._queue.has_urgent else None))
                 if loaded:
                     waited_s = time.perf_counter() - started
                     self._waited_s += waited_s
@@ -177,8 +171,7 @@ class ChunkReader:
         with self._lock:
             self._closed = True
             self._threads.stop()
-            self._ahead.clear()
-            self._urgent.clear()
+            self._queue.clear()
             self._changed.notify_all()
             self._arrived.notify_all()
 
@@ -263,43 +256,34 @@ class ChunkReader:
 
     def _wake(self) -> None:
         """Wake one thread where there is a chunk for it, which wakes the next one. Holds the lock."""
-        if self._urgent or self._fits_ahead():
+        if self._queue.has_urgent or self._fits_ahead():
             self._changed.notify()
 
     def _fits_ahead(self) -> bool:
         """Whether there is a chunk to fetch ahead of need, and room for it. Holds the lock."""
-        while self._ahead:
-            slot = self._slots.get(self._ahead[0])
-            if slot is not None and slot.queued:
-                if 2 * len(self._at_once) > self._threads.wanted and self._ahead[0] not in self._at_once:
-                    return False
-                size = self._source.reserve(self._ahead[0])
-                is_within = not self._untaken or self._untaken + size <= self._read_ahead_bytes
-                return is_within and (not self._reserved or self._reserved + size <= self._budget)
-            self._ahead.popleft()
-        return False
+        chunk = self._queue.find_ahead(self._threads.wanted)
+        if chunk is None:
+            return False
+        size = self._source.reserve(chunk)
+        is_within = not self._untaken or self._untaken + size <= self._read_ahead_bytes
+        return is_within and (not self._reserved or self._reserved + size <= self._budget)
 
     def _next_admitted(self) -> int | None:
         """The chunk to fetch next, with its bytes reserved; None if there is none or no room for it. Holds the lock."""
         if self._closed:
             return None
-        while self._urgent:
-            chunk = self._urgent[0]
-            slot = self._slots.get(chunk)
-            if slot is None or slot.in_flight or slot.block is not None or slot.error is not None:
-                self._urgent.popleft()
-                continue
+        chunk = self._queue.find_urgent()
+        if chunk is not None:
             size = self._source.reserve(chunk)
-            if self._reserved + size > self._budget:
-                self._evict(self._reserved + size - self._budget)
+            self._evict(self._reserved + size - self._budget)
             if self._reserved + size > self._budget and self._urgent_must_wait():
                 return None
-            self._urgent.popleft()
-            self._admit(slot, size)
-            return chunk
-        if not self._fits_ahead():
+        elif self._fits_ahead():
+            chunk = self._queue.find_ahead(self._threads.wanted)
+            assert chunk is not None
+        else:
             return None
-        chunk = self._ahead.popleft()
+        self._queue.take(chunk)
         self._admit(self._slots[chunk], self._source.reserve(chunk))
         return chunk
 
@@ -308,7 +292,6 @@ class ChunkReader:
         return any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
 
     def _admit(self, slot: Slot, size: int) -> None:
-        slot.queued = False
         slot.in_flight = True
         self._threads.note(1)
         self._resize(slot, size)
@@ -322,11 +305,11 @@ class ChunkReader:
 
     def _evict(self, wanted: int) -> None:
         """Drop resident chunks that the current span does not wait for, furthest next use first. Holds the lock."""
+        if wanted <= 0:
+            return
         held = ((c, slot) for c, slot in self._slots.items() if slot.reserved and slot.block is not None)
         candidates = [c for c, _ in held if c not in self._current]
-        if not candidates:
-            return
-        uses = self._next_use(candidates)
+        uses = self._next_use(candidates) if candidates else {}
         for chunk in sorted(candidates, key=lambda c: uses[c], reverse=True):
             if wanted <= 0:
                 break
@@ -337,7 +320,7 @@ class ChunkReader:
             self._counters.add(evicted_chunks=1)
 
     def _drop(self, chunk: int) -> None:
-        self._at_once.discard(chunk)
+        self._queue.forget(chunk)
         self._let_go(self._slots.pop(chunk))
 
     def _let_go(self, slot: Slot) -> None:
@@ -354,7 +337,7 @@ class ChunkReader:
             error = exc
         with self._lock:
             self._threads.note(-1)
-            self._at_once.discard(chunk)
+            self._queue.forget(chunk)
             slot = self._slots.get(chunk)
             if slot is not None:
                 slot.in_flight = False
