@@ -17,7 +17,7 @@ from penstock import audit
 pytest.importorskip("sklearn", reason="install penstock[demo] for the digits")
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo" / "run.py"
-EPOCHS = 3
+EPOCHS = 6
 
 
 def start_demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
