@@ -15,7 +15,7 @@ import tyro
 
 from ..benchmarks.datasets import CASES
 from ..benchmarks.field.cells import FieldConfig, cells_of, quick
-from ..benchmarks.field.page import render
+from ..benchmarks.field.page import draw_picture, render
 from ..benchmarks.field.runner import run_field
 from ..benchmarks.field.table import line_of, print_report
 from ..benchmarks.peers.catalogue import PEERS
@@ -99,7 +99,7 @@ class FieldArguments:
     """Folder for the generated data sets and the peers' copies, which are kept; in the cache if not given."""
 
     results: _Folder = None
-    """Folder for field.json and field.html (field-quick with --quick); the current folder if not given."""
+    """Folder for field.json, field.html and field.svg (field-quick with --quick); the current folder if not given."""
 
     again: Flag = False
     """Measure everything again, also what the results hold already."""
@@ -199,7 +199,10 @@ def _redraw(path: Path, given: FieldArguments) -> int:
 
 def _show(found: Mapping[str, Any], report: Path, given: FieldArguments) -> int:
     page = report.with_suffix(".html")
+    picture = draw_picture(found)
     write_whole(page, render(found).encode())
+    if picture:
+        write_whole(report.with_suffix(".svg"), picture.encode())
     if given.json:
         print_json(dict(found))
     else:

@@ -15,6 +15,14 @@ from .summary import best_peer, is_ours, load_note, median, ratio
 from .table import by_speed, figure_of, lines_of, name_of_line, refusals
 
 
+def draw_picture(found: Mapping[str, Any]) -> str:
+    """The ratios of all cells as an SVG file, in light and dark, which other pages can show; "" without peers."""
+    plot = draw_ratios(found["cells"])
+    head, _, rest = plot.partition(">")  # texts in it are escaped
+    named = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" ', 1)
+    return f"{named}><style>{STYLE}{FIELD_STYLE}</style>{rest}\n" if plot else ""
+
+
 def render(report: Mapping[str, Any]) -> str:
     """The page of a report."""
     return "".join(_page(report))

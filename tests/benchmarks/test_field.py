@@ -15,6 +15,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from penstock.benchmarks.contenders import LIMIT, OURS, VIEWS
 from penstock.benchmarks.contenders.records import RecordCodec
 from penstock.benchmarks.field import words
 from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, other_settings, quick
-from penstock.benchmarks.field.page import render
+from penstock.benchmarks.field.page import draw_picture, render
 from penstock.benchmarks.field.plots import rate_axis
 from penstock.benchmarks.field.summary import (
     best_peer,
@@ -335,6 +336,9 @@ def test_a_report_without_peers_or_without_any_result_is_drawn_too(report: dict[
     assert "ratios'" not in render(alone)
     assert "<figure" not in render(report | {"cells": [report["cells"][2]]})
     assert "</html>" in render(report | {"cells": []})
+    picture = ElementTree.fromstring(draw_picture(report))  # a browser shows no file that is not well-formed
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert draw_picture(alone) == ""
 
 
 @pytest.mark.parametrize("width", [80, 120])
