@@ -30,6 +30,9 @@ class MeasurementError(PenstockError):
     """A measured process failed; the message has its last output."""
 
 
+_running: set[subprocess.Popen[bytes]] = set()
+
+
 class _StoppedError(MeasurementError):
     """A rank was ended because another had failed."""
 
@@ -131,14 +134,23 @@ def run_module(
             command = [python or sys.executable, "-m", module, str(result)]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file)
             with process, _MemoryWatch(process.pid) as watch:
+                _running.add(process)
                 try:
                     _attend(process, message, what, timeout_s, stop)
                 except BaseException:
                     _kill_tree(process)
                     raise
+                finally:
+                    _running.discard(process)
         if process.returncode or not result.exists():
             raise MeasurementError(f"{what}: {_last_words(process.returncode, log.read_text(errors='replace'))}")
         return json.loads(result.read_text()), Peaks(watch.peak_bytes, watch.peak_rss_bytes)
+
+
+def end_running() -> None:
+    """Kill each process that another thread runs, with its children: that thread gets a MeasurementError."""
+    for process in _running.copy():
+        _kill_tree(process)
 
 
 def _attend(

@@ -19,6 +19,7 @@ from ..job import Job
 from ..layout import find_layout
 from ..peers.environments import clean
 from ..prepare import check_delivery, check_ours, in_short, prepare_peer, settle_decoder
+from ..subprocesses import end_running
 from .cells import FieldConfig
 
 _PREPARED_AT_ONCE = 3
@@ -78,11 +79,17 @@ def prepare_workload(case: Case, config: FieldConfig, data: Path, tell: Callable
             return clean(in_short(str(exc)))
 
     with ThreadPoolExecutor(_PREPARED_AT_ONCE) as pool:
-        for name, job in zip(config.against, pool.map(prepare, config.against), strict=True):
-            if isinstance(job, Job):
-                work.jobs[name] = job
-            else:
-                work.refused[name] = job
+        try:
+            prepared = list(pool.map(prepare, config.against))
+        except BaseException:  # as by Ctrl-C: a conversion may go on for an hour
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_running()
+            raise
+    for name, job in zip(config.against, prepared, strict=True):
+        if isinstance(job, Job):
+            work.jobs[name] = job
+        else:
+            work.refused[name] = job
     for variant, base in VARIANTS.items():
         if case.views and base in work.jobs:
             work.jobs[variant] = replace(work.jobs[base], contender=variant)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from penstock.benchmarks.field.places import Places
 from penstock.benchmarks.field.table import line_of
 from penstock.benchmarks.job import Job, Measurement
 from penstock.benchmarks.peers.environments import PeerUnavailableError
-from penstock.benchmarks.subprocesses import MeasurementError
+from penstock.benchmarks.subprocesses import MeasurementError, run_module
 from penstock.loader import ConfigError
 
 
@@ -280,3 +281,29 @@ def test_on_one_core_the_command_measures_and_leaves_report_and_page(tmp_path: P
     assert result["contenders"][OURS]["settings"]["threads"] == "auto"  # as users have it
     assert result["contenders"][OURS]["rounds"][0]["resumed_s"] > 0
     assert "<svg" in (tmp_path / "results" / "field.html").read_text()
+
+
+def test_an_interrupt_amid_a_conversion_ends_its_process(
+    canned: Callable[[Runs], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    canned(lambda *_, **__: measured(OURS, []))
+    converter, started = tmp_path / "converter", tmp_path / "pid"
+    converter.write_text(f"#!/bin/sh\necho $$ > {started}.part\nmv {started}.part {started}\nexec sleep 600\n")
+    converter.chmod(0o755)
+
+    def convert(name: str, *_: Any, **__: Any) -> Job:
+        if name == "litdata":
+            run_module("convert", "", "a conversion", timeout_s=500.0, python=str(converter))
+            raise AssertionError("it was killed")
+        while not started.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workload, "prepare_peer", convert)
+    against = ("torch", "litdata")
+    config = FieldConfig(workloads=("tokens",), stores=("local",), ranks=(1,), against=against, scale=0.001)
+    place = tmp_path / "field.json"
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
