@@ -332,9 +332,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
 
     @property
     def dataset(self) -> DatasetView:
-        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks.
-
-        Of a loader with a ``subset``, the samples of that; their sample ids are ``dataset.ids``.
+        """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks. With a
+        ``subset`` those that are in it, whose sample ids are ``dataset.ids``.
         """
         look = self._parts.look
         return DatasetView(look.samples, look.ids, owner=self)

@@ -343,12 +343,5 @@ class RemoteStore:
 
 def drop_folder_markers(found: Sequence[ObjectInfo]) -> _Infos:
     """Drop the empty objects 'a/' that some tools create for folders; obstore lists them as 'a'."""
-    folders = {info.key[:end] for info in found for end in _ends_of_folders(info.key)}
+    folders = {info.key[: slash.start()] for info in found for slash in re.finditer("/", info.key)}
     return [info for info in found if info.size or info.key not in folders]
-
-
-def _ends_of_folders(key: str) -> Iterator[int]:
-    end = key.find("/")
-    while end >= 0:
-        yield end
-        end = key.find("/", end + 1)
