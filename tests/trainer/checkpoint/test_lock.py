@@ -25,6 +25,8 @@ def hold(world: World, folder: str, how: str) -> None:
     if child and world.rank == 0:
         Path(folder, "pid").write_text(str(os.getpid()))
     time.sleep(30.0 if child == 0 else 600.0)
+    if child == 0:
+        os._exit(0)  # a rank's group cannot be closed in a child of it
     checkpoints.close()
 
 
