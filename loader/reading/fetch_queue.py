@@ -34,7 +34,7 @@ class FetchQueue:
 
     @property
     def has_urgent(self) -> bool:
-        """Whether somebody waits for a chunk; perhaps one that has come meanwhile: ``find_urgent`` passes over those."""
+        """Whether somebody waits for a chunk, maybe one that has come meanwhile; ``find_urgent`` passes those over."""
         return bool(self._urgent)
 
     def find_urgent(self) -> int | None:
