@@ -26,10 +26,9 @@ import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-import xxhash
-
 from .errors import AccessDeniedError, CacheFullError
 from .files import read_at, try_flock, write_all
+from .hashing import xxh3_64
 from .own_folder import OwnFolder
 
 _LOG = logging.getLogger(__name__)
@@ -276,7 +275,7 @@ def _path(name: str) -> str:
 
 
 def _digest(data: memoryview, name: str) -> int:
-    return xxhash.xxh3_64_intdigest(data, seed=int(name[:16], 16))
+    return xxh3_64(data, seed=int(name[:16], 16))
 
 
 def _read_entry(fd: int, file_bytes: int, name: str) -> tuple[memoryview | None, bytes]:

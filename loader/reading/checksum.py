@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ...storage import ByteRange, Store, open_store
+from ...storage.hashing import xxh3_64
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..dataset.part_sums import PartSums, SumArray
@@ -98,8 +98,8 @@ def sum_chunk(store: Store, shard_format: ShardFormat, header: Any, chunk: Chunk
     for number, part in enumerate(ranges):
         cut = _cut(chunk, whole, part)
         data = store.get(chunk.shard.key, part, etag=chunk.shard.etag) if cut is None else cut
-        parts[number] = xxhash.xxh3_64_intdigest(data)
-    return xxhash.xxh3_64_intdigest(whole), parts
+        parts[number] = xxh3_64(data)
+    return xxh3_64(whole), parts
 
 
 def _cut(chunk: ChunkRef, whole: memoryview, wanted: ByteRange) -> memoryview | None:
@@ -183,7 +183,7 @@ class ChunkChecks:
 
 
 def _compare(chunk: ChunkRef, part: ByteRange, data: memoryview, expected: int) -> None:
-    found = xxhash.xxh3_64_intdigest(data)
+    found = xxh3_64(data)
     if found != expected:
         raise ChecksumError(
             chunk.shard.key,
@@ -211,7 +211,7 @@ def read_chunk(
     """
     refuse_large(chunk, shard_format.opened_bytes(chunk, header, None, schema))
     whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
-    got = None if checksum is None else xxhash.xxh3_64_intdigest(whole)
+    got = None if checksum is None else xxh3_64(whole)
     if got is not None and got != checksum:
         raise ChecksumError(
             chunk.shard.key,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
+from ...storage.hashing import xxh3_64
 from ..columns import Block, BytesColumn, Column
 
 _ENTRY_BYTES = 1000  # what a layout takes beside its arrays, about
@@ -85,7 +86,7 @@ class Layouts:
 
 
 def _sum_all(block: Block, buffer: memoryview, data: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(data)
+    return xxh3_64(data)
 
 
 def _sum_between(block: Block, buffer: memoryview, data: memoryview) -> int:

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from ....storage import open_store
+from ....storage.hashing import xxh3_64
 from ...columns import ArrayColumn, Block, BytesColumn
 from ...dataset.manifest import Manifest
 from ...errors import ChecksumError
@@ -103,7 +103,7 @@ class DatasetSource:
     def _checked(self, piece: int, chunk: ChunkRef) -> memoryview:
         data = self._store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
         sums = self._manifest.checksums
-        if sums is not None and xxhash.xxh3_64_intdigest(data) != int(sums[piece]):
+        if sums is not None and xxh3_64(data) != int(sums[piece]):
             raise ChecksumError(
                 chunk.shard.key,
                 "the chunk's checksum is not that of the manifest; run `penstock verify`",

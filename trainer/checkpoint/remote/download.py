@@ -10,11 +10,10 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import xxhash
-
 from ....storage.checks import where
 from ....storage.daemon_pool import DaemonPool
 from ....storage.errors import NotFoundError, StorageError
+from ....storage.hashing import xxh3_64
 from ....storage.resolve import open_store
 from ....storage.store import ByteRange, Store
 from ...errors import CheckpointError, CheckpointRoomError
@@ -117,7 +116,7 @@ def _fetch_part(store: Store, part: Part, folder: Path) -> str | None:
         except NotFoundError:
             return f"{part.key} is missing"
         TRAFFIC.add(len(data))
-        found = xxhash.xxh3_64_hexdigest(data)
+        found = f"{xxh3_64(data):016x}"
         if len(data) != part.seal.size:
             damage = f"{part.key} has {len(data)} bytes instead of {part.seal.size}"
         elif found != part.seal.xxh3:

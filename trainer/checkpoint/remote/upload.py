@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from ....storage.daemon_pool import DaemonPool
 from ....storage.errors import StorageError
+from ....storage.hashing import xxh3_64
 from ....storage.store import Store
 from ..folder import FileSeal
 from ..traffic import TRAFFIC
@@ -143,7 +144,7 @@ class _PartStream(io.RawIOBase):
         if self._buffer:
             data, self._buffer = self._buffer, bytearray()
             number = len(self._parts)
-            self._parts.append(FileSeal(size=len(data), xxh3=xxhash.xxh3_64_hexdigest(data)))
+            self._parts.append(FileSeal(size=len(data), xxh3=f"{xxh3_64(data):016x}"))
             self._upload.send(self._name, number, data)
 
     def describe(self) -> StoredFile:
