@@ -107,6 +107,11 @@ class Common:
     def max_bad_chunks(self) -> int | None:
         return self.errors.max_bad_chunks
 
+    @property
+    def maps_files(self) -> bool:
+        """Whether values may be copied from files when they are due: what is wrong with a chunk then ends the run."""
+        return self.raw == "bytes" and self.errors.on_error == "stop" and not self.max_bad_chunks
+
     def start_workers(self, work: RowWork, decode: DecodeChoice) -> None:
         if self.processes:
             self.resources.workers = WorkerPool(work, decode, self.processes)
@@ -200,7 +205,14 @@ def open_one(
         read = reshaping.columns_to_read(manifest, names)
     shard_format = make_format(manifest.format, manifest.config)
     chunks = ChunkSource(
-        manifest, shard_format, store, read, common.counters, common.memory_bytes, policy.avoided_chunks
+        manifest,
+        shard_format,
+        store,
+        read,
+        common.counters,
+        common.memory_bytes,
+        policy.avoided_chunks,
+        maps_files=common.maps_files,
     )
     decoders.are_images = ImageFields(chunks)
     quarantine = Quarantine(chunks, common.max_bad_chunks, selection, policy.bad)
@@ -268,6 +280,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
             "storage_options": common.storage_options,
             "counters": common.counters,
             "memory_limit": common.memory_bytes,
+            "maps_files": common.maps_files,
             "cache_dir": common.cache_dir,
             "cache_limit": common.cache_bytes,
         },

@@ -8,11 +8,14 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
 from .files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
+from .mapped import can_map, map_range
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
@@ -45,17 +48,18 @@ class _OpenFile:
 
 
 class LocalStore:
-    """Files below a folder. Mutable state: the most recently used open files, under a lock."""
+    """Files below a folder; without ``maps`` none are mapped. Mutable state: the last open files, under a lock."""
 
-    def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES, maps: bool = True) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - keeps links as they are; resolve() would not
         self._base = self._root.rstrip("/") + "/"
         self._open_files = open_files
+        self._maps = maps
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
-        return (LocalStore, (self._root,))
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (partial(LocalStore, maps=self._maps), (self._root,))
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -82,6 +86,32 @@ class LocalStore:
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
         return data
+
+    def map(self, key: str, byte_range: ByteRange, *, etag: str) -> memoryview | None:
+        """As ``get``, the file's pages themselves; None where that cannot be done safely (`penstock.storage.mapped`).
+
+        What is written to the file later shows through: ask ``check_unchanged`` before they are used, and after.
+        """
+        check_key(self.url, key)
+        try:
+            file = self._open(key)
+            check_etag(self.url, key, etag, _etag(file.identity))
+            check_inside(self.url, key, byte_range, file.identity[1])
+            if not self._maps or not can_map(file.identity[3]):
+                return None
+            try:
+                return map_range(file.fd, byte_range.start, len(byte_range))
+            finally:
+                check_etag(self.url, key, etag, _etag(_identify(os.fstat(file.fd))))
+        except OSError as exc:
+            raise _translate(exc, self.url, key) from exc
+
+    def check_unchanged(self, key: str, etag: str) -> None:
+        """Raise ObjectChangedError where the file has another ETag, NotFoundError where there is none."""
+        try:
+            check_etag(self.url, key, etag, _etag(_identify(os.stat(self._base + key))))  # noqa: PTH116
+        except OSError as exc:
+            raise _translate(exc, self.url, key) from exc
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
         return read_ranges(lambda r: self.get(key, r, etag=etag), ranges, gap_bytes=LOCAL_GAP_BYTES)

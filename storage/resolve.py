@@ -21,6 +21,7 @@ from .retry_config import RetryConfig
 from .store import Store
 
 ENCRYPTION_OPTION = "encryption_key"
+MAPPED_OPTION = "mapped_reads"  # of local files: False has them read into memory
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -72,18 +73,23 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     scheme = found.group(1).lower() if found else "file"
     if scheme in CLOUD_SCHEMES | HTTP_SCHEMES:
         return RemoteStore(text, storage_options)
-    if scheme in {"file", "mem"} and storage_options:
-        raise UnsupportedURLError(f"{text}: {scheme} takes no storage_options, got {sorted(storage_options)}")
+    options = dict(storage_options or {})
+    maps = options.pop(MAPPED_OPTION, True) if scheme == "file" else True
+    if not isinstance(maps, bool):
+        raise UnsupportedURLError(f"storage_options={{{MAPPED_OPTION!r}: {maps!r}}}: must be True or False")
+    if scheme in {"file", "mem"} and options:
+        known = f"takes {MAPPED_OPTION!r} alone" if scheme == "file" else "takes no storage_options"
+        raise UnsupportedURLError(f"{text}: {scheme} {known}, got {sorted(options)}")
     if scheme == "mem":
         return MemoryStore(text)
     if scheme != "file":
         return BridgeStore(text, storage_options)
     if not found:
-        return LocalStore(text)
+        return LocalStore(text, maps=maps)
     parts = urlsplit(text)
     if parts.netloc not in {"", "localhost"}:
         raise UnsupportedURLError(f"{text!r} names a file of another host; write file:///absolute/path")
-    return LocalStore(unquote(parts.path) or "/")
+    return LocalStore(unquote(parts.path) or "/", maps=maps)
 
 
 def open_store(

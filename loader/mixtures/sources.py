@@ -138,6 +138,7 @@ def open_sources(
     *,
     counters: Counters,
     memory_limit: int | None,
+    maps_files: bool,
     cache_dir: str | PathLike[str] | None,
     cache_limit: int | None,
     **defaults: Any,
@@ -161,7 +162,8 @@ def open_sources(
                 filled = given.fill(**defaults)
                 of = filled.keep, filled.may_drop, filled.transform, filled.packing
                 reshaping = Reshaping.of(*of, open_packer=open_packer)
-                opened.append(_open(name, filled, reshaping, counters, memory_limit, cache_dir, cache_limit))
+                cache = cache_dir, cache_limit
+                opened.append(_open(name, filled, reshaping, counters, memory_limit, maps_files, *cache))
             except Exception as exc:
                 exc.add_note(f"in the source {name!r} of the mixture")
                 raise
@@ -178,6 +180,7 @@ def _open(
     reshaping: Reshaping | None,
     counters: Counters,
     memory_limit: int | None,
+    maps_files: bool,
     cache_dir: str | PathLike[str] | None,
     cache_limit: int | None,
 ) -> OpenSource:
@@ -206,7 +209,7 @@ def _open(
         selection=selection,
         columns=columns,
         store=store,
-        chunks=ChunkSource(manifest, shard_format, store, read, counters, memory_limit),
+        chunks=ChunkSource(manifest, shard_format, store, read, counters, memory_limit, maps_files=maps_files),
         reshaping=reshaping,
     )
 

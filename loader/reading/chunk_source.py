@@ -21,6 +21,7 @@ from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
 from .layouts import Layouts
+from .mapped_chunks import MappedChunks
 from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
 from .records import pack_records
 
@@ -58,6 +59,8 @@ class ChunkSource:
         memory_limit: int | None = None,
         avoided: frozenset[int] = frozenset(),
         may_open: threading.Semaphore | None = None,
+        *,
+        maps_files: bool = False,
     ) -> None:
         self.manifest = manifest
         self._avoided = avoided
@@ -75,6 +78,8 @@ class ChunkSource:
         self._may_open = may_open or threading.Semaphore(usable_cores())
         # Of a disk a header takes less time than a thread.
         opens: Any = getattr(type(shard_format), "open_shard", None)
+        # A format without frames makes arrays of its bytes, or decodes them at once.
+        self._mapped = MappedChunks.of(store) if maps_files and shard_format.is_framed else None
         self._has_headers = opens is not BaseFormat.open_shard and not reads_locally(store)
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
@@ -137,8 +142,11 @@ class ChunkSource:
         is_large = needed > chunk.memory_limit
         if is_large and not self._onto_disk:
             refuse_large(chunk, needed)
+        mapped = None if is_large or self._mapped is None else self._mapped.map(chunk, ranges)
         if is_large:
             parts = fetch_onto_disk(self._store, chunk, ranges, needed, _PIECE_BYTES)
+        elif mapped is not None:
+            parts = [mapped]
         elif early is not None and ranges == [chunk.byte_range]:
             parts = [early]
         elif len(ranges) == 1:
@@ -163,6 +171,13 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
+        if mapped is not None:
+            assert self._mapped is not None
+            guarded = self._mapped.guard(chunk, block, mapped)
+            if guarded is None:  # and will be for the others
+                self._mapped = None
+                return self._load(index, chunk)
+            block = guarded
         self._counters.add(fetched_chunks=1, fetched_bytes=sum(map(len, parts)))
         return block
 

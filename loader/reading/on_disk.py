@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import re
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ import pyarrow as pa
 
 from ...storage import ByteRange, Store
 from ...storage.files import write_all
+from ...storage.mapped import kind_of_disk
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn, Ragged, Records
 from ..errors import MemoryLimitError
 from ..formats.base import refuse_change, refuse_large
@@ -291,9 +291,6 @@ def _no_room(chunk: ChunkRef, needed: int, why: str) -> MemoryLimitError:
 def _kind_of_disk(folder: str) -> str:
     """The name of a folder's file system; '' where that is not known."""
     try:
-        device = Path(folder).stat().st_dev
-        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        return kind_of_disk(Path(folder).stat().st_dev)
     except OSError:
         return ""
-    found = re.findall(rf"^\d+ \d+ {os.major(device)}:{os.minor(device)} .*? - (\S+)", mounts, re.MULTILINE)
-    return str(found[0]) if found else ""

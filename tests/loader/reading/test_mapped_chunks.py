@@ -1,0 +1,210 @@
+"""Chunks of local archives are mapped: the same samples, and of a file that changes an error before a wrong one."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.loader import DistributedDataLoader, Mixture, Source, TarFormat, open_manifest
+from penstock.loader.formats.detect import make_format
+from penstock.loader.metrics import Counters
+from penstock.loader.reading import mapped_chunks
+from penstock.loader.reading.chunk_source import ChunkSource
+from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, mapped
+
+SAMPLES, BATCH = 96, 8
+FORMAT = TarFormat(chunk_bytes=64 << 10)
+
+
+def blob(number: int) -> bytes:
+    return np.random.default_rng(number).bytes(5000 + 97 * number)
+
+
+def write_shard(path: Path, numbers: range, salt: bytes = b"") -> None:
+    mode = "w:gz" if path.suffix == ".gz" else "w"
+    with tarfile.open(path, mode=mode) as archive:  # type: ignore[call-overload]
+        for number in numbers:
+            fields = {"bin": blob(number)[: -len(salt) or None] + salt, "cls": b"%d" % number}
+            if number % 3 == 0:
+                fields["extra"] = b"e" * (4000 + number)
+            for field, data in fields.items():
+                member = tarfile.TarInfo(f"{number:04d}.{field}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_chunks, "_LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    if not mapped.can_map(tmp_path.stat().st_dev):
+        pytest.skip(f"nothing is mapped of {mapped.kind_of_disk(tmp_path.stat().st_dev) or 'this file system'}")
+    data = tmp_path / "data"
+    data.mkdir()
+    for shard in range(2):
+        write_shard(data / f"{shard}.tar", range(shard * SAMPLES // 2, (shard + 1) * SAMPLES // 2))
+    return data
+
+
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of what is mapped."""
+    found: list[str] = []
+    map_file = LocalStore.map
+
+    def note(self: LocalStore, key: str, *args: Any, **kwargs: Any) -> memoryview | None:
+        view = map_file(self, key, *args, **kwargs)
+        found.extend([key] if view is not None else [])
+        return view
+
+    monkeypatch.setattr(LocalStore, "map", note)
+    return found
+
+
+def load(url: Any, **options: Any) -> DistributedDataLoader:
+    settings: dict[str, Any] = {"batch_size": BATCH, "decode": None, "format": FORMAT, "seed": 3, "with_ids": True}
+    return DistributedDataLoader(url, **{**settings, **options})
+
+
+def rows_of(loader: DistributedDataLoader) -> list[tuple[Any, ...]]:
+    with loader:
+        return [
+            row
+            for batch in loader
+            for row in zip(*(list(batch[name]) for name in ("__id__", "bin", "cls", "extra")), strict=True)
+        ]
+
+
+def test_samples_are_those_that_are_read_into_memory(folder: Path, maps: list[str]) -> None:
+    found = rows_of(load(folder))
+    assert set(maps) == {"0.tar", "1.tar"}
+    maps.clear()
+    assert found == rows_of(load(folder, storage_options={"mapped_reads": False}))
+    assert not maps
+    assert sorted(int(number) for number, *_ in found) == list(range(SAMPLES))
+    for number, data, label, extra in found:
+        assert data == blob(int(number))
+        assert label == b"%d" % number
+        assert extra == (b"e" * (4000 + int(number)) if number % 3 == 0 else None)
+
+
+def test_decoders_and_mixtures_are_given_the_same(folder: Path, maps: list[str]) -> None:
+    def size(data: memoryview | bytes) -> int:
+        return len(data)
+
+    decoded = rows_of(load(folder, decode={"bin": size}))
+    assert maps
+    maps.clear()
+    assert sorted(data for _, data, *_ in decoded) == [len(blob(number)) for number in range(SAMPLES)]
+    with load(Mixture({"a": Source(folder)})) as loader:
+        batch = next(iter(loader))
+    assert maps
+    assert all(data == blob(int(label)) for data, label in zip(batch["bin"], batch["cls"], strict=True))
+
+
+@pytest.mark.parametrize("options", [{"raw": "view"}, {"max_bad_chunks": 2}, {"on_error": "skip"}])
+def test_what_is_looked_at_later_or_quarantined_is_read(folder: Path, maps: list[str], options: dict[str, Any]) -> None:
+    assert len(rows_of(load(folder, **options))) == SAMPLES
+    assert not maps
+
+
+def test_an_archive_in_a_compressed_file_is_the_same(tmp_path: Path, folder: Path) -> None:
+    zipped = tmp_path / "zipped"
+    zipped.mkdir()
+    write_shard(zipped / "0.tar.gz", range(SAMPLES))
+    assert {row[1:] for row in rows_of(load(zipped, format=None))} == {row[1:] for row in rows_of(load(folder))}
+
+
+@pytest.fixture
+def opened(folder: Path) -> tuple[ChunkSource, Any]:
+    """A source that maps, and the field of its first chunk."""
+    manifest = open_manifest(folder, format=FORMAT)
+    source = ChunkSource(
+        manifest, make_format(manifest.format, manifest.config), LocalStore(folder), None, Counters(), maps_files=True
+    )
+    return source, source.load(0).columns["bin"]
+
+
+def rewrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(1024)
+        file.write(b"other")
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("harm", "error"),
+    [
+        (rewrite, ObjectChangedError),
+        (lambda path: os.truncate(path, 10), ObjectChangedError),
+        (lambda path: path.with_name("1.tar").replace(path), ObjectChangedError),
+        (Path.unlink, NotFoundError),
+    ],
+)
+def test_a_file_that_changes_before_its_values_are_taken_is_an_error(
+    folder: Path, opened: tuple[ChunkSource, Any], harm: Callable[[Path], None], error: type[Exception]
+) -> None:
+    column = opened[1]
+    rows = np.array([0, 2])
+    assert column.take(rows) == [blob(0), blob(2)]
+    assert [bytes(value) for value in column.copies(rows)] == [blob(0), blob(2)]
+    harm(folder / "0.tar")
+    with pytest.raises(error, match=r"0\.tar"):
+        column.take(rows)
+
+
+def test_what_is_written_between_two_looks_at_a_file_is_found(
+    folder: Path, opened: tuple[ChunkSource, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = opened[1]
+    check = LocalStore.check_unchanged
+
+    def check_then_write(self: LocalStore, key: str, etag: str) -> None:
+        check(self, key, etag)
+        rewrite(folder / key)
+
+    monkeypatch.setattr(LocalStore, "check_unchanged", check_then_write)
+    with pytest.raises(ObjectChangedError, match=r"0\.tar has changed"):
+        column.take(np.array([0]))
+
+
+def test_a_run_whose_data_are_rewritten_ends_with_an_error_and_no_wrong_sample(folder: Path) -> None:
+    with load(folder) as loader:
+        next(iter(loader))
+        for shard in ("0.tar", "1.tar"):
+            rewrite(folder / shard)
+        with pytest.raises(ObjectChangedError, match=r"\.tar has changed"):  # noqa: PT012
+            for _ in range(50):  # epochs: some batches were made before
+                for batch in loader:
+                    assert all(data == blob(int(label)) for data, label in zip(batch["bin"], batch["cls"], strict=True))
+
+
+def test_chunks_are_read_into_memory_where_the_kernel_does_not_keep_them(
+    opened: tuple[ChunkSource, Any], maps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, column = opened
+    faults = iter(range(10**6))
+    slow = SimpleNamespace(
+        getrusage=lambda _: SimpleNamespace(ru_majflt=next(faults)), RUSAGE_THREAD=resource.RUSAGE_THREAD
+    )
+    source.load(1)
+    assert maps
+    monkeypatch.setattr(mapped_chunks, "resource", slow)
+    for _ in range(mapped_chunks._TRIALS):
+        assert column.take(np.array([1])) == [blob(1)]
+    maps.clear()
+    block = source.load(1)
+    assert not maps
+    assert block.columns["bin"].take(np.array([0])) is not None
