@@ -101,6 +101,10 @@ def packages_of(root: Path) -> set[str]:
     return {module_name(path, root) for room in ROOMS for path in (root / room).rglob("__init__.py")} | {"penstock"}
 
 
+def names_type_checking(test: ast.expr) -> bool:
+    return any("TYPE_CHECKING" in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in ast.walk(test))
+
+
 def find_imports(module: str, tree: ast.Module, modules: set[str], packages: set[str]) -> Iterator[Import]:
     """The imports of a module that are not for type checkers alone; of ``from x import y``, x.y where that is one."""
     package = module if module in packages else module.rpartition(".")[0]
@@ -117,11 +121,11 @@ def find_imports(module: str, tree: ast.Module, modules: set[str], packages: set
             for name in node.names:
                 full = f"{base}.{name.name}"
                 yield Import(module, full if full in modules | packages else base, node.lineno, at_import)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        elif isinstance(node, ast.If) and names_type_checking(node.test):
             for child in node.orelse:
                 yield from visit(child, at_import)
-        else:
-            inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif not isinstance(node, ast.expr):  # which hold no imports
+            inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, inside)
 

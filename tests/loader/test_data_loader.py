@@ -114,8 +114,10 @@ def test_an_order_depends_on_the_seed_alone(tars):
     assert order(3) != order(4)
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 7, 100])
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("before", "after", "stop_after"),
+    [(1, 4, 1), (1, 4, 7), (3, 2, 1), (3, 2, 7), (2, 2, 0), (2, 2, 7), (4, 1, 7), (4, 1, 100)],
+)
 def test_resume_on_another_number_of_ranks_repeats_and_skips_nothing(tars, before, after, stop_after):
     delivered, state = [], None
     for loader in ranks(tars, before, batch_size=5, last_batch="partial", with_ids=True):
