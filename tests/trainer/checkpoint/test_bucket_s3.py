@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks
-from test_checkpoint import assert_same, build, fill, step_once, whole_state
-from test_rewind import batches_to_rows, going_back, train
+from rewound_runs import batches_to_rows, going_back, train
+from saved_nets import assert_same, build, fill, step_once, whole_state
 
 from penstock import open_store
 from penstock.storage import AccessDeniedError, Store
