@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from together_cases import Line
+from small_trainers import Line
 from torch import nn
 
 from penstock.trainer import (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from together_cases import ROWS, Line, add_up, make_trainer, rows, spoil, square
+from small_trainers import ROWS, Line, add_up, make_trainer, rows, square
+from together_cases import spoil
 from torch import nn
 
 from penstock.trainer import ArrayLoader, Evaluation, TrainerConfigError, TrainerError, World

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from together_cases import make_trainer
+from small_trainers import make_trainer
 
 from penstock.trainer import TrainerConfigError, TrainerError, World
 from penstock.trainer.report.console import ProgressLine, format_times

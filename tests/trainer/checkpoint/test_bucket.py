@@ -11,9 +11,9 @@ import torch
 from rewound_runs import batches_to_rows, going_back, records, train
 from safetensors.torch import load_file
 from saved_nets import assert_same, build, step_once, whole_state
+from small_trainers import make_trainer
 from started_threads import started_threads
 from stored_checkpoints import keys_in, make_config, named_keys, notes_in, save_steps
-from together_cases import make_trainer
 
 from penstock.storage import (
     MemoryStore,

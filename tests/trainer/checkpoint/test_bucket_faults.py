@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from launch_ranks import run_ranks
 from saved_nets import build
+from small_trainers import make_trainer
 from started_threads import started_threads
 from stored_checkpoints import keys_in, make_config, named_keys, notes_in, save_steps
-from together_cases import make_trainer
 
 from penstock.storage import (
     AccessDeniedError,

@@ -12,9 +12,9 @@ from uuid import uuid4
 
 import pytest
 from saved_nets import build
+from small_trainers import make_trainer
 from started_threads import started_threads
 from stored_checkpoints import keys_in, make_config, named_keys
-from together_cases import make_trainer
 
 from penstock.storage import (
     Fault,

@@ -277,7 +277,7 @@ def test_what_fails_on_one_rank_is_known_to_all_and_the_next_save_succeeds(
 
 
 def _continue_on_nodes(world: World, url: str, options: dict[str, Any], folder: str, zero: int) -> Any:
-    """As `test_checkpoint.py` does on a shared disk; here each rank has a disk of its own."""
+    """As `test_checkpoint_faults.py` does on a shared disk; here each rank has a disk of its own."""
     own = Path(folder) / f"node-{world.rank}"
     own.mkdir(exist_ok=True)
     tempfile.tempdir = str(own)
