@@ -92,10 +92,9 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(("penstock", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def read_modules(root: Path) -> dict[str, ast.Module]:
-    """Every module of the rooms by its full name."""
-    files = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
-    return {module_name(path, root): ast.parse(path.read_text(), str(path)) for path in files}
+def modules_of(root: Path) -> dict[str, Path]:
+    """The file of every module of the rooms by its full name."""
+    return {module_name(path, root): path for room in ROOMS for path in sorted((root / room).rglob("*.py"))}
 
 
 def packages_of(root: Path) -> set[str]:
@@ -189,9 +188,11 @@ def find_cycle(imports: list[Import]) -> list[str]:
 
 
 def all_imports(root: Path) -> list[Import]:
-    modules = read_modules(root)
-    packages = packages_of(root)
-    return [found for name, tree in modules.items() for found in find_imports(name, tree, set(modules), packages)]
+    files, packages = modules_of(root), packages_of(root)
+    modules, found = set(files), list[Import]()
+    for name, path in files.items():  # one tree at a time: many keep the garbage collector busy
+        found += find_imports(name, ast.parse(path.read_text(), str(path)), modules, packages)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -302,8 +303,7 @@ def test_a_cycle_is_found_but_not_one_of_functions_or_types(tmp_path: Path) -> N
     assert not find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": late}))
 
 
-# Folders of which ARCHITECTURE.md says what each file is, without their names.
-ALIKE = {"benchmarks/contenders", "cli", "loader/integrations"}
+ALIKE = {"benchmarks/contenders", "cli", "loader/integrations"}  # folders of which one sentence tells all files
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
 
