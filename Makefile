@@ -24,7 +24,8 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo/run.py --store $(STORE)
 
-PARALLEL := -n auto --maxprocesses=8
+# The tests of a file run in one process, which makes their data and imports their libraries once.
+PARALLEL := -n auto --maxprocesses=8 --dist loadfile
 
 # Slow tests run after the others, two at a time and those of a file one after another, so that servers and ranks do not
 # take the cores from each other; in the order of tests/conftest.py, long files first. 5: none was selected.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import importlib
 import os
@@ -113,6 +114,7 @@ def is_slow(item: pytest.Item) -> bool:
     )
 
 
+@functools.cache
 def called_by(function: FunctionType) -> set[str]:
     """The names that a test uses, and those that the functions of its file use which it calls."""
     names = set(names_in(function.__code__))

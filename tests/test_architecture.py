@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,14 +92,17 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(("penstock", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def read_modules(root: Path) -> dict[str, ast.Module]:
-    """Every module of the rooms by its full name."""
-    files = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
-    return {module_name(path, root): ast.parse(path.read_text(), str(path)) for path in files}
+def modules_of(root: Path) -> dict[str, Path]:
+    """The file of every module of the rooms by its full name."""
+    return {module_name(path, root): path for room in ROOMS for path in sorted((root / room).rglob("*.py"))}
 
 
 def packages_of(root: Path) -> set[str]:
     return {module_name(path, root) for room in ROOMS for path in (root / room).rglob("__init__.py")} | {"penstock"}
+
+
+def names_type_checking(test: ast.expr) -> bool:
+    return any("TYPE_CHECKING" in (getattr(node, "id", ""), getattr(node, "attr", "")) for node in ast.walk(test))
 
 
 def find_imports(module: str, tree: ast.Module, modules: set[str], packages: set[str]) -> Iterator[Import]:
@@ -117,11 +121,11 @@ def find_imports(module: str, tree: ast.Module, modules: set[str], packages: set
             for name in node.names:
                 full = f"{base}.{name.name}"
                 yield Import(module, full if full in modules | packages else base, node.lineno, at_import)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        elif isinstance(node, ast.If) and names_type_checking(node.test):
             for child in node.orelse:
                 yield from visit(child, at_import)
-        else:
-            inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        elif not isinstance(node, ast.expr):  # which hold no imports
+            inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, inside)
 
@@ -184,9 +188,11 @@ def find_cycle(imports: list[Import]) -> list[str]:
 
 
 def all_imports(root: Path) -> list[Import]:
-    modules = read_modules(root)
-    packages = packages_of(root)
-    return [found for name, tree in modules.items() for found in find_imports(name, tree, set(modules), packages)]
+    files, packages = modules_of(root), packages_of(root)
+    modules, found = set(files), list[Import]()
+    for name, path in files.items():  # one tree at a time: many keep the garbage collector busy
+        found += find_imports(name, ast.parse(path.read_text(), str(path)), modules, packages)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +301,50 @@ def test_a_cycle_is_found_but_not_one_of_functions_or_types(tmp_path: Path) -> N
     assert find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": back}))
     assert not find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": typed}))
     assert not find_cycle(write_tree(tmp_path, {"loader/read.py": read, "loader/plan.py": late}))
+
+
+ALIKE = {"benchmarks/contenders", "cli", "loader/integrations"}  # folders of which one sentence tells all files
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def folder_list() -> dict[str, str]:
+    """What the list of folders in ARCHITECTURE.md says of each folder of a room, by the folder's path."""
+    said: dict[str, str] = {}
+    above: list[str] = []
+    for line in ARCHITECTURE.split("```")[1].splitlines():
+        entry = re.match(r"( {0,4})(\w+)/ ", line)
+        if entry:
+            above = [*above[: len(entry[1]) // 2], entry[2]]
+        if above and above[0] in ROOMS:
+            folder = "/".join(above)
+            said[folder] = said.get(folder, "") + line.removeprefix(entry[0] if entry else "") + "\n"
+    return said
+
+
+def test_the_list_of_folders_names_every_file() -> None:
+    said = folder_list()
+    files = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    assert set(said) == {path.parent.as_posix() for path in files}
+    untold = []
+    for path in files:
+        told = said[path.parent.as_posix()]
+        starts = tuple(re.findall(r"(\w+_)\*", told))
+        named = path.name.startswith(("__", *starts)) or path.stem in re.findall(r"\w+", told)
+        if not named and path.parent.as_posix() not in ALIKE:
+            untold.append(str(path))
+    assert untold == []
+
+
+def test_the_list_of_folders_fits_a_page() -> None:
+    assert [line for line in ARCHITECTURE.split("```")[1].splitlines() if len(line) > 120] == []
+
+
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    paths = [path for room in (*ROOMS, "tests", "docs") for path in (ROOT / room).rglob("*.*")]
+    there = {f"/{path.relative_to(ROOT)}" for path in (*paths, *ROOT.glob("*.*"))}
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|md|toml))`", ARCHITECTURE)
+    assert len(named) > 30
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
+    for folder, words in folder_list().items():
+        for name in re.findall(r"\b[a-z]\w*_\w*[a-z]\b", words):  # no words of English
+            assert f"/{folder}/{name}.py" in there, f"{folder} has no {name}.py"

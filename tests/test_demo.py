@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from penstock import audit
 
-pytest.importorskip("sklearn", reason="install penstock[demo] for the digits")
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="install penstock[demo] for the digits")
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo" / "run.py"
 EPOCHS = 6

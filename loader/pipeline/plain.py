@@ -26,6 +26,8 @@ from .requests import request, request_first
 from .tuning import mean_row_bytes
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
+# A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
+_EPOCHS_OF_A_RANK = 4
 
 
 class PlainAssembler:
@@ -62,8 +64,9 @@ class PlainAssembler:
         self._copying: deque[_Copying] = deque()
 
     def run(self) -> None:
-        reads_all = self._share.world_size == 1 and self._selection is None
-        for spans, span in _LookAhead(self._spans(), self._reader, reads_all=reads_all):
+        world_size = self._share.world_size
+        epochs = 1 if world_size == 1 and self._selection is None else _EPOCHS_OF_A_RANK * world_size
+        for spans, span in _LookAhead(self._spans(), self._reader, epochs=epochs):
             if self._equipment.stopping.is_set() or not self._assemble_span(spans, span):
                 return
 
@@ -201,9 +204,9 @@ class _Copying:
 class _LookAhead:
     """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others. Where
-    each epoch reads every chunk (``reads_all``), nothing is planned beyond the epoch after the one that is consumed:
-    that asks for all there is, so that no chunk is dropped and fetched again.
+    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
+    Nothing is planned beyond ``epochs`` after the one that is consumed: those ask for all there is, so that no chunk is
+    dropped and fetched again, and of a small data set not hundreds are planned that nobody may ever ask for.
     """
 
     _PER_SPAN = 8
@@ -214,11 +217,11 @@ class _LookAhead:
         planned: Iterator[tuple[EpochSpans, Span | None]],
         reader: ReadsChunks,
         *,
-        reads_all: bool,
+        epochs: int,
     ) -> None:
         self._source = planned
         self._reader = reader
-        self._reads_all = reads_all
+        self._epochs = epochs
         self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
         self._ended = -1  # the last epoch that is planned to its end
 
@@ -239,6 +242,5 @@ class _LookAhead:
 
     @property
     def _goes_on(self) -> bool:
-        consumed = self._planned[0][0].plan.epoch
-        asks_for_all = self._reads_all and self._ended > consumed
+        asks_for_all = self._ended >= self._planned[0][0].plan.epoch + self._epochs
         return len(self._planned) < self._MOST and not asks_for_all and self._reader.has_room

@@ -1,38 +1,23 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from called_commands import call
 
-from penstock import pack
 from penstock.cli import COMMANDS, run
 from penstock.loader.dataset.manifest import MANIFEST_NAME
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = run([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
     code, out, _ = call(capsys, *arguments, "--json")
     return code, json.loads(out)
-
-
-def run_process(arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
 
 
 @pytest.fixture
@@ -227,156 +212,3 @@ def test_raw_token_files_are_read_with_a_length(tmp_path: Path, capsys: pytest.C
     assert call_json(capsys, "inspect", tmp_path, "--seq-len", 10)[1]["samples"] == 200
     assert call_json(capsys, "inspect", tmp_path, "--seq-len", 10, "--dtype", "uint32")[1]["samples"] == 100
     assert call(capsys, "inspect", tmp_path, "--seq-len", 10, "--format", "tar")[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["inspect", "{tmp}/nowhere"], "nowhere"),
-        (["verify", "{tmp}"], "nothing there"),
-        (["pack", "{tmp}", "{tmp}/out"], "nothing there"),
-        (["pack", "{tmp}/none.jsonl", "{tmp}/out"], "no such file"),
-        (["index", "gopher://x/y"], "gopher"),
-        (["index", "{tmp}", "--storage-option", "secret-word"], "KEY=VALUE"),
-        (["unknown"], "unknown command 'unknown'"),
-    ],
-)
-def test_errors_are_one_message_and_code_two(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = call(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-    assert "secret-word" not in err
-
-
-def test_a_wrong_option_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(["index", "x", "--no-such-option"])
-    assert ended.value.code == 2
-
-
-@pytest.mark.slow
-def test_the_process_hands_on_exit_codes_and_survives_a_closed_pipe(shards: Path) -> None:
-    assert run_process(["--version"]).stdout.startswith("penstock ")
-    assert run_process([]).returncode == 2
-    failed = run_process(["inspect", "/no/such/folder"])
-    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
-    piped = f"{sys.executable} -m penstock.cli inspect {shards} --json | true; exit ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-_SLOW = """
-import sys, time
-sys.stdin.close()
-from penstock.loader.formats.tar.format import TarFormat
-read = TarFormat.index_shard
-def slow(self, store, task):
-    time.sleep(0.4)
-    return read(self, store, task)
-TarFormat.index_shard = slow
-sys.argv = ["penstock", *sys.argv[1:]]
-from penstock.cli import main
-main()
-"""
-
-
-@pytest.mark.slow
-def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -> None:
-    (shards / MANIFEST_NAME).unlink()
-    reader, writer = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SLOW, "index", str(shards), "--no-write", "--threads", "1"],
-        stdout=subprocess.PIPE,
-        stderr=writer,
-    )
-    out = process.communicate(timeout=60)[0]
-    os.close(writer)
-    drawn = b""
-    while True:
-        try:
-            piece = os.read(reader, 65536)
-        except OSError:
-            break
-        if not piece:
-            break
-        drawn += piece
-    os.close(reader)
-    assert process.returncode == 0
-    assert b"indexing" in drawn
-    assert b"200" in out
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
-    (shards / MANIFEST_NAME).unlink()
-    slow = _SLOW.replace("time.sleep(0.4)", "print('begun', flush=True); time.sleep(600)")
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, "index", str(shards)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.strip() == "penstock index: interrupted"
-
-
-def test_names_from_a_data_set_do_not_reach_the_terminal_as_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evil = "\x1b]0;owned\x07\x1b[2J\u202e"
-    folder = tmp_path / "in"
-    pack([{f"x{evil}": "v", "txt": evil}], folder, format="parquet", progress=False)
-    code, out, _ = call(capsys, "inspect", folder)
-    assert (code, "\\x1b]0;owned\\x07" in out) == (0, True)
-    shard = folder / "shard-000000.parquet"
-    renamed = folder / f"a{evil}.parquet"
-    shard.rename(renamed)
-    (folder / MANIFEST_NAME).unlink()
-    renamed.write_bytes(b"PAR1" + bytes(20) + b"PAR1")
-    code, listed, told = call(capsys, "verify", folder)
-    assert (code, "owned" in listed) == (1, True)
-    _, _, failed = call(capsys, "inspect", renamed)
-    assert "owned" in failed
-    for text in (out, listed, told, failed):
-        assert not set(text) & set("\x1b\x07\u202e")
-
-
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("a.csv", "penstock pack {tmp}/in/a.csv {tmp}/in/a-shards --format parquet"),
-        ("", "penstock pack {tmp}/in {tmp}/in-shards"),
-    ],
-)
-def test_what_is_no_data_set_is_answered_with_the_command_that_makes_one(
-    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in").mkdir()
-    for each in [name] if name else ["a.jpg", "b.jpg"]:
-        (tmp_path / "in" / each).write_text("n\n1\n")
-    for verb in ("inspect", "index", "verify", "plan"):
-        code, _, err = call(capsys, verb, tmp_path / "in" / name)
-        assert (code, command.replace("{tmp}", str(tmp_path)) in err) == (2, True), err
-    words = command.replace("{tmp}", str(tmp_path)).split()[1:]
-    assert call(capsys, *words)[0] == 0
-    assert call(capsys, "inspect", words[2])[0] == 0
-
-
-def test_brackets_in_names_are_shown_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # no path is so long that it breaks in a bracket
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("see [bold] and [/red]")
-    target = tmp_path / "out[red]"
-    assert call(capsys, "pack", tmp_path / "in", target)[0] == 0
-    out = call(capsys, "inspect", target)[1].replace("\n", "")
-    assert "see [bold] and [/red]" in out
-    assert "[red]" in out

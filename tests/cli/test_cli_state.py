@@ -17,21 +17,26 @@ from penstock.loader.order.steps import EvenSteps, skip_steps
 from penstock.loader.tools.state_file import skip_in_state
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    folder = tmp_path / "data"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
     pack([{"__key__": f"{n:03d}", "n": n} for n in range(100)], str(folder), shard_bytes=2000, progress=False)
     return str(folder)
 
 
-@pytest.fixture
-def saved(data: str, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def state(data: str) -> dict[str, Any]:
     with DistributedDataLoader(data, batch_size=8) as loader:
         iterator = iter(loader)
         next(iterator)
         next(iterator)
-        path = tmp_path / "loader.json"
-        path.write_text(json.dumps({"step": 2, "loader": loader.state_dict()}, indent=2))
+        return loader.state_dict()
+
+
+@pytest.fixture
+def saved(state: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "loader.json"
+    path.write_text(json.dumps({"step": 2, "loader": state}, indent=2))
     return path
 
 

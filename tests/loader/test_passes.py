@@ -162,7 +162,7 @@ def test_a_pass_begun_again_is_counted_as_replayed_by_an_audit(tars, tmp_path):
 
 
 @pytest.mark.parametrize("last_batch", ["partial", "pad"])
-@pytest.mark.parametrize("batch_size", [1, 2, 30])
+@pytest.mark.parametrize("batch_size", [1, 30])
 def test_a_rank_without_samples_sees_the_fields_that_the_others_see(tars, last_batch, batch_size):
     world_size = 7
     counts, delivered = set(), []
@@ -200,11 +200,20 @@ def test_the_smallest_data_sets_give_whole_epochs_again_and_again(tmp_path, size
             assert sorted(ids(loader)) == list(range(sum(sizes)))
 
 
+@pytest.fixture(scope="module")
+def six_epochs(tars: str) -> dict[str, list[list[int]]]:
+    """The ids of every batch, where nothing is skipped."""
+    found = {}
+    for last_batch in ("drop", "partial"):
+        with load(tars, global_batch_size=22, batch_size=None, last_batch=last_batch) as loader:
+            found[last_batch] = [ids([batch]) for _ in range(6) for batch in loader]
+    return found
+
+
 @pytest.mark.parametrize("last_batch", ["drop", "partial"])
 @pytest.mark.parametrize(("at_step", "count"), [(1, 0), (1, 3), (4, 1), (4, 2), (5, 1), (2, 13), (5, 12)])
-def test_skipping_is_drawing_and_dropping(tars, tmp_path, at_step, count, last_batch):
-    with load(tars, global_batch_size=22, batch_size=None, last_batch=last_batch) as loader:
-        expected = [ids([batch]) for _ in range(6) for batch in loader]
+def test_skipping_is_drawing_and_dropping(tars, six_epochs, tmp_path, at_step, count, last_batch):
+    expected = six_epochs[last_batch]
     ranks = [
         load(
             tars,

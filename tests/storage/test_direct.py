@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import socket
-import threading
 import warnings
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from typing import Any
 
 import pytest
+from scripted_server import DATA, PROXIES, S3, Last, answer, part, serving
 
 from penstock.storage import (
     AccessDeniedError,
@@ -24,108 +22,12 @@ from penstock.storage import (
     ThrottledError,
     open_client,
 )
-from penstock.storage.direct import DirectReads, times_of
-from penstock.storage.options import configure
-
-DATA = bytes(range(256)) * 40
-S3 = {"endpoint": "http://s3.example.org:9000", "access_key": "key", "secret_key": "secret-of-the-tests"}
-PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
-
-
-class Last(bytes):
-    """An answer after which the connection is closed."""
-
-
-# One request's head in, the bytes to answer out.
-Answerer = Callable[[str], bytes]
-
-
-def answer(status: str, body: bytes = b"", *headers: str, length: int | None = None) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
-def part(head: str, *headers: str) -> bytes:
-    """What a server answers that has DATA under every name."""
-    span = next(line for line in head.splitlines() if line.lower().startswith("range:")).partition("=")[2]
-    start, stop = int(span.partition("-")[0]), int(span.partition("-")[2]) + 1
-    told = f"Content-Range: bytes {start}-{stop - 1}/{len(DATA)}"
-    return answer("206 Partial Content", DATA[start:stop], told, 'ETag: "one"', *headers)
-
-
-class Server:
-    """Answers one request after another on each connection. ``heads``: the requests' heads."""
-
-    def __init__(self, answerer: Answerer) -> None:
-        self.answerer = answerer
-        self.heads: list[str] = []
-        self.connections = 0
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self._serving: list[threading.Thread] = []
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listening.accept()[0]
-            except OSError:
-                return
-            self.connections += 1
-            self._open.append(connection)
-            self._serving.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
-            self._serving[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection, connection.makefile("rb") as lines:
-            while True:
-                head = b""
-                while not head.endswith(b"\r\n\r\n"):
-                    line = lines.readline()
-                    if not line:
-                        return
-                    head += line
-                self.heads.append(head.decode())
-                told = self.answerer(self.heads[-1])
-                connection.sendall(told)
-                if isinstance(told, Last):
-                    return
-
-    def wait_until_left(self) -> None:
-        """Wait until every connection was closed from the other side."""
-        for thread in self._serving:
-            thread.join(30)
-            assert not thread.is_alive()
-
-    def close(self) -> None:
-        self._listening.close()
-        for connection in self._open:
-            connection.close()
-
-
-@contextmanager
-def serving(answerer: Answerer) -> Iterator[Server]:
-    with closing(Server(answerer)) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
 def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
-
-
-def open_signed(server: Server, sign: Callable[[str], str]) -> DirectReads:
-    return DirectReads(sign, server.url, configure("s3", S3)[1])
-
-
-def read(reads: DirectReads, start: int, stop: int) -> bytes:
-    times = times_of(configure("s3", S3)[1])
-    found = reads.get("x", {"range": (start, stop)}, times)
-    assert found is not None
-    with closing(found):
-        return bytes(found.bytes())
 
 
 @pytest.mark.parametrize(
@@ -261,64 +163,6 @@ def test_where_a_server_redirects_obstore_goes_from_then_on() -> None:
                 assert store.get("x", ByteRange(2, 8)) == DATA[2:8]
     assert [head.startswith("GET /there ") for head in other.heads] == [True, True]
     assert len(server.heads) == 3  # the first was ours
-
-
-def test_a_signature_is_used_again_until_its_credentials_are_refused_then_signed_anew_once() -> None:
-    signed: list[str] = []
-    good = {"1", "2"}
-
-    def check(head: str) -> bytes:
-        number = head.partition("?sig=")[2].partition(" ")[0]
-        return part(head) if number in good else answer("403 Forbidden", b"<Code>ExpiredToken</Code>")
-
-    with serving(check) as server:
-
-        def sign(path: str) -> str:
-            signed.append(path)
-            return f"{server.url}/{path}?sig={len(signed)}"
-
-        with closing(open_signed(server, sign)) as reads:
-            assert [read(reads, 4, 9) for _ in range(3)] == [DATA[4:9]] * 3
-            assert len(signed) == 1
-            good.discard("1")
-            assert read(reads, 4, 9) == DATA[4:9]
-            assert len(signed) == 2
-            good.clear()
-            with pytest.raises(OSError, match="403 <Code>ExpiredToken"):
-                read(reads, 4, 9)
-    assert (len(signed), len(server.heads)) == (3, 7)
-
-
-def test_a_signature_is_renewed_before_its_credentials_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.storage.direct._SIGNATURE_S", 0.0)
-    signed: list[str] = []
-    with serving(part) as server:
-
-        def sign(path: str) -> str:
-            signed.append(path)
-            return f"{server.url}/{path}?sig={len(signed)}"
-
-        with closing(open_signed(server, sign)) as reads:
-            for _ in range(3):
-                read(reads, 0, 5)
-    assert len(signed) == 3
-
-
-def test_what_is_signed_for_another_host_is_left_to_obstore() -> None:
-    with serving(part) as server, closing(open_signed(server, lambda path: f"https://elsewhere/{path}?sig=1")) as reads:
-        assert reads.get("x", {"range": (0, 5)}, times_of(configure("s3", S3)[1])) is None
-    assert server.heads == []
-
-
-def test_tokens_and_who_pays_are_in_what_is_signed() -> None:
-    with serving(part) as server:
-        options = {**S3, "endpoint": server.url, "token": "the-session-token", "request_payer": "true"}
-        with closing(open_client("s3://bucket/folder", options)) as store:
-            assert store.get("x", ByteRange(0, 5)) == DATA[:5]
-    target = server.heads[0].split()[1]
-    assert target.startswith("/bucket/folder/x?")
-    assert "X-Amz-Security-Token=the-session-token" in target
-    assert "x-amz-request-payer=requester" in target
 
 
 def test_no_connection_is_lost_to_errors_or_to_the_end_of_the_store() -> None:

@@ -11,13 +11,10 @@ from uuid import uuid4
 
 import pytest
 
-from penstock import open_store
 from penstock.storage import (
     ByteRange,
     CacheStore,
     EncryptedStore,
-    LocalStore,
-    MemoryStore,
     NotFoundError,
     ObjectChangedError,
     ObjectInfo,
@@ -128,11 +125,11 @@ def view_of_doubles(data: bytes) -> memoryview:
     return memoryview(data).cast("d")
 
 
-@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, view_of_doubles])
-def test_put_takes_any_kind_of_bytes(store: Store, wrap: Callable[[bytes], bytes | bytearray | memoryview]) -> None:
-    data = DATA[: len(DATA) // 8 * 8]
-    assert store.put("x", wrap(data)).size == len(data)
-    assert store.get("x") == data
+def test_put_takes_any_kind_of_bytes(store: Store) -> None:
+    for number, wrap in enumerate((bytes, bytearray, memoryview, view_of_doubles)):
+        data = DATA[: len(DATA) // 8 * 8]
+        assert store.put(f"x{number}", wrap(data)).size == len(data)
+        assert store.get(f"x{number}") == data
 
 
 def test_reads_are_read_only_contiguous_bytes(store: Store) -> None:
@@ -147,11 +144,11 @@ def test_reads_are_read_only_contiguous_bytes(store: Store) -> None:
         assert (view.format, view.ndim, view.readonly, view.contiguous) == ("B", 1, True, True)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 10240), (100, 101), (10239, 10240), (77, 5000)])
-def test_a_range_is_exactly_those_bytes(store: Store, start: int, stop: int) -> None:
+def test_a_range_is_exactly_those_bytes(store: Store) -> None:
     etag = store.put("x", DATA).etag
-    assert store.get("x", ByteRange(start, stop)) == DATA[start:stop]
-    assert store.get("x", ByteRange(start, stop), etag=etag) == DATA[start:stop]
+    for start, stop in ((0, 1), (0, 10240), (100, 101), (10239, 10240), (77, 5000)):
+        assert store.get("x", ByteRange(start, stop)) == DATA[start:stop]
+        assert store.get("x", ByteRange(start, stop), etag=etag) == DATA[start:stop]
 
 
 def test_an_empty_range_is_empty_but_the_object_must_be_there(store: Store) -> None:
@@ -233,26 +230,26 @@ def test_a_listing_is_every_key_with_the_prefix_at_any_depth_in_order_of_code_po
         assert info == store.head(info.key) == ObjectInfo(info.key, len(info.key.encode()), info.etag)
 
 
-@pytest.mark.parametrize(
-    "key", ["sp ace", "ünï/cødé", "a+b=c&d", "per%41cent", "hash#mark", "q?x=1", "~t!*'()", "日本"]
-)
-def test_a_key_may_have_any_character(store: Store, key: str) -> None:
-    store.put(key, key.encode())
-    assert store.get(key) == key.encode()
-    assert [info.key for info in store.list()] == [key]
+def test_a_key_may_have_any_character(store: Store) -> None:
+    keys = {"sp ace", "ünï/cødé", "a+b=c&d", "per%41cent", "hash#mark", "q?x=1", "~t!*'()", "日本"}
+    for key in keys:
+        store.put(key, key.encode())
+    for key in keys:
+        assert store.get(key) == key.encode()
+    assert {info.key for info in store.list()} == keys
 
 
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a/./b", "..", "nul\0"])
-def test_a_key_can_not_leave_the_root(store: Store, key: str) -> None:
-    for ask in (
-        store.get,
-        store.head,
-        lambda key: store.put(key, b"x"),
-        lambda key: store.delete([key]),
-        lambda key: store.get_ranges(key, [ByteRange(0, 1)]),
-    ):
-        with pytest.raises(StorageError, match="is no key below"):
-            ask(key)
+def test_a_key_can_not_leave_the_root(store: Store) -> None:
+    for key in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a/./b", "..", "nul\0"):
+        for ask in (
+            store.get,
+            store.head,
+            lambda key: store.put(key, b"x"),
+            lambda key: store.delete([key]),
+            lambda key: store.get_ranges(key, [ByteRange(0, 1)]),
+        ):
+            with pytest.raises(StorageError, match="is no key below"):
+                ask(key)
 
 
 def test_a_conditional_write_succeeds_only_on_what_its_writer_saw(store: Store) -> None:
@@ -349,19 +346,3 @@ def test_closing_twice_is_allowed(store: Store) -> None:
 
 def test_every_store_is_a_store(store: Store) -> None:
     assert isinstance(store, Store)
-
-
-def test_open_store_gives_local_files_neither_retry_nor_cache(tmp_path: Path) -> None:
-    assert isinstance(open_store(tmp_path, cache_dir=tmp_path / "cache"), LocalStore)
-    assert isinstance(open_store(tmp_path.as_uri()), LocalStore)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_open_store_composes_cache_over_retry_over_client(memory_url: str, tmp_path: Path) -> None:
-    MemoryStore(memory_url).put("x", DATA)
-    with_cache = open_store(memory_url, cache_dir=tmp_path, cache_limit=1_000_000)
-    assert isinstance(with_cache, CacheStore)
-    assert repr(with_cache).startswith("CacheStore(RetryStore(MemoryStore(")
-    assert isinstance(open_store(memory_url), RetryStore)
-    assert with_cache.get("x") == DATA
-    with_cache.close()

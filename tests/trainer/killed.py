@@ -9,7 +9,7 @@ import tempfile
 from typing import Any
 
 import torch
-from together_cases import Line, make_trainer, rows, square
+from small_trainers import Line, make_trainer, rows, square
 from torch import nn
 
 from penstock.trainer import close_world, open_world

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from together_cases import Line, make_trainer
+from small_trainers import Line, make_trainer
 from torch import nn
 
 from penstock import DistributedDataLoader

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from together_cases import Line, make_trainer, rows, square
+from small_trainers import Line, make_trainer, rows, square
 from torch import nn
 
 from penstock.trainer import Evaluation, TrainerConfig, TrainerConfigError, World, seed_all

@@ -25,21 +25,28 @@ ROWS = 47  # four batches of 10 and one of 7
 Make = Callable[..., Any]
 
 
-@pytest.fixture(params=["shards", "arrays"])
-def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes a loader of the rows 0 to 46 in batches of ten; they are closed after the test."""
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "rows").mkdir()
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
     for first in range(0, ROWS, 20):
         table = pa.table({"n": range(first, min(ROWS, first + 20))})
-        pq.write_table(table, tmp_path / "rows" / f"{first:02d}.parquet", row_group_size=5)
+        pq.write_table(table, folder / f"{first:02d}.parquet", row_group_size=5)
+    return folder
+
+
+@pytest.fixture(params=["shards", "arrays"])
+def make(
+    request: pytest.FixtureRequest, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
+    """Makes a loader of the rows 0 to 46 in batches of ten; they are closed after the test."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     with ExitStack() as opened:
 
         def make_one(**options: Any) -> Any:
             options = {"batch_size": 10, "last_batch": "partial", "rank": 0, "world_size": 1, **options}
             if request.param == "arrays":
                 return ArrayLoader({"n": torch.arange(ROWS)}, **options)
-            return opened.enter_context(DistributedDataLoader(str(tmp_path / "rows"), **options))
+            return opened.enter_context(DistributedDataLoader(str(shards), **options))
 
         yield make_one
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launch_ranks import run_ranks
-from together_cases import Line, make_trainer, rows, square
+from small_trainers import Line, make_trainer, rows, square
 from torch import nn
 
 from penstock.trainer import NonFiniteLossError, TrainerError, World

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import make_trainer, square
+from small_trainers import make_trainer, square
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from penstock.trainer import World

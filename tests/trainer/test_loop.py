@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import io
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from together_cases import ROWS, Line, add_up, make_trainer, rows, spoil, square
+from small_trainers import ROWS, Line, add_up, make_trainer, rows, square
+from together_cases import spoil
 from torch import nn
 
 from penstock.trainer import ArrayLoader, Evaluation, TrainerConfigError, TrainerError, World
-from penstock.trainer.report.console import ProgressLine, format_times
-from penstock.trainer.report.json_lines import JsonLines
-from penstock.trainer.report.prometheus import Prometheus
 from penstock.trainer.shares import blend_weights
 
 
@@ -273,106 +268,6 @@ def test_a_compiled_model_trains_alike(world: World, tmp_path: Path) -> None:
             trainer.train()
             found.append(weights_of(trainer))
     assert torch.allclose(*found, atol=1e-6)
-
-
-def test_metrics_are_appended_as_json_lines_without_nan(tmp_path: Path) -> None:
-    for _ in range(2):
-        lines = JsonLines(tmp_path / "metrics.jsonl")
-        lines.record("train", 3, {"loss": float("nan"), "rate": 0.5, "epoch": 1})
-        lines.close()
-    records = read_records(tmp_path)
-    assert len(records) == 2
-    assert records[0]["loss"] is None
-    assert (records[1]["step"], records[1]["rate"]) == (3, 0.5)
-
-
-def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrainerError, match="output_dir="):
-        JsonLines(tmp_path / "file" / "metrics.jsonl")
-
-
-def test_every_step_is_recorded_with_what_a_person_looks_at(world: World, tmp_path: Path) -> None:
-    with make_trainer(world, str(tmp_path), report={"every": 3, "quiet": True}, steps=7) as trainer:
-        trainer.train()
-    records = read_records(tmp_path)
-    steps = [record["step"] for record in records if record["kind"] == "train"]
-    assert steps == [3, 6, 7]
-    first = next(record for record in records if record["kind"] == "train")
-    assert {"loss", "rate", "samples_per_s", "data_wait_share", "eta_s", "epoch"} <= first.keys()
-
-
-def test_tensorboard_gets_the_scalars(world: World, tmp_path: Path) -> None:
-    with make_trainer(world, str(tmp_path), report={"tensorboard": True, "quiet": True, "every": 1}) as trainer:
-        trainer.train()
-    assert list((tmp_path / "tensorboard").glob("events.*"))
-
-
-@pytest.mark.slow
-def test_prometheus_serves_the_newest_numbers_and_frees_its_port(unused_tcp_port: int) -> None:
-    for value in (1.5, 2.5):
-        served = Prometheus(unused_tcp_port)
-        served.record("train", 7, {"loss": value, "eta_s": None})
-        with urllib.request.urlopen(f"http://127.0.0.1:{unused_tcp_port}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        served.close()
-        assert f"penstock_train_loss {value}" in text
-        assert "penstock_train_step 7.0" in text
-
-
-@pytest.mark.slow
-def test_metrics_are_served_to_this_machine_alone_or_to_those_who_know_the_token(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
-    served = Prometheus(unused_tcp_port)
-    assert served.url == url
-    served.close()
-    with pytest.raises(TrainerConfigError, match=r"prometheus_address=0\.0\.0\.0 .* PENSTOCK_METRICS_TOKEN"):
-        Prometheus(unused_tcp_port, "0.0.0.0")
-    monkeypatch.setenv("PENSTOCK_METRICS_TOKEN", "token-of-the-tests")
-    served = Prometheus(unused_tcp_port, "0.0.0.0")
-    served.record("train", 7, {"loss": 1.5})
-    try:
-        for given in ({}, {"Authorization": "Bearer token"}, {"Authorization": "token-of-the-tests"}):
-            with pytest.raises(urllib.error.HTTPError, match="401"):
-                urllib.request.urlopen(urllib.request.Request(url, headers=given), timeout=30)
-        right = urllib.request.Request(url, headers={"Authorization": "Bearer token-of-the-tests"})
-        with urllib.request.urlopen(right, timeout=30) as answer:
-            assert b"penstock_train_loss 1.5" in answer.read()
-    finally:
-        served.close()
-
-
-def test_a_port_that_is_taken_is_named(unused_tcp_port: int) -> None:
-    served = Prometheus(unused_tcp_port)
-    with pytest.raises(TrainerConfigError, match=f"report.prometheus_port={unused_tcp_port}"):
-        Prometheus(unused_tcp_port)
-    served.close()
-
-
-def test_the_progress_line_shows_loss_rate_speed_wait_and_time_to_go() -> None:
-    stream = io.StringIO()
-    line = ProgressLine(every_s=0.0, total_steps=100, stream=stream)
-    line.record(
-        "train",
-        40,
-        {"epoch": 2, "loss": 0.125, "rate": 1e-3, "samples_per_s": 512.0, "data_wait_share": 0.034, "eta_s": 3700.0},
-    )
-    line.record("evaluate", 40, {"accuracy": 0.75})
-    line.close()
-    first, second = stream.getvalue().splitlines()
-    assert first.split("  ") == [
-        *("step 40/100", "epoch 2", "loss 0.125", "rate 0.001"),
-        *("512 samples/s", "data wait 3%", "ETA 1:01:40"),
-    ]
-    assert second == "step 40  evaluate: accuracy 0.75"
-
-
-def test_the_table_of_times_adds_up_to_the_whole() -> None:
-    table = format_times({"forward": 2.0, "fetch": 1.0}, 4.0).splitlines()
-    assert [line.split()[0] for line in table[2:]] == ["forward", "fetch", "other", "all"]
-    assert table[-2].split()[1:] == ["1.00", "25.0%"]
 
 
 def test_weights_go_half_way_to_the_measured_speeds_and_never_vanish() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from together_cases import Line, make_trainer, rows
+from small_trainers import Line, make_trainer, rows
 from torch import nn
 
 from penstock.trainer import Evaluation, TrainerConfigError, World

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import Line, make_trainer, rows
+from small_trainers import Line, make_trainer, rows
 from torch import nn
 
 from penstock.trainer import Evaluation, TrainerConfigError, World

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import Line
-from torch import nn
+from rewound_runs import (
+    GLOBAL_BATCH,
+    ROWS,
+    SPIKE,
+    Run,
+    arrays,
+    batches_to_rows,
+    load,
+    records,
+    train,
+)
 
 from penstock import DistributedDataLoader, audit
 from penstock.loader import pack
@@ -22,128 +29,10 @@ from penstock.trainer import (
     ArrayLoader,
     Callbacks,
     DistributedTrainer,
-    Evaluation,
-    LossSpikeError,
     NonFiniteLossError,
     RewindRecord,
-    TrainerConfig,
-    TrainerConfigError,
     World,
 )
-from penstock.trainer.options import build_config
-
-GLOBAL_BATCH, ROWS = 6, 240  # 40 steps an epoch
-SPIKE = {"on_spike": "rewind", "window": 8, "threshold": 40.0, "skip_batches": 2}
-CHECKPOINT = {"every_steps": 4, "keep_last": 99}
-
-
-def arrays() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = 1.0 + 0.05 * torch.randn(ROWS, 2, generator=generator)
-    return {"x": x, "number": torch.arange(ROWS)}
-
-
-def load(world: World, **options: Any) -> ArrayLoader:
-    options = {"global_batch_size": GLOBAL_BATCH, "rank": world.rank, "world_size": world.world_size, **options}
-    return ArrayLoader(arrays(), shuffle=False, **options)
-
-
-def batches_to_rows(*batches: int) -> tuple[int, ...]:
-    """The first row of each of these global batches."""
-    return tuple(GLOBAL_BATCH * batch for batch in batches)
-
-
-def going_back(folder: str) -> dict[str, Any]:
-    """Options of a run that keeps checkpoints in ``folder`` and goes back past the one before the spike."""
-    return {"checkpoint": {**CHECKPOINT, "folder": folder}, "spike": {**SPIKE, "margin": 5}}
-
-
-@dataclass
-class Run:
-    """One run of a trainer: the first rows of its global batches by step, and what it ended with."""
-
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    state: dict[str, list[float]] = field(default_factory=dict)
-    average: dict[str, list[float]] = field(default_factory=dict)
-    error: str = ""
-    rewinds: int = 0
-
-
-def state_of(model: nn.Module) -> dict[str, list[float]]:
-    found = getattr(model, "module", model).state_dict()
-    return {name: getattr(one, "full_tensor", lambda one=one: one)().flatten().tolist() for name, one in found.items()}
-
-
-def train(
-    world: World,
-    folder: str | Path,
-    *,
-    steps: int | None,
-    bad: tuple[int, ...] = (),
-    factor: float = 1e3,
-    loader: Any = None,
-    before: Any = None,
-    fail_at: tuple[int, int] | None = None,
-    observers: Sequence[Callbacks] = (),
-    **options: Any,
-) -> Run:
-    """Train to ``steps``; in epoch 0 batches with a row in ``bad`` have a loss that is ``factor`` times as high."""
-    found = Run()
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        first = int(batch["number"].min())
-        found.steps.append((trainer.progress.step, first))
-        if (trainer.progress.step, trainer.progress.rewinds) == fail_at:
-            raise ZeroDivisionError
-        is_bad = trainer.progress.epoch == 0 and torch.isin(batch["number"], torch.tensor(bad)).any()
-        total = (model(batch["x"].float()).float() - 1.0).square().sum()
-        return total * (factor if is_bad else 1.0), len(batch["x"])
-
-    def look(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        model(batch["x"])
-        found.average = state_of(model)
-        return {"loss": (torch.tensor(1.0), 1)}
-
-    values = {
-        "steps": steps,
-        "output_dir": str(folder),
-        "precision": {"dtype": "fp32"},
-        "report": {"quiet": True, "every": 3},
-        "checkpoint": CHECKPOINT,
-        "spike": SPIKE,
-        "ema": {"decay": 0.9},
-        "evaluate": {"every": 1000},
-        **options,
-    }
-    torch.manual_seed(1)
-    with DistributedTrainer(
-        nn.Sequential(Line(), nn.Dropout(0.1), nn.Linear(2, 1)),
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        load(world) if loader is None else loader,
-        build_config(TrainerConfig, values),
-        loss=loss,
-        evaluation=Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=look),
-        observers=observers,
-        world=world,
-    ) as trainer:
-        if before is not None:
-            before(trainer)
-        try:
-            found.rewinds = trainer.train().rewinds
-        except (LossSpikeError, ZeroDivisionError) as exc:
-            found.error = str(exc) or type(exc).__name__
-        found.state = state_of(trainer.parallel.inner)
-        trainer.evaluate()
-    return found
-
-
-def records(folder: str | Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def notes(folder: str | Path) -> str:
-    return "\n".join(line["note"] for line in records(folder, "note"))
 
 
 def saved_steps(folder: str | Path) -> list[int]:
@@ -385,83 +274,3 @@ def test_a_spike_with_a_norm_that_is_read_late_stops_a_run_that_stops_at_nan(wor
         train(world, tmp_path, steps=20, bad=batches_to_rows(14), before=before)
     assert saved_steps(tmp_path) == [4, 8, 12]
     assert not records(tmp_path, "rewind")
-
-
-def test_after_so_many_rewinds_training_stops_in_words(world: World, tmp_path: Path) -> None:
-    spike = {**SPIKE, "max_rewinds": 2, "skip_batches": 0}
-    options: dict[str, Any] = {"spike": spike, "bad": batches_to_rows(14, 18, 22, 26)}
-    run = train(world, tmp_path, steps=30, **options)
-    assert "training was rewound 2 times already (from step 15 to 12; from step 16 to 12)" in run.error
-    assert "spike.max_rewinds=2" in run.error
-    again = train(world, tmp_path, steps=30, **options)
-    assert "rewound 2 times already" in again.error, "a restart does not begin to count anew"
-
-
-@pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_without_a_checkpoint_it_is_said_and_training_goes_on_or_stops(
-    world: World, tmp_path: Path, policy: str
-) -> None:
-    options: dict[str, Any] = {"spike": {**SPIKE, "without_checkpoint": policy}, "checkpoint": {"every_steps": 16}}
-    run = train(world, tmp_path, steps=18, bad=batches_to_rows(14), **options)
-    told = run.error if policy == "stop" else notes(tmp_path)
-    assert "step 14: the loss" in told
-    assert "there is no checkpoint of step 13 or before to go back to" in told
-    assert len(run.steps) == (15 if policy == "stop" else 18)
-    assert run.rewinds == 0
-
-
-def test_spikes_can_be_noted_alone(world: World, tmp_path: Path) -> None:
-    run = train(world, tmp_path, steps=18, bad=batches_to_rows(14), spike={**SPIKE, "on_spike": "note"})
-    assert len(run.steps) == 18
-    assert notes(tmp_path).count("step 14: the loss") == 1
-
-
-@pytest.mark.parametrize(("on_nan", "rewinds"), [("skip", 0), ("rewind", 1)])
-def test_a_loss_that_is_not_finite_is_skipped_or_rewound_as_asked(
-    world: World, tmp_path: Path, on_nan: str, rewinds: int
-) -> None:
-    run = train(
-        world,
-        tmp_path,
-        steps=16,
-        bad=batches_to_rows(5),
-        factor=float("nan"),
-        loader=load(world, with_ids=True),
-        step={"on_nan": on_nan},
-    )
-    assert run.rewinds == rewinds
-    for record in records(tmp_path, "rewind"):
-        assert record["to_step"] == 4
-        assert "step 5: the loss is not finite" in record["why"]
-        assert "sample ids [30, 31, 32, 33, 34, 35]" in record["why"]
-
-
-def test_weights_that_are_not_finite_are_rewound_and_never_saved(world: World, tmp_path: Path) -> None:
-    def spoil(trainer: DistributedTrainer) -> None:
-        def burst(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (trainer.progress.step, trainer.progress.rewinds) == (7, 0):
-                optimizer.param_groups[0]["params"][0].data[0] = torch.inf
-
-        trainer.optimizer.register_step_post_hook(burst)
-
-    run = train(world, tmp_path, steps=12, before=spoil, step={"on_nan": "rewind"})
-    assert "step 8: the weights 0.line.weight, 0.line.weight (its average) are not finite" in notes(tmp_path)
-    assert run.rewinds == 1
-    assert [record["to_step"] for record in records(tmp_path, "rewind")] == [4]
-    assert all(value == value for values in [*run.state.values(), *run.average.values()] for value in values)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"checkpoint": {}}, r"checkpoint\.every_steps=0 keeps none"),
-        (
-            {"checkpoint": {"every_steps": 1, "keep_last": 2}, "spike": {**SPIKE, "margin": 2}},
-            r"checkpoint\.keep_last=3",
-        ),
-        ({"spike": {}, "step": {"on_nan": "rewind"}}, r"step\.on_nan='rewind'.*spike\.on_spike='ignore'"),
-    ],
-)
-def test_what_could_not_be_rewound_is_refused(world: World, tmp_path: Path, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(TrainerConfigError, match=told):
-        train(world, tmp_path, steps=4, **options)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from together_cases import ROWS
+from small_trainers import ROWS
 
 
 def read(folder: Path, name: str) -> list[Any]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import Line, make_trainer
+from small_trainers import Line, make_trainer
 from torch import nn
 
 from penstock import DistributedDataLoader, TokenBudget, open_manifest

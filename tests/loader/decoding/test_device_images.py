@@ -2,112 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import simplejpeg
 import torch
-from photographs import photograph
-from PIL import Image
+from device_pictures import RANDOM, HostCodec, batches, encode, load, photo, picture, psnr, turned, write
 
-from penstock.loader import DistributedDataLoader, ImageDecoder, Mixture, Source, pack
 from penstock.loader.decoding import device_codec, device_images
-from penstock.loader.decoding.device_codec import Wait
 from penstock.loader.decoding.device_images import DeviceFallbackWarning
 from penstock.loader.decoding.jpeg_stream import plain_jpeg
-from penstock.loader.errors import ConfigError, DecodeError, MemoryLimitError
-
-PHOTOS = [photograph(name) for name in ("china.jpg", "flower.jpg")]
-SIZES = [(320, 240), (240, 320), (257, 201), (64, 48), (500, 375)]
-RANDOM = {"size": (56, 72), "crop": "random", "flip": 0.5}
-CUDA = {"device": "cuda"}
-
-
-def encode(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    sink = io.BytesIO()
-    image.save(sink, kind, **({"quality": 92} if kind == "JPEG" else {}) | options)
-    return sink.getvalue()
-
-
-def turned(image: Image.Image) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return encode(image, exif=exif)
-
-
-def photo(number: int) -> Image.Image:
-    return PHOTOS[number % 2].resize(SIZES[number % len(SIZES)], Image.Resampling.BICUBIC)
-
-
-def picture(number: int) -> bytes:
-    """Mostly JPEGs, and of each kind that no device decodes."""
-    one = photo(number)
-    kinds = {
-        3: lambda: encode(one, "PNG"),
-        5: lambda: encode(one, progressive=True),
-        7: lambda: encode(one.convert("L")),
-        9: lambda: encode(one.convert("CMYK")),
-        11: lambda: turned(one),
-        13: lambda: encode(one, subsampling=0),
-    }
-    return kinds.get(number, lambda: encode(one))()
-
-
-def psnr(one: torch.Tensor, other: torch.Tensor) -> float:
-    error = (one.double() - other.double()).square().mean().item()
-    return math.inf if error == 0 else 10 * math.log10(255**2 / error)
-
-
-class HostCodec:
-    """Does what the device's does, and notes it: turns images by EXIF, fails as a whole, waits for nothing itself."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-        self.largest = 0
-        self.refused: set[tuple[int, int]] = set()  # heights and widths
-        self.error: type[RuntimeError] = RuntimeError
-        self.lanes = 0
-        self.is_idle = False
-
-    @contextmanager
-    def lane(self) -> Iterator[Wait]:
-        self.lanes += 1
-        self.is_idle = True
-        try:
-            yield self._wait
-        finally:
-            self.lanes -= 1
-
-    def _wait(self) -> None:
-        self.is_idle = True
-
-    def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        assert self.lanes, "decoding on no lane"
-        assert self.is_idle, "decoding while work is queued, which nvJPEG's engine would not wait for"
-        self.is_idle = False
-        self.calls.append(len(streams))
-        images = []
-        for stream in streams:
-            data = stream.numpy().tobytes()
-            try:
-                pixels = simplejpeg.decode_jpeg(data)
-            except ValueError as exc:
-                raise RuntimeError(f"nvjpegDecode failed: {exc}") from exc
-            if pixels.shape[:2] in self.refused:
-                raise self.error("made up")
-            orientation = Image.open(io.BytesIO(data)).getexif().get(0x0112, 1)
-            images.append(torch.from_numpy(np.rot90(pixels, -1).copy() if orientation == 6 else pixels).movedim(-1, 0))
-        self.largest = max(self.largest, sum(image.numel() for image in images))
-        return images
 
 
 @pytest.fixture
@@ -118,28 +24,9 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> HostCodec:
     return made
 
 
-def write(folder: Path, pictures: Sequence[bytes]) -> str:
-    pack(({"__key__": f"{i:03d}", "jpg": data, "cls": i} for i, data in enumerate(pictures)), str(folder), format="tar")
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("pictures"), [picture(number) for number in range(24)])
-
-
-def load(url: str, *, on_device: bool, decoder: Any = RANDOM, **options: Any) -> DistributedDataLoader:
-    given = decoder | (CUDA if on_device else {})
-    given_to_loader = {"batch_size": 8, "with_ids": True, "threads": 2} | options
-    return DistributedDataLoader(url, decode={"jpg": ImageDecoder(**given)}, **given_to_loader)
-
-
-def batches(url: str, **options: Any) -> list[dict[str, Any]]:
-    with load(url, **options) as loader:
-        return list(loader)
-
-
-# The same images as on the CPU.
 
 
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
@@ -207,9 +94,6 @@ def test_a_last_batch_that_is_not_full_is_that_of_the_cpu(pictures, codec, last_
         assert one["__id__"].tolist() == other["__id__"].tolist()
 
 
-# Memory, and what is refused.
-
-
 def test_images_are_decoded_in_groups_of_bounded_size(pictures, codec, monkeypatch):
     expected = batches(pictures, on_device=True)
     codec.calls.clear()
@@ -219,159 +103,6 @@ def test_images_are_decoded_in_groups_of_bounded_size(pictures, codec, monkeypat
     assert len(codec.calls) > 6
     assert codec.largest <= 3 * 500 * 375 + 300_000
     assert all(torch.equal(one["jpg"], other["jpg"]) for one, other in zip(expected, grouped, strict=True))
-
-
-def test_an_image_beyond_a_groups_bytes_is_left_to_the_cpu(pictures, codec, monkeypatch):
-    monkeypatch.setattr(device_images, "_GROUP_BYTES", 3 * 400 * 400)
-    on_cpu, on_device = (batches(pictures, on_device=on, shuffle=False) for on in (False, True))
-    for one, other in zip(on_cpu, on_device, strict=True):
-        for number, plain, decoded in zip(one["cls"].tolist(), one["jpg"], other["jpg"], strict=True):
-            assert torch.equal(plain, decoded) or SIZES[number % 5] != (500, 375)
-
-
-def test_an_image_that_the_device_refuses_is_decoded_on_the_cpu_and_said_once(pictures, codec):
-    codec.refused = {(201, 257)}
-    on_cpu = batches(pictures, on_device=False, shuffle=False)
-    with pytest.warns(DeviceFallbackWarning, match="257x201") as told:
-        on_device = batches(pictures, on_device=True, shuffle=False)
-    assert sum(issubclass(each.category, DeviceFallbackWarning) for each in told) == 1
-    for one, other in zip(on_cpu, on_device, strict=True):
-        for number, plain, decoded in zip(one["cls"].tolist(), one["jpg"], other["jpg"], strict=True):
-            assert psnr(plain, decoded) > 28
-            if SIZES[number % 5] == (257, 201):
-                assert torch.equal(plain, decoded)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, getattr(torch, "AcceleratorError", None)])
-def test_a_device_out_of_memory_or_order_is_no_bad_sample(pictures, codec, error):
-    if error is None:
-        pytest.skip("this torch has no AcceleratorError")
-    codec.refused, codec.error = {(201, 257)}, error
-    expected = MemoryLimitError if error is torch.OutOfMemoryError else error
-    with load(pictures, on_device=True, on_error="replace") as loader, pytest.raises(expected):
-        list(loader)
-    assert loader.bad_samples == []
-
-
-# Damage.
-
-
-def damage(data: bytes) -> dict[str, bytes]:
-    return {
-        "cut short": data[: len(data) // 2],
-        "no scan": data[:200] + b"\xff\xd9",
-        "garbage in the scan": data[:-900] + b"\xff\xd7" * 300 + data[-300:],
-        "something else": b"no image",
-        "empty": b"",
-    }
-
-
-@pytest.mark.parametrize("kind", list(damage(b"")))
-def test_damage_is_told_as_on_the_cpu(codec, tmp_path, kind):
-    pictures = [picture(number) for number in range(8)]
-    pictures[4] = damage(pictures[4])[kind]
-    url = write(tmp_path, pictures)
-    told = []
-    for on_device in (False, True):
-        with pytest.raises(DecodeError, match=r"number 4 of .*key '004'.*field 'jpg'") as raised:
-            batches(url, on_device=on_device, batch_size=4, shuffle=False)
-        told.append(str(raised.value))
-    assert told[0] == told[1]
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> str:
-    good = [picture(number) for number in range(24)]
-    for number, kind in ((4, "cut short"), (10, "no scan"), (17, "something else"), (20, "garbage in the scan")):
-        good[number] = damage(good[number])[kind]
-    return write(tmp_path_factory.mktemp("damaged"), good)
-
-
-@pytest.mark.filterwarnings("ignore::penstock.loader.reading.bad_samples.BadSampleWarning")
-def test_bad_images_are_replaced_by_the_same_samples_as_on_the_cpu(damaged, codec, tmp_path):
-    found = []
-    for on_device in (False, True):
-        quarantine = tmp_path / str(on_device)
-        options = {"on_error": "replace", "max_errors": 10, "quarantine": str(quarantine)}
-        with load(damaged, on_device=on_device, **options) as loader:
-            taken = list(loader)
-            bad = sorted((each.id, each.field, each.reason) for each in loader.bad_samples)
-        found.append((taken, bad))
-    (on_cpu, bad_on_cpu), (on_device, bad_on_device) = found
-    assert [bad_id for bad_id, _, _ in bad_on_cpu] == [4, 10, 17, 20]
-    assert bad_on_device == bad_on_cpu
-    for one, other in zip(on_cpu, on_device, strict=True):
-        assert one["__id__"].tolist() == other["__id__"].tolist()
-        assert all(psnr(plain, decoded) > 28 for plain, decoded in zip(one["jpg"], other["jpg"], strict=True))
-
-
-# What is refused when the loader is made.
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"transform": dict}, "transform="),
-        ({"collate": list}, "collate="),
-        ({"processes": 2}, "processes="),
-        ({"keep": bool}, "keep="),
-        ({"on_error": "skip"}, "on_error='skip'"),
-    ],
-)
-def test_what_needs_samples_in_host_memory_is_refused_by_name(pictures, codec, options, named):
-    with pytest.raises(ConfigError, match=named):
-        load(pictures, on_device=True, **options)
-
-
-def test_a_mixture_is_refused_whoever_names_the_decoder(pictures, codec):
-    decode = {"jpg": ImageDecoder(size=32, device="cuda")}
-    for mixture, options in (
-        (Mixture({"one": Source(pictures)}), {"decode": decode}),
-        (Mixture({"one": Source(pictures, decode=decode)}), {}),
-    ):
-        with pytest.raises(ConfigError, match="Mixture"):
-            DistributedDataLoader(mixture, batch_size=4, **options)
-
-
-def test_a_decoder_for_a_device_wants_a_loader_with_one(pictures):
-    with pytest.raises(ConfigError, match="give the loader device='cuda' too"):
-        load(pictures, on_device=True)
-
-
-@pytest.mark.parametrize("wrong", [{"size": 32, "device": "cuda:1"}, {"size": 32, "device": "cpu"}, {"device": "cuda"}])
-def test_a_device_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match="device="):
-        ImageDecoder(**wrong)
-
-
-def test_a_missing_or_useless_codec_is_told_with_what_to_install(monkeypatch):
-    class Broken:
-        device = torch.device("cpu")
-        lane = HostCodec.lane
-        lanes = 0
-
-        def __init__(self, *given: Any) -> None:
-            pass
-
-        def _wait(self) -> None:
-            pass
-
-        def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            raise RuntimeError("was not compiled with nvJPEG")
-
-    opened = device_codec._open.__wrapped__
-    monkeypatch.setitem(__import__("sys").modules, "torchcodec.decoders", None)
-    with pytest.raises(ConfigError, match=r"torchcodec .*penstock\[images-cuda\]"):
-        opened(torch.device("cuda", 0))
-    fake = type("decoders", (), {"decode_jpeg": None})
-    monkeypatch.setitem(__import__("sys").modules, "torchcodec", type("torchcodec", (), {"decoders": fake}))
-    monkeypatch.setitem(__import__("sys").modules, "torchcodec.decoders", fake)
-    monkeypatch.setattr(device_codec, "TorchcodecCodec", Broken)
-    with pytest.raises(ConfigError, match="decodes no JPEG on cuda:0: RuntimeError: was not compiled"):
-        opened(torch.device("cuda", 0))
-
-
-# Which JPEGs a device is given.
 
 
 def test_plain_jpegs_are_told_from_others():
@@ -409,9 +140,6 @@ def test_no_bytes_make_reading_a_header_raise():
         bad = good[: int(rng.integers(2, 700))].copy()
         bad[rng.integers(0, len(bad), 4)] = rng.integers(0, 256, 4)
         plain_jpeg(bad.tobytes() + b"\xff\xd9")
-
-
-# On a real device.
 
 
 @pytest.mark.gpu

@@ -171,8 +171,8 @@ class _Reader:
         pass
 
 
-@pytest.mark.parametrize(("reads_all", "ahead"), [(True, 1), (False, 300)])
-def test_a_rank_that_reads_every_chunk_plans_no_more_than_the_next_epoch(reads_all, ahead):
+@pytest.mark.parametrize("epochs", [1, 8])
+def test_no_more_epochs_are_planned_ahead_than_ask_for_every_chunk(epochs):
     ended: list[int] = []
 
     def planned():
@@ -180,11 +180,11 @@ def test_a_rank_that_reads_every_chunk_plans_no_more_than_the_next_epoch(reads_a
             ended.append(epoch)
             yield _Spans(epoch), None
 
-    spans = iter(_LookAhead(planned(), _Reader(), reads_all=reads_all))
+    spans = iter(_LookAhead(planned(), _Reader(), epochs=epochs))
     for epoch in range(50):
         assert next(spans)[0].epoch == epoch
-        assert ended[-1] == epoch + 1 or not reads_all
-    assert ended[-1] >= 49 + ahead
+        assert ended[-1] <= epoch + epochs
+    assert ended[-1] == 49 + epochs
 
 
 def test_epochs_after_the_first_find_every_chunk_in_memory(tokens):
@@ -192,3 +192,10 @@ def test_epochs_after_the_first_find_every_chunk_in_memory(tokens):
         seen = [int(i) for _ in range(5) for batch in loader for i in batch["__id__"]]
         assert loader.metrics().fetched_chunks == loader.manifest.num_chunks
     assert sorted(seen) == sorted(5 * list(range(256)))
+
+
+def test_one_of_several_ranks_keeps_the_chunks_that_later_epochs_ask_for(tokens):
+    with open_tokens(tokens, rank=0, world_size=2) as loader:
+        for _ in range(10):
+            assert sum(len(batch["__id__"]) for batch in loader) == 128
+        assert loader.metrics().fetched_chunks == loader.manifest.num_chunks

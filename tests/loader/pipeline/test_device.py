@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 import torch
+from late_device import TENSORS
 
 from penstock.loader import ByteViews, GatheredBytes
 from penstock.loader.errors import ConfigError, LoaderClosedError
 from penstock.loader.pipeline.device import ALIGN_BYTES, DeviceFeeder, pack_offsets, resolve_cuda
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
 
 
 class LateEvent:
@@ -70,26 +67,6 @@ class LateDevice:
 def feeder(slots: int = 3, gate: threading.Event | None = None) -> tuple[DeviceFeeder, LateDevice]:
     device = LateDevice(gate)
     return DeviceFeeder("cuda", slots=slots, backend=device), device
-
-
-TENSORS = {
-    "uint8": torch.arange(7, dtype=torch.uint8),
-    "int64": torch.arange(12).reshape(3, 4),
-    "float64": torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
-    "bfloat16": torch.arange(9).to(torch.bfloat16),
-    "bool": torch.tensor([True, False, True]),
-    "complex": torch.tensor([1 + 2j, 3 - 4j]),
-    "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-    "scalar": torch.tensor(3.5),
-    "empty": torch.zeros(0, 3),
-    "channels_last": torch.arange(2 * 3 * 4 * 5).reshape(2, 4, 5, 3).permute(0, 3, 1, 2),
-    "one_image": torch.arange(3 * 4 * 5).reshape(1, 4, 5, 3).permute(0, 3, 1, 2),
-    "transposed": torch.arange(6).reshape(2, 3).t(),
-    "every_second": torch.arange(10)[::2],
-    "expanded": torch.arange(3).expand(4, 3),
-    "middle": torch.arange(100)[40:60],
-    "with_grad": torch.ones(2, requires_grad=True),
-}
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -278,84 +255,6 @@ def test_devices_that_need_no_staging_or_are_not_there_are_refused():
 def test_cuda_without_a_device_is_refused():
     with pytest.raises(ConfigError, match="no CUDA device here"):
         resolve_cuda("cuda:0")
-
-
-# On a real device.
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_a_batch_arrives_on_the_device_as_it_was():
-    ring = DeviceFeeder("cuda")
-    try:
-        arrived = ring.stage(TENSORS).take()
-        for name, tensor in TENSORS.items():
-            assert arrived[name].device.type == "cuda"
-            assert arrived[name].stride() == torch.empty_like(tensor).stride()
-            torch.testing.assert_close(arrived[name].cpu(), tensor.detach().resolve_conj(), rtol=0, atol=0)
-    finally:
-        ring.close()
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_batches_fed_by_another_thread_are_never_mixed_under_slow_kernels():
-    ring = DeviceFeeder("cuda", slots=2)
-    ready: list = []
-    filled = threading.Semaphore(0)
-    room = threading.Semaphore(4)
-    rows = 4 << 20
-
-    def feed() -> None:
-        for number in range(60):
-            room.acquire()
-            ready.append(ring.stage({"x": torch.full((rows,), number, dtype=torch.int32)}))
-            filled.release()
-
-    feeding = threading.Thread(target=feed)
-    feeding.start()
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    try:
-        for number in range(60):
-            filled.acquire()
-            batch = ready.pop(0).take()
-            torch.cuda._sleep(5_000_000)  # the consumer's stream is late; the batch must stay what it is meanwhile
-            wrong += (batch["x"] != number).sum()
-            del batch  # given back to the allocator while the kernels above have not run yet
-            room.release()
-        feeding.join()
-        assert wrong.item() == 0
-    finally:
-        ring.close()
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_staging_opens_no_context_on_a_device_that_is_not_ours():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    program = """
-import threading, torch
-from penstock.loader.pipeline.device import DeviceFeeder
-ring = DeviceFeeder("cuda:1")
-thread = threading.Thread(target=lambda: ring.stage({"x": torch.ones(1 << 20)}))
-thread.start()
-thread.join()
-ring.close()
-print([torch._C._cuda_hasPrimaryContext(index) for index in range(2)])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[False, True]"
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_close_in_the_middle_of_copies_is_safe_on_the_device():
-    ring = DeviceFeeder("cuda", slots=2)
-    staged = [ring.stage({"x": torch.full((16 << 20,), number, dtype=torch.uint8)}) for number in range(2)]
-    ring.close()
-    assert [int(batch.take()["x"].max()) for batch in staged] == [0, 1]
-    assert ring.pinned_bytes == 0
 
 
 class Resident(torch.Tensor):

@@ -163,13 +163,14 @@ def test_a_rank_reads_ahead_as_its_loader_is_tuned(limit: int | None, world_size
     assert told.waiting_batches == min(256, tuned.batch_budget_bytes // 4000)
 
 
-@pytest.fixture
-def some_manifest(tmp_path: Any) -> Manifest:
+@pytest.fixture(scope="module")
+def some_manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     from penstock import pack
     from penstock.loader import open_manifest
 
-    pack([{"bin": bytes(5000)} for _ in range(800)], tmp_path, shard_bytes=55_000, progress=False)
-    return open_manifest(tmp_path, progress=False)
+    folder = tmp_path_factory.mktemp("data")
+    pack([{"bin": bytes(5000)} for _ in range(800)], folder, shard_bytes=55_000, progress=False)
+    return open_manifest(folder, progress=False)
 
 
 @pytest.mark.parametrize(

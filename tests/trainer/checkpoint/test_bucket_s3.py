@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks
-from test_checkpoint import assert_same, build, fill, step_once, whole_state
-from test_rewind import batches_to_rows, going_back, train
+from rewound_runs import batches_to_rows, going_back, train
+from saved_nets import assert_same, build, fill, step_once, whole_state
 
 from penstock import open_store
 from penstock.storage import AccessDeniedError, Store
@@ -277,7 +277,7 @@ def test_what_fails_on_one_rank_is_known_to_all_and_the_next_save_succeeds(
 
 
 def _continue_on_nodes(world: World, url: str, options: dict[str, Any], folder: str, zero: int) -> Any:
-    """As `test_checkpoint.py` does on a shared disk; here each rank has a disk of its own."""
+    """As `test_checkpoint_faults.py` does on a shared disk; here each rank has a disk of its own."""
     own = Path(folder) / f"node-{world.rank}"
     own.mkdir(exist_ok=True)
     tempfile.tempdir = str(own)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from launch_ranks import Ranks, run_ranks
-from together_cases import make_trainer
+from small_trainers import make_trainer
 
 from penstock.trainer import CheckpointConfig, CheckpointError, World
 from penstock.trainer.checkpoint.checkpointer import Checkpointer

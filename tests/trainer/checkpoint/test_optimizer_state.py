@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import Line, rows, square
+from small_trainers import Line, rows, square
 
 from penstock.trainer import CheckpointMismatchError, DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config

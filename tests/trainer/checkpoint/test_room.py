@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import make_trainer
+from small_trainers import make_trainer
 from torch import nn
 
 from penstock.trainer import CheckpointConfig, CheckpointError, CheckpointRoomError, World

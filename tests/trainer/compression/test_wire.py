@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from launch_ranks import run_ranks
-from together_cases import Line, make_trainer, rows
+from small_trainers import Line, make_trainer, rows
 
 from penstock.trainer import World
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from together_cases import make_trainer, rows
+from small_trainers import make_trainer, rows
 from torch import nn
 
 from penstock.trainer import World

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch_ranks import run_ranks
-from together_cases import rows
+from small_trainers import rows
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

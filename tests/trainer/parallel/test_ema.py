@@ -12,7 +12,8 @@ import pytest
 import torch
 from launch_ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from together_cases import Line, make_trainer, overflow, rows
+from small_trainers import Line, make_trainer, rows
+from together_cases import overflow
 from torch import nn
 
 from penstock.cli import run as run_command

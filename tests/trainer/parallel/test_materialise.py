@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
+from small_trainers import make_trainer, rows
 from tied_model import Scaled, Tied, initialise_scaled, whole_state
-from together_cases import make_trainer, rows
 from torch import nn
 
 from penstock.trainer import TrainerConfigError, World, build_on_meta

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import rows
+from small_trainers import rows
 from torch import nn
 
 from penstock.trainer import DistributedTrainer, StallError, TrainerConfig, TrainerConfigError, World

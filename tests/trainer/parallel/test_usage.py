@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import make_trainer, rows
+from small_trainers import make_trainer, rows
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from together_cases import Line, add_up, make_trainer, rows, square
+from small_trainers import Line, add_up, make_trainer, rows, square
 from torch import nn
 
 from penstock.trainer import (

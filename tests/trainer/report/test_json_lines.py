@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from together_cases import make_trainer
+from small_trainers import make_trainer
 
 from penstock.trainer import World
 from penstock.trainer.report.json_lines import JsonLines

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from together_cases import Line, rows, square
+from small_trainers import Line, rows, square
 
 from penstock.trainer import DistributedTrainer, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.options import build_config

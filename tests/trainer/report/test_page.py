@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from together_cases import add_up, make_trainer, rows
+from small_trainers import add_up, make_trainer, rows
 
 from penstock.trainer import Evaluation, World
 from penstock.trainer.report.charts import Chart, Line, draw, short, thin, ticks

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from together_cases import Line, make_trainer, rows, square
+from small_trainers import Line, make_trainer, rows, square
 
 from penstock import DistributedDataLoader
 from penstock.trainer import Callbacks, TrainerConfig, TrainerConfigError, World

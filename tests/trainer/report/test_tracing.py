@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from together_cases import make_trainer, rows, shared_folder, square
+from small_trainers import make_trainer, rows, square
+from together_cases import shared_folder
 from torch import nn
 
 from penstock.trainer import ProfileConfig, TrainerConfigError, World

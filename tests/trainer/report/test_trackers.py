@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from together_cases import make_trainer
+from small_trainers import make_trainer
 
 from penstock.trainer import TrainerConfigError, World
 from penstock.trainer.report.trackers import InBackground

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hanging_store import HangingFileSystem, register_hanging_store
 from launch_ranks import Ranks
-from together_cases import make_trainer
+from small_trainers import make_trainer
 
 from penstock import DistributedDataLoader
 from penstock.trainer import Evaluation, World

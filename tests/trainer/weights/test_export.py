@@ -16,8 +16,8 @@ import torch
 from launch import ranks_environment
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small_trainers import make_trainer, rows
 from tied_model import Scaled, Tied, whole_state
-from together_cases import make_trainer, rows
 
 from penstock.cli import run as run_command
 from penstock.trainer import CheckpointError, Evaluation, World, close_world, export_run, open_world

@@ -13,9 +13,9 @@ import pytest
 import torch
 from launch_ranks import run_ranks
 from safetensors.torch import load_file
+from small_trainers import make_trainer, rows
 from test_warm_start import begin, refuse
 from tied_model import Scaled, Tied
-from together_cases import make_trainer, rows
 
 from penstock.cli import run as run_command
 from penstock.storage import MemoryStore

@@ -11,8 +11,8 @@ import pytest
 import torch
 from launch_ranks import run_ranks
 from safetensors.torch import save_file
+from small_trainers import make_trainer, rows
 from tied_model import Scaled, Tied, initialise_scaled, whole_state
-from together_cases import make_trainer, rows
 
 from penstock.trainer import CheckpointError, CheckpointMismatchError, TrainerConfigError, World, build_on_meta
 

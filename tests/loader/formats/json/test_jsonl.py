@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import zstandard
 from folder_store import FolderStore, open_all, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from line_files import GOOD, index, read, same, write
 
 from penstock.loader.columns import ArrayColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
@@ -22,24 +22,6 @@ from penstock.loader.formats.json import lines as json_lines
 from penstock.loader.formats.json.jsonl import JsonColumn, JsonlFormat
 from penstock.loader.formats.json.lines import find_lines, infer_columns, read_columns
 from penstock.loader.formats.json.types import infer_type, merge_types
-from penstock.loader.formats.shard import ChunkRef, ShardIndex, ShardTask
-
-
-def write(folder: Path, rows: list[Any], name: str = "s.jsonl") -> bytes:
-    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    (folder / name).write_bytes(data)
-    return data
-
-
-def read(folder: Path, chunk_bytes: int = 1 << 20, columns: list[str] | None = None) -> list[dict[str, Any]]:
-    return [row for block in open_all(FolderStore(folder), JsonlFormat(chunk_bytes), columns) for row in rows_of(block)]
-
-
-def index(folder: Path, data: bytes, name: str = "s.jsonl", chunk_bytes: int = 1 << 20) -> ShardIndex:
-    (folder / name).write_bytes(data)
-    store = FolderStore(folder)
-    return JsonlFormat(chunk_bytes).index_shard(store, ShardTask(store.head(name)))
-
 
 ROWS = [
     {"id": i, "text": f"grün {i}", "x": i / 2, "ok": i % 2 == 0, "tags": ["a"] * i, "of": {"b": i}} for i in range(50)
@@ -212,83 +194,6 @@ def test_an_unknown_column_is_refused_with_the_ones_there_are(tmp_path: Path) ->
         read(tmp_path, columns=["z"])
 
 
-GOOD = b'{"a": 1}\n'
-BAD = {
-    "no bytes": (b"", 0, "no bytes"),
-    "no JSON": (GOOD + b"{oops\n" + GOOD, 9, "'{oops'"),
-    "a cut last line": (GOOD + b'{"a": 1, "te', 9, "not JSON"),
-    "an array": (GOOD + GOOD + b"[1]\n", 18, "a JSON list, not an object"),
-    "a number": (b"1\n", 0, "a JSON int, not an object"),
-    "two objects on one line": (GOOD + b'{"a":1}{"a":2}\n', 9, "Extra data"),
-    "an object over two lines": (GOOD + b'{"a":\n1}\n', 9, "not JSON"),
-    "no UTF-8": (GOOD + b'{"a": "\xff"}\n', 9, "not UTF-8"),
-    "bottomless": (GOOD + b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", 9, "nests more than 100 deep"),
-    "binary": (bytes(range(128, 256)) * 50, 0, "not UTF-8"),
-    "a clash with the nulls": (b'{"a": null, "a__null": 1}\n{"a": 1}\n', None, "reserved for the nulls of 'a'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_lines_are_errors_that_name_shard_and_offset(tmp_path: Path, case: str) -> None:
-    data, offset, words = BAD[case]
-    with pytest.raises(FormatError) as caught:
-        index(tmp_path, data)
-    assert words in str(caught.value)
-    assert (caught.value.shard, caught.value.offset) == ("s.jsonl", offset)
-
-
-@pytest.mark.parametrize("change", [b'{"a": "text"}\n', b'{"a": null}\n', GOOD * 2, b"{oops\n", b"\n"])
-def test_a_shard_that_changed_after_the_index_is_an_error(tmp_path: Path, change: bytes) -> None:
-    (tmp_path / "s.jsonl").write_bytes(GOOD)
-    store = FolderStore(tmp_path)
-    form = JsonlFormat()
-    schema = form.index_shard(store, ShardTask(store.head("s.jsonl"))).schema
-    ref = ChunkRef(store.head("s.jsonl"), 0, len(change), 1, 0)
-    with pytest.raises(FormatError, match=r"^s\.jsonl at byte 0: "):
-        form.open_chunk(ref, None, [memoryview(change)], None, schema)
-
-
-@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.zst"])
-def test_damaged_compressed_shards_are_errors(tmp_path: Path, name: str) -> None:
-    data = json.dumps({"a": os.urandom(3000).hex()}).encode() + b"\n"
-    packed = gzip.compress(data) if name.endswith("gz") else zstandard.compress(data)
-    for damaged in (b"", data, packed[:-20]):
-        with pytest.raises(FormatError, match=name):
-            index(tmp_path, damaged, name)
-
-
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth - 1):
-        value = [value]
-    return value
-
-
-def test_brackets_in_text_do_not_make_a_line_deep(tmp_path: Path) -> None:
-    rows = [{"t": "[{" * 500 + '"\\', "d": [[1]]}, {"t": '\\"' + "{[" * 500, "d": nested(99)}]
-    write(tmp_path, rows)
-    assert read(tmp_path) == rows
-
-
-def test_lines_that_nest_deeper_than_100_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, [{"d": nested(99)}, {"d": nested(100)}])
-    with pytest.raises(FormatError, match=r"line 2 nests more than 100 deep.*store the deep value as text"):
-        read(tmp_path)
-
-
-@pytest.mark.slow
-def test_maps_with_keys_of_their_own_in_each_row_cost_no_more_than_their_text(tmp_path: Path) -> None:
-    rows = [{"id": i, "counts": {f"key{i}": i}} for i in range(6000)]
-    write(tmp_path, rows)
-    assert read(tmp_path) == rows
-
-
-def test_rows_that_are_maps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "COLUMNS", 100)
-    with pytest.raises(FormatError, match="maps, not records"):
-        index(tmp_path, b"".join(b'{"key%d": 1}\n' % i for i in range(101)))
-
-
 scalars = (
     st.none()
     | st.booleans()
@@ -324,19 +229,6 @@ def test_any_rows_read_as_python_reads_them(tmp_path: Path, rows: list[dict[str,
         for name in names:
             value = None if ours.get(name + "__null") else ours[name]
             assert same(value, row.get(name)), (value, row.get(name))
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Equal but for what columns do on purpose: NaN for null among floats, all keys in structs, ints as floats."""
-    if theirs is None:
-        return ours is None or (isinstance(ours, float) and math.isnan(ours))
-    if isinstance(theirs, dict):
-        return isinstance(ours, dict) and all(same(ours.get(k), theirs.get(k)) for k in {*ours, *theirs})
-    if isinstance(theirs, list):
-        return isinstance(ours, list) and len(ours) == len(theirs) and all(map(same, ours, theirs))
-    if isinstance(theirs, int) and isinstance(ours, float):
-        return ours == float(theirs)
-    return type(ours) is type(theirs) and ours == theirs
 
 
 @settings(max_examples=100, deadline=None)
@@ -375,32 +267,3 @@ def test_columns_of_a_large_chunk_are_read_in_slices(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(json_lines, "SLICE_BYTES", 100)
     assert read_columns(lines, types) == whole
     assert whole["i"].to_pylist() == list(range(50))
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=2)), min_size=1, max_size=3), st.sampled_from([1, 9999])
-)
-def test_random_damage_gives_a_format_error_or_what_python_reads(
-    tmp_path: Path, splices: list[tuple[int, bytes]], chunk_bytes: int
-) -> None:
-    damaged = bytearray(b'{"a": 1, "b": "x", "c": [1.5, null], "d": {"e": true}}\n' * 4)
-    for at, new in splices:
-        damaged[at : at + 1] = new
-    data = bytes(damaged)
-    try:
-        (tmp_path / "s.jsonl").write_bytes(data)
-        got = read(tmp_path, chunk_bytes)
-    except FormatError:
-        return
-    rows = [json.loads(line) for line in data.split(b"\n") if line.strip()]
-    assert len(got) == len(rows)
-    for ours, row in zip(got, rows, strict=True):
-        assert all(same(None if ours.get(f"{name}__null") else ours[name], value) for name, value in row.items())
-
-
-@pytest.mark.parametrize("text", [b"null", b"null\nnull\n", b'{"a": 1}\n null\n{"a": 2}\n', b'{"a": 1}\nnull null\n'])
-def test_a_line_that_holds_no_object_is_refused_also_where_arrow_takes_it_for_one(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "a.jsonl").write_bytes(text)
-    with pytest.raises(FormatError, match=r"line \d is (a JSON NoneType, not an object|not JSON)"):
-        open_all(FolderStore(tmp_path), JsonlFormat())

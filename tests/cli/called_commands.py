@@ -1,0 +1,13 @@
+"""Commands of penstock, called here or in a process, and a table of words."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cli import run
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err

@@ -1,0 +1,179 @@
+"""What a source may be: prefixes, shards, patterns and lists, and which are refused."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+from counted_gets import PutShards, keys
+
+from penstock import open_manifest
+from penstock.loader import ConfigError, DatasetError, FormatError
+from penstock.loader.dataset.patterns import expand_braces
+from penstock.loader.dataset.source import select
+from penstock.storage import MemoryStore, NotFoundError, PenstockError
+
+
+def test_one_shard_a_pattern_and_a_list_are_sources(memory_store: MemoryStore, put_shards: PutShards) -> None:
+    rows = put_shards(memory_store, 20, "a/x") + put_shards(memory_store, 20, "b/y")
+    url = memory_store.url
+    assert open_manifest(f"{url}/a/x-003.parquet").num_samples == rows[3]
+    assert keys(open_manifest(f"{url}/{{b/y,a/x}}-{{002..001}}.parquet".replace("002..001", "001..002"))) == [
+        "b/y-001.parquet",
+        "b/y-002.parquet",
+        "a/x-001.parquet",
+        "a/x-002.parquet",
+    ]
+    assert open_manifest(f"{url}/a/x-{{000..019}}.parquet").num_samples == sum(rows[:20])
+    backwards = [f"{url}/b/y-001.parquet", f"{url}/a/x-001.parquet", f"{url}/a/x-000.parquet"]
+    manifest = open_manifest(backwards)
+    assert manifest.url == f"{url}/"
+    assert keys(manifest) == ["b/y-001.parquet", "a/x-001.parquet", "a/x-000.parquet"]
+    assert open_manifest([f"{url}/b/", f"{url}/a/x-000.parquet"]).num_samples == sum(rows[20:]) + rows[0]
+
+
+def test_local_paths_are_sources(memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path) -> None:
+    put_shards(memory_store, 2)
+    for info in memory_store.list():
+        (tmp_path / info.key).write_bytes(memory_store.get(info.key))
+    for source in (tmp_path, str(tmp_path), f"{tmp_path}/", f"file://{tmp_path}"):
+        assert open_manifest(source).num_samples == 51
+    assert open_manifest(tmp_path / "part-001.parquet").num_samples == 26
+    assert open_manifest(f"{tmp_path}/part-{{000..001}}.parquet").num_samples == 51
+
+
+def test_braces_expand_as_a_shell_does() -> None:
+    assert expand_braces("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
+    assert expand_braces("{x,y}/{1..2}") == ["x/1", "x/2", "y/1", "y/2"]
+    assert expand_braces("plain") == ["plain"]
+
+
+@pytest.mark.parametrize("pattern", ["a-{3..1}.tar", "a-{x}.tar", "a-{0..99999999999}.tar", "a-{}.tar"])
+def test_patterns_without_sense_are_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError):
+        expand_braces(pattern)
+
+
+def test_missing_shards_of_a_pattern_are_named(memory_store: MemoryStore, put_shards: PutShards) -> None:
+    put_shards(memory_store, 20)
+    named = ", ".join(f"part-{n:03d}.parquet" for n in range(20, 25))
+    with pytest.raises(DatasetError, match=f"missing {named}, \\.\\.\\."):
+        open_manifest(f"{memory_store.url}/part-{{000..040}}.parquet")
+    with pytest.raises(DatasetError, match=r"missing part-020\.parquet,? which"):
+        open_manifest([f"{memory_store.url}/part-000.parquet", f"{memory_store.url}/part-020.parquet"])
+
+
+def test_bad_sources_are_refused(memory_store: MemoryStore, put_shards: PutShards) -> None:
+    put_shards(memory_store, 2)
+    url = memory_store.url
+    with pytest.raises(DatasetError, match="nothing there"):
+        open_manifest(f"{url}/empty")
+    with pytest.raises(NotFoundError, match="no bucket"):
+        open_manifest("mem://no-such-bucket/x")
+    with pytest.raises(DatasetError, match="several stores"):
+        open_manifest([f"{url}/part-000.parquet", "mem://elsewhere/part-000.parquet"])
+    with pytest.raises(ConfigError, match="given twice"):
+        open_manifest([f"{url}/part-000.parquet"] * 2)
+    with pytest.raises(DatasetError, match="empty"):
+        open_manifest([])
+    with pytest.raises(ConfigError, match="not int"):
+        open_manifest([3])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="threads=0"):
+        open_manifest(url, threads=0)
+    with pytest.raises(DatasetError, match="no arrow shards"):
+        open_manifest(url, format="arrow")
+
+
+def test_a_shard_without_bytes_is_named(memory_store: MemoryStore, put_shards: PutShards) -> None:
+    put_shards(memory_store, 3)
+    memory_store.put("part-001.parquet", b"")
+    with pytest.raises(FormatError, match=r"part-001\.parquet: the shard is empty"):
+        open_manifest(memory_store.url)
+
+
+def test_a_data_set_of_empty_shards_is_refused(memory_store: MemoryStore) -> None:
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"n": pa.array([], pa.int64())}), sink)
+    memory_store.put("a.parquet", sink.getvalue())
+    with pytest.raises(DatasetError, match="none of its 1 parquet shards holds a sample"):
+        open_manifest(memory_store.url)
+
+
+def test_one_mds_shard_of_a_folder_is_a_source(tmp_path: Path) -> None:
+    shards = []
+    for number, count in enumerate((30, 40, 50)):
+        offsets = [4 * (count + 2) + 8 * row for row in range(count + 1)]
+        data = struct.pack(f"<I{count + 1}I{count}q", count, *offsets, *range(count))
+        name = f"shard.{number:05d}.mds"
+        (tmp_path / name).write_bytes(data)
+        file = {"basename": name, "bytes": len(data), "hashes": {}}
+        columns = {"column_names": ["n"], "column_encodings": ["int"], "column_sizes": [8]}
+        shard = {"version": 2, "format": "mds", "samples": count, "size_limit": 400, "hashes": [], "compression": None}
+        shards.append(shard | columns | {"raw_data": file, "zip_data": None})
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    assert open_manifest(tmp_path).num_samples == 120
+    one = open_manifest(tmp_path / "shard.00001.mds")
+    assert (one.num_samples, keys(one)) == (40, ["shard.00001.mds"])
+
+
+def test_one_megatron_file_is_found_with_its_index(tmp_path: Path) -> None:
+    from penstock import TokensFormat
+
+    (tmp_path / "a.bin").write_bytes(bytes(400))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 1, 2) + struct.pack("<iqqq", 100, 0, 0, 1)
+    (tmp_path / "a.idx").write_bytes(index)
+    for source in (tmp_path, tmp_path / "a.bin"):
+        manifest = open_manifest(source, format=TokensFormat(seq_len=10))
+        assert (manifest.num_samples, manifest.schema["columns"]["tokens"]["type"]) == (10, "int32")
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_folder_on_a_web_server_is_no_object_though_the_server_answers_for_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a.tar", "b.tar"):
+        (tmp_path / "data" / name).write_bytes(b"x")
+    handler = functools.partial(_QuietHandler, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/data"
+        for source, chosen in ((url, None), (f"{url}/a.tar", ("a.tar",)), (f"{url}/{{b,a}}.tar", ("b.tar", "a.tar"))):
+            store, selection = select(source)
+            store.close()
+            assert selection.chosen == chosen
+        assert [info.key for info in select(url)[1].listing] == ["a.tar", "b.tar"]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("pattern", ["{0..9999}{0..9999}", "{0..9000000}", "{1.." + "9" * 5000 + "}", "{a,b}" * 40])
+def test_a_pattern_that_names_millions_of_shards_is_refused_before_they_are_named(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="names more than 2,000,000 shards with"):
+        expand_braces(pattern)
+
+
+def test_a_pattern_of_a_thousand_braces_is_expanded() -> None:
+    assert expand_braces("{0..0}" * 2000 + "{a,b}") == ["0" * 2000 + "a", "0" * 2000 + "b"]
+
+
+@pytest.mark.parametrize("name", ["p" + "[a]" * 100 + ".parquet", "{" + "pa," * 100 + "pb}.parquet"])
+def test_a_pattern_longer_than_the_name_of_a_file_may_be_is_an_error_of_ours(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PenstockError, match=r"p\[a\]|pa"):
+        open_manifest(f"{tmp_path}/{name}", progress=False)

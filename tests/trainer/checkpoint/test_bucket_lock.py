@@ -1,0 +1,125 @@
+"""The lock of a run on checkpoints in an object store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from saved_nets import build
+from small_trainers import make_trainer
+from started_threads import started_threads
+from stored_checkpoints import keys_in, make_config, named_keys
+
+from penstock.storage import (
+    Fault,
+    MemoryStore,
+    NotFoundError,
+    StoreUnavailableError,
+)
+from penstock.trainer import (
+    CheckpointError,
+    World,
+)
+from penstock.trainer.checkpoint.checkpointer import Checkpointer
+from penstock.trainer.checkpoint.remote import lock as store_lock
+from penstock.trainer.checkpoint.remote.layout import list_stored
+from penstock.trainer.checkpoint.remote.lock import LOCK_KEY, StoreLock
+
+
+@pytest.fixture(autouse=True)
+def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where checkpoints are fetched to: empty again after every test, and no threads are left."""
+    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert not list(folder.glob("penstock-checkpoint-*"))
+    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
+
+
+class Clock:
+    """A foreign host's view: nobody's pid can be looked up, and waiting takes no time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.each_look: Any = lambda: None
+        monkeypatch.setattr(store_lock.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(store_lock.time, "sleep", self.sleep)
+        monkeypatch.setattr(store_lock, "_processes", lambda: f"another host {uuid4().hex}")
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.each_look()
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_by_the_name_of_the_first(
+    world: World, bucket: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_lock, "_LIVING_OWNER_S", 0.5)
+    options = {"every_steps": 2, "folder": bucket.url}
+    with make_trainer(world, str(tmp_path), checkpoint=options) as first:
+        with pytest.raises(CheckpointError, match=rf"{bucket.url} belongs to.*process {os.getpid()} \(this process\)"):
+            make_trainer(world, str(tmp_path), checkpoint=options)
+        first.train()
+    make_trainer(world, str(tmp_path), checkpoint=options).close()
+
+
+def test_a_run_on_another_host_is_refused_as_soon_as_its_lock_changes(
+    bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = StoreLock(bucket)
+    clock = Clock(monkeypatch)
+    clock.each_look = lambda: clock.now_s > 9 and first.confirm()
+    try:
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on "):
+            StoreLock(bucket)
+        assert clock.now_s < 11
+    finally:
+        first.close()
+
+
+def test_a_lock_that_stands_still_is_taken_over_and_the_old_run_saves_no_more(
+    alone: World,
+    bucket: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, optimizer = build()
+    with Checkpointer(make_config(bucket), alone) as suspended:
+        suspended.save(1, net, optimizer, {"of": "the first"}, blocking=True)
+        with monkeypatch.context() as patched:
+            clock = Clock(patched)
+            second = StoreLock(bucket)
+        assert store_lock.LEASE_S <= clock.now_s < store_lock.LEASE_S + 1
+        assert second.note is not None
+        assert f"process {os.getpid()}" in second.note
+        with pytest.raises(CheckpointError, match=r"taken over by another run .* process \d+"):
+            suspended.save(2, net, optimizer, {"of": "the first"}, blocking=True)
+        assert list_stored(bucket) == [1]
+    assert LOCK_KEY in keys_in(bucket), "it is the second's"
+    second.confirm()
+    second.close()
+    assert keys_in(bucket) == named_keys(bucket)
+
+
+def test_the_lock_shows_that_its_holder_lives_and_survives_a_broken_connection(bucket: MemoryStore) -> None:
+    lock = StoreLock(bucket, beat_s=0.01)
+    seen: set[str | None] = set()
+    deadline = time.monotonic() + 30
+    bucket.inject(Fault(error=StoreUnavailableError), verb="put_if")
+    while len(seen) < 3 and time.monotonic() < deadline:
+        seen.add(bucket.head(LOCK_KEY).etag)
+        time.sleep(0.002)
+    assert len(seen) == 3
+    lock.confirm()
+    bucket.delete([LOCK_KEY])  # by hand
+    lock.confirm()
+    lock.close()
+    lock.close()
+    with pytest.raises(NotFoundError):
+        bucket.head(LOCK_KEY)
