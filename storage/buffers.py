@@ -62,6 +62,7 @@ class Allowance:
     def close(self) -> None:
         """Give the memory back at once; closing twice is allowed."""
         if self._buffers._allowed.pop(id(self), None) is not None:
+            self._buffers._settle()
             self._buffers._trim()
 
     __del__ = close
@@ -70,15 +71,17 @@ class Allowance:
 class Buffers:
     """Lends memory, and keeps what came back, at most as much as all allowances together. Any thread may call.
 
-    Mutable state: the idle regions, the loans and the allowances. There is no lock, which a thread could be interrupted
-    in, and exporters die at any allocation of any thread: each step is one operation of a deque or dict, and between
-    two of them a region is in one hand at most. Who is interrupted there loses a region, which is then unmapped. Dicts
-    are copied, which allocates nothing in between, before anybody walks them.
+    Mutable state: the idle regions, the loans, those that ended, and the allowances. There is no lock, which a thread
+    could be interrupted in, and exporters die at any allocation of any thread: each step is one operation of a deque or
+    dict, and between two of them a region is in one hand at most. Who is interrupted there loses a region. Dicts are
+    copied, which allocates nothing in between, before anybody walks them. When an exporter dies no function of Python's
+    is called: an interrupt would be raised in it, and be lost, as all that is raised there.
     """
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[_Region]] = {}  # by capacity; those that were used last are at the end
         self._loans: dict[int, _Loan] = {}
+        self._ended: deque[_Loan] = deque()
         self._allowed: dict[int, int] = {}
 
     def take(self, nbytes: int) -> memoryview:
@@ -95,6 +98,7 @@ class Buffers:
         if nbytes < LEAST_BYTES:
             return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]
         capacity = round_up(nbytes)
+        self._settle()
         region = self._find(capacity)
         self._trim()  # to what was allowed when the room for this buffer was counted
         if region is None:
@@ -103,9 +107,10 @@ class Buffers:
             except OSError as exc:
                 raise MemoryError(f"no memory for a buffer of {nbytes:,} bytes: {exc.strerror}") from exc
         exporter: Any = np.frombuffer(region.memory, np.uint8, nbytes)
-        loan = _Loan(exporter, self._came_back)
-        loan.region = region
-        self._loans[id(loan)] = loan
+        if self._allowed:
+            loan = _Loan(exporter, self._ended.append)
+            loan.region = region
+            self._loans[id(loan)] = loan
         return memoryview(exporter)
 
     def allow(self) -> Allowance:
@@ -115,24 +120,28 @@ class Buffers:
     @property
     def idle_bytes(self) -> int:
         """Bytes that are kept for later reads."""
+        self._settle()
         return sum(capacity * len(regions) for capacity, regions in self._idle.copy().items())
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of the buffers that somebody refers to."""
+        """Bytes of the buffers that somebody refers to, and that will be used again."""
+        self._settle()
         return sum(loan.region.capacity for loan in self._loans.copy().values())
 
-    def _came_back(self, loan: weakref.ref[Any]) -> None:
-        """Called when an exporter is deallocated, wherever that happens.
+    def _settle(self) -> None:
+        """Take back the regions of loans that ended. Without an allowance those still lent are unmapped at their end.
 
-        What it held was counted until now, and its owner's budget learns later that it is not. So it is kept, which
-        takes no more memory than before, until the next buffer is taken from that budget.
+        What an exporter held was counted until it died, and its owner's budget learns later that it is not. So it is
+        kept, which takes no more memory than before, until the next buffer is taken from that budget.
         """
-        assert isinstance(loan, _Loan)
-        self._loans.pop(id(loan), None)
-        self._idle.setdefault(loan.region.capacity, deque()).append(loan.region)
         if not self._allowed:
-            self._trim()
+            self._loans.clear()  # a weak reference that is gone tells nobody
+        with suppress(IndexError):
+            while True:
+                loan = self._ended.popleft()
+                self._loans.pop(id(loan), None)
+                self._idle.setdefault(loan.region.capacity, deque()).append(loan.region)
 
     def _find(self, capacity: int) -> _Region | None:
         for _ in range(1 + _FITS):
@@ -152,8 +161,9 @@ class Buffers:
 
     def _forget_in_child(self) -> None:
         """A forked child keeps what it refers to, and no idle memory."""
-        self._idle.clear()
         self._allowed.clear()
+        self._settle()
+        self._idle.clear()
 
 
 def round_up(nbytes: int) -> int:

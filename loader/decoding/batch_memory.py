@@ -5,8 +5,9 @@ it, keeps the exporter alive; with the last of them it dies, and the block is fr
 block, and others are made instead. The exporter is an array since Python's garbage collector does not track those: its
 weak reference dies with the last reference, not before the finalizers of a cycle that refers to it.
 
-Mutable state: the free blocks and the exporters alive, under a lock, and a queue of blocks whose exporter died. The
-queue needs no lock: exporters may die at any allocation of any thread.
+Mutable state: the free blocks and the loans, under a lock, and a queue of loans whose exporter died. The queue needs no
+lock: exporters may die at any allocation of any thread. No function of Python's is called then: an interrupt would be
+raised in it, and be lost.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ _LEAST_BYTES = 64 << 10  # smaller arrays come from malloc, which keeps their me
 _ALIGN_BYTES = 64  # a cache line: stores of the widest registers then touch one line each
 
 
+class _Loan(weakref.ref[AnyArray]):
+    """Tells when a block's exporter is deallocated."""
+
+    __slots__ = ("block",)
+    block: AnyArray
+
+
 class BatchMemory:
     """Lends arrays, and keeps ``most_bytes`` of free blocks at most. Any thread may call any method."""
 
@@ -32,9 +40,8 @@ class BatchMemory:
         self._most_bytes = most_bytes
         self._free: dict[int, list[AnyArray]] = {}  # by size; the last one was used last
         self._free_bytes = 0
-        self._alive: dict[int, weakref.ref[AnyArray]] = {}  # exporters, by number
-        self._dead: deque[tuple[int, AnyArray]] = deque()  # number and block
-        self._numbers = 0
+        self._loans: dict[int, _Loan] = {}  # by their own ids
+        self._ended: deque[_Loan] = deque()
         self._lock = threading.RLock()  # a collection of garbage may come back here at any allocation
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
@@ -48,18 +55,13 @@ class BatchMemory:
             block = free.pop() if free else None
             if block is not None:
                 self._free_bytes -= nbytes
-            self._numbers += 1
-            number = self._numbers
         if block is None:
             block = _aligned(nbytes)
-        dead = self._dead
-
-        def died(_: Any, number: int = number, block: AnyArray = block) -> None:
-            dead.append((number, block))
-
         # Numpy lets views refer to the array that owns their memory, past those between, but not past a memoryview.
         exporter: AnyArray = np.frombuffer(block.data, np.uint8)
-        self._alive[number] = weakref.ref(exporter, died)
+        loan = _Loan(exporter, self._ended.append)
+        loan.block = block
+        self._loans[id(loan)] = loan
         return exporter.view(dtype).reshape(shape)
 
     @property
@@ -74,14 +76,16 @@ class BatchMemory:
         with self._lock:
             self._most_bytes = 0
             self._settle()
+            self._loans.clear()  # a weak reference that is gone tells nobody: each block goes with its exporter
             self._free.clear()
             self._free_bytes = 0
 
     def _settle(self) -> None:
         """Take back the blocks whose exporter died. Holds the lock."""
-        while self._dead:
-            number, block = self._dead.popleft()
-            self._alive.pop(number, None)
+        while self._ended:
+            loan = self._ended.popleft()
+            self._loans.pop(id(loan), None)
+            block = loan.block
             if self._free_bytes + block.nbytes > self._most_bytes:
                 self._forget_others(block.nbytes)
             if self._free_bytes + block.nbytes <= self._most_bytes:

@@ -14,6 +14,7 @@ from ..errors import DecodeError
 from ..order.spans import ChunkRows
 from .batch_memory import BatchMemory, new_array
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
+from .copies import copy_value
 from .decode import FieldDecoder, FieldDecoders
 from .late_rows import LateFields, RecordRows, WideRowsOfSpan
 
@@ -50,6 +51,7 @@ class Rows:
         return Rows(self.ids[start:stop], fields, planned, [late.cut(start, stop) for late in self.late])
 
     def pick(self, indices: Sequence[int]) -> Rows:
+        """Some rows, in any order and more than once, with values of their own: a transform may change each."""
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
         rows = np.asarray(indices, np.int64)
         planned = None if self.planned is None else self.planned[rows]
@@ -201,7 +203,7 @@ def _pick(values: Values, rows: Sequence[int]) -> Values:
         return values.pick(rows)
     if isinstance(values, Ragged):
         return values.take(np.asarray(rows, np.int64))
-    return values[list(rows)] if isinstance(values, np.ndarray) else [values[i] for i in rows]
+    return values[list(rows)] if isinstance(values, np.ndarray) else [copy_value(values[i]) for i in rows]
 
 
 def _take(column: BytesColumn | ObjectColumn, name: str, group: ChunkRows) -> list[Any]:

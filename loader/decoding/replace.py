@@ -20,6 +20,7 @@ from ..reading.quarantine import DATA_ERRORS
 from ..reading.quarantine_file import Quarantined
 from .batch_values import BatchValues
 from .byte_views import ByteViews
+from .copies import copy_sample, copy_value
 from .decode import FieldDecoders
 from .gather import Rows, gather
 from .row_errors import describe_row
@@ -179,13 +180,14 @@ def _fits(results: RowResults, found: RowResults) -> bool:
 
 def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, found: RowResults) -> None:
     if results.samples:
-        results.samples[row] = found.samples[0]
+        sample = found.samples[0]
+        results.samples[row] = None if sample is None else copy_sample(sample)  # it may take several places
         return
     new = [name for name in found.values if name not in results.values]
     task.encoded.update({name: decoder for name, decoder in its_task.encoded.items() if name in new})
     for name in [*results.values, *new]:
         there = found.values.get(name)
-        value = None if there is None else there[0]
+        value = None if there is None else copy_value(there[0])
         given = results.values.get(name, [None] * len(task.ids))
         if given is task.fields.get(name) and isinstance(given, np.ndarray | list):
             given = given.copy()  # what chunks share with batches is not to be changed

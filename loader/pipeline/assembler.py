@@ -110,11 +110,12 @@ def hand_over(equipment: Equipment, item: Delivery, since: float) -> bool:
 def cut_step(rows: Rows, span: Span, step: int, share: Share) -> tuple[Rows, int, int]:
     """The rows of one step of a span, repeated where the batch is padded; how many make the batch, how many count.
 
-    A step without rows gets one of another's, of which none makes the batch: a transform shows its fields by it.
+    A step without rows gets a copy of one of another's, of which none makes the batch: a transform shows its fields by
+    it.
     """
     low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
     num_valid = int(span.num_valid[step])
-    batch_rows = rows.cut(low, high) if high > low else rows.cut(0, 1)
+    batch_rows = rows.cut(low, high) if high > low else rows.pick([0])
     num_rows = max(num_valid, share.batch_size) if share.pad else num_valid
     if num_rows > high - low:
         batch_rows = batch_rows.pick([i % (high - low) for i in range(num_rows)])

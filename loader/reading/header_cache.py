@@ -4,21 +4,48 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
-from ...storage import ObjectInfo, Store
+from ...storage import ByteRange, DiscardingStore, ObjectInfo, Store
+from ..errors import FormatError
 from ..formats.shard import ShardFormat
 from ..metrics import Counters
 
 ENTRY_BYTES = 300  # what a shard takes beside its header: a lock, and its place in the table; measured
 
 
+_Range = tuple[str, ByteRange | None, str]  # an object's key, a part of it, its ETag
+
+
+class _NotingStore:
+    """Reads from a store that keeps what it read, and notes what it is asked for."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.ranges: list[_Range] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+        if etag is not None:
+            self.ranges.append((key, byte_range, etag))
+        return self._inner.get(key, byte_range, etag=etag)
+
+    def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
+        if etag is not None:
+            self.ranges += [(key, byte_range, etag) for byte_range in ranges]
+        return self._inner.get_ranges(key, ranges, etag=etag)
+
+
 class _Entry:
     """One shard's header, opened under ``lock``. None is a header too, hence ``is_open``."""
 
-    __slots__ = ("header", "is_open", "lock", "nbytes")
+    __slots__ = ("header", "is_open", "lock", "nbytes", "ranges")
 
     def __init__(self) -> None:
+        self.ranges: list[_Range] = []  # what was read for it of a store that keeps it
         self.lock = threading.Lock()
         self.is_open = False
         self.header: Any = None
@@ -58,8 +85,8 @@ class HeaderCache:
     def get(self, shard: ObjectInfo) -> Any:
         """The shard's header, as the format's ``open_shard`` returned it.
 
-        Raises what ``open_shard`` raises. A failure is not kept: each thread that waited, and each later call, opens
-        the shard again.
+        Raises what ``open_shard`` raises. A failure is not kept, nor are damaged bytes by the store: each thread that
+        waited, and each later call, opens the shard again.
         """
         with self._lock:
             entry = self._entries.get(shard.key)
@@ -70,10 +97,27 @@ class HeaderCache:
             self._entries.move_to_end(shard.key)
         with entry.lock:
             if not entry.is_open:
-                entry.header = self._format.open_shard(self._store, shard)
+                entry.header = self._open(entry, shard)
                 entry.is_open = True
                 self._count(shard.key, entry)
             return entry.header
+
+    def _open(self, entry: _Entry, shard: ObjectInfo) -> Any:
+        if not isinstance(self._store, DiscardingStore):
+            return self._format.open_shard(self._store, shard)
+        store: Any = _NotingStore(self._store)
+        entry.ranges = store.ranges
+        try:
+            return self._format.open_shard(store, shard)
+        except FormatError:
+            self._discard(entry)
+            raise
+
+    def _discard(self, entry: _Entry) -> None:
+        """Have the store fetch anew what the entry was read from."""
+        if isinstance(self._store, DiscardingStore):
+            for key, byte_range, etag in entry.ranges:
+                self._store.discard(key, byte_range, etag=etag)
 
     def has(self, shard: ObjectInfo) -> bool:
         """Whether the shard's header is here."""
@@ -82,11 +126,16 @@ class HeaderCache:
             return entry is not None and entry.is_open
 
     def forget(self, shard: ObjectInfo) -> None:
-        """Have the shard opened again when it is next asked for; a thread that is opening it keeps that for itself."""
+        """Have the shard fetched and opened again when it is next asked for, past what the store keeps.
+
+        A thread that is opening it keeps that for itself.
+        """
         with self._lock:
             entry = self._entries.pop(shard.key, None)
-            if entry is not None:
-                self._nbytes -= entry.nbytes
+            if entry is None:
+                return
+            self._nbytes -= entry.nbytes
+        self._discard(entry)
 
     def _count(self, key: str, entry: _Entry) -> None:
         """Add an opened header's bytes, unless it was forgotten or dropped meanwhile."""

@@ -1,8 +1,9 @@
 """Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
 
 A view refers to an exporter, an array over the chunk's bytes that is made for one span and dies with its last view.
-Mutable state: the held buffers, under a lock, and a queue of dead exporters. The queue needs no lock: exporters may die
-at any allocation of any thread, also of one that holds a lock.
+Mutable state: the held buffers, under a lock, and a queue of leases whose exporter died. The queue needs no lock:
+exporters may die at any allocation of any thread, also of one that holds a lock. No function of Python's is called
+then: an interrupt would be raised in it, and be lost.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class _Held:
     is_resident: bool = True
 
 
+class _Lease(weakref.ref[AnyArray]):
+    """Tells when an exporter is deallocated; ``owner`` names the memory that it kept alive."""
+
+    __slots__ = ("owner",)
+    owner: int
+
+
 def owner_of(buffer: memoryview) -> tuple[int, int]:
     """What names the memory that a view of ``buffer`` keeps alive, while it is alive, and its bytes."""
     owner: Any = buffer.obj
@@ -44,9 +52,8 @@ class Leases:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held: dict[int, _Held] = {}  # by the owner of the bytes, which lives as long as an exporter
-        self._alive: dict[int, tuple[int, weakref.ref[AnyArray]]] = {}  # by number: owner, reference
-        self._dead: deque[int] = deque()
-        self._numbers = 0
+        self._alive: dict[int, _Lease] = {}  # by their own ids
+        self._ended: deque[_Lease] = deque()
         self._lent_bytes = 0
         self._retained_bytes = 0
         self._lock = threading.RLock()  # a collection of garbage may close this loader at any allocation
@@ -63,15 +70,11 @@ class Leases:
                 held = self._held[owner] = _Held(nbytes)
                 self._lent_bytes += nbytes
             held.exporters += 1
-            number = self._numbers = self._numbers + 1
-            dead = self._dead
-
-            def died(_: Any) -> None:
-                dead.append(number)
-
             exporter: Any = np.frombuffer(buffer, np.uint8)
             exporter.flags.writeable = False
-            self._alive[number] = owner, weakref.ref(exporter, died)
+            lease = _Lease(exporter, self._ended.append)
+            lease.owner = owner
+            self._alive[id(lease)] = lease
             return memoryview(exporter)
 
     def drop(self, block: Block) -> None:
@@ -94,9 +97,10 @@ class Leases:
 
     def _settle(self) -> None:
         """Take back what dead exporters held. Holds the lock."""
-        while self._dead:
-            owner, _ = self._alive.pop(self._dead.popleft())
-            held = self._held[owner]
+        while self._ended:
+            lease = self._ended.popleft()
+            del self._alive[id(lease)]
+            owner, held = lease.owner, self._held[lease.owner]
             held.exporters -= 1
             if held.exporters == 0:
                 del self._held[owner]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
+from ..decoding.copies import copy_sample
 from ..decoding.gather import Rows
 from ..decoding.row_job import RowJob
 from ..order.spans import ChunkRows
@@ -181,7 +182,7 @@ class FilterWork:
         for step in steps:
             picked = step.picked
             own = [samples[i] for i in picked[: step.high - step.low]]
-            repeats = [dict(samples[i]) for i in picked[len(own) :]]  # dicts of their own: collate= may change them
+            repeats = [copy_sample(samples[i]) for i in picked[len(own) :]]  # collate= may change them
             yield self._equipment.maker.join(own + repeats, outputs.ids[picked], step.num_rows, step.num_valid)
 
 

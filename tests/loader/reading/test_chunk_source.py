@@ -97,12 +97,19 @@ def test_a_chunk_of_a_store_that_is_far_away_comes_together_with_its_shards_foot
     assert store.asked[2:] == [manifest.chunk(1).byte_range]  # the footer is there
 
 
-def test_a_chunk_that_came_wrong_three_times_is_fetched_again(source):
+def test_a_chunk_and_its_footer_that_come_wrong_are_fetched_again(source):
     chunks, store, counters = source
     chunks.load(1)
-    store.lies = 3
+    store.lies = 3  # the footer may be what is wrong, and is fetched anew each time, too
     assert chunks.load(0).columns["n"].values.tolist() == list(range(10))
-    assert counters.totals().refetched_chunks == 3
+    assert counters.totals().refetched_chunks == 2
+
+
+@pytest.mark.parametrize("lies", [1, 2, 3])
+def test_a_footer_that_came_wrong_is_fetched_again_past_the_cache(source, lies):
+    chunks, store, _ = source
+    store.lies = lies
+    assert chunks.load(0).columns["n"].values.tolist() == list(range(10))
 
 
 def test_a_footer_that_cannot_be_read_is_the_formats_error(source):

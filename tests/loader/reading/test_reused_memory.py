@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,26 @@ def test_memory_is_reused_within_the_budget_and_given_back_at_the_end(tars: Path
     assert BUFFERS.idle_bytes == 0
     gc.collect()
     assert BUFFERS.lent_bytes == before
+
+
+def test_an_interrupt_is_not_lost_while_the_last_views_end(tars: Path) -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    def let_go() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        held.clear()  # the numbers first, which takes longer than that; then the views
+        time.sleep(5)  # unless the interrupt comes
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with DistributedDataLoader(str(tars), decode=None, raw="view", **LIMITED) as loader:
+            held = [*(batch["bin"] for batch in loader), list(map(float, range(1_000_000)))]
+            with pytest.raises(KeyboardInterrupt):
+                let_go()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_entries_of_the_disk_cache_lie_in_reused_memory(memory_store: MemoryStore, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Random programmes of users, who keep, change and drop what a loader delivers; see ``__main__``."""

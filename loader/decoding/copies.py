@@ -1,0 +1,28 @@
+"""Values of a sample's own: what is repeated in a batch, or shown in two, is changed by users' functions in each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def copy_value(value: Any) -> Any:
+    """An array, a tensor, or a list, tuple, dict, set or bytearray, with all of these in it, copied; others as is."""
+    torch = sys.modules.get("torch")  # who has no tensors need not wait for it
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(copy_value, value))
+    if type(value) is dict:
+        return copy_sample(value)
+    return type(value)(value) if type(value) in (set, bytearray) else value
+
+
+def copy_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample with ``copy_value`` of each field."""
+    return {name: copy_value(value) for name, value in sample.items()}
