@@ -50,13 +50,18 @@ def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
     Raises:
         OSError: there is no memory, the range ends behind the file's last page, or the disk fails.
     """
+    import numpy as np  # not at the start: the command line need not wait for it
+
     libc = _open_libc()
     skipped = start % mmap.ALLOCATIONGRANULARITY
     size = skipped + nbytes
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, start - skipped)
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    pages = (ctypes.c_ubyte * nbytes).from_address(address + skipped)
+    raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + skipped)
+    pages: Any = np.frombuffer(
+        raw, np.uint8
+    )  # the garbage collector does not track arrays (`penstock.storage.buffers`)
     weakref.finalize(pages, libc.munmap, address, size).atexit = False  # the process's end unmaps it
     if libc.madvise(address, size, _POPULATE_READ):
         code = ctypes.get_errno()
@@ -64,7 +69,7 @@ def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
             return None
         # A page behind the file's end is "bad address" to the call.
         raise OSError(errno.EIO if code == errno.EFAULT else code, os.strerror(code))
-    return memoryview(pages).cast("B").toreadonly()
+    return memoryview(pages).toreadonly()
 
 
 def _open_libc() -> Any:

@@ -55,6 +55,27 @@ def test_any_range_is_that_of_a_read(folder: Path, bounds: tuple[int, int]) -> N
     assert found.format == "B"
 
 
+def test_it_is_mapped_while_the_finalizer_of_a_cycle_looks_at_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmapped: list[tuple[int, int]] = []
+    seen: list[tuple[int, bytes]] = []
+    libc = mapped._open_libc()
+    unmap = libc.munmap
+    monkeypatch.setattr(libc, "munmap", lambda *pages: unmapped.append(pages))
+
+    class Cycle:
+        def __init__(self) -> None:
+            store = LocalStore(folder)
+            self.view, self.itself = store.map("x.tar", ByteRange(0, SIZE), etag=etag_of(store)), self
+
+        def __del__(self) -> None:
+            seen.append((len(unmapped), bytes(self.view[:9])))
+
+    Cycle()
+    gc.collect()
+    assert (seen, len(unmapped)) == ([(0, DATA[:9])], 1)
+    assert unmap(*unmapped[0]) == 0
+
+
 def test_it_is_unmapped_when_the_last_view_of_it_is_gone(folder: Path) -> None:
     store = LocalStore(folder)
     path = folder / "x.tar"
