@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -211,9 +212,10 @@ def test_a_store_waits_for_a_place_and_says_so_when_there_is_none(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("PENSTOCK_NODE_REQUESTS", "1")
-    store = open_store("mem://places", retry=RetryConfig(deadline_s=0.2))
+    url = f"mem://places-{uuid4().hex}"  # limiters live as long as the process
+    store = open_store(url, retry=RetryConfig(deadline_s=0.2))
     store.put("x", b"data")
-    budget = open_budget("mem://places", 1)
+    budget = open_budget(url, 1)
     assert budget is not None
     assert budget.take()
     with pytest.raises(StorageError, match=r"no place for another request within 0\.2 s.*PENSTOCK_NODE_REQUESTS"):
