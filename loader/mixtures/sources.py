@@ -7,8 +7,8 @@ reader, one budget and one gathering serve all.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -28,7 +28,7 @@ from ..metrics import Counters
 from ..order.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer
-from ..reading.chunk_source import ChunkSource, reads_locally
+from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
 from ..streams.reshaping import Reshaping
 from .mixture import Mixture, Source
 
@@ -275,10 +275,20 @@ class JointChunks(ChunkSource):
         """One that reads the same with headers and counters of its own; each source keeps its columns."""
         return JointChunks(self._sources, [chunks.apart(chunks.columns) for chunks in self.of_sources])
 
-    def load(self, index: int) -> Block:
+    def fetch(self, index: int) -> Fetched | None:
         source, chunk = self._sources.of_chunk(index)
+        with self._naming(source):
+            return self.of_sources[source].fetch(chunk)
+
+    def open(self, index: int, fetched: Fetched | None) -> Block:
+        source, chunk = self._sources.of_chunk(index)
+        with self._naming(source):
+            return self.of_sources[source].open(chunk, fetched)
+
+    @contextmanager
+    def _naming(self, source: int) -> Iterator[None]:
         try:
-            return self.of_sources[source].load(chunk)
+            yield
         except Exception as exc:
             exc.add_note(f"in the source {self._sources.names[source]!r} of the mixture")
             raise

@@ -116,9 +116,9 @@ class Pipeline:
 
     def start(self) -> None:
         """Start the threads; called once. Whoever holds the pipeline can close it, however far this came."""
-        self._reader.start()
         for thread in self._threads:
             thread.start()
+        self._reader.start()  # many threads, while the assembler plans
 
     # -- the training loop's thread -------------------------------------------------------------------------------
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
-from ...storage.buffers import BUFFERS
 from ..columns import Block
 from ..errors import LoaderClosedError
+from ..limits import usable_cores
 from ..metrics import Counters, Levels
-from .chunk_source import ChunkSource
+from .chunk_memory import ChunkMemory
+from .chunk_source import ChunkSource, Fetched
 from .fetch_queue import FetchQueue
 from .fetch_threads import FetchThreads
 from .leases import Leases
+from .opening_queue import OpeningQueue
 from .slot import Slot
 
 
@@ -43,21 +46,17 @@ class ChunkReader:
         leases: Leases | None = None,
     ) -> None:
         self._source = source
-        self._leases = leases
-        self._budget_bytes = budget_bytes
-        self._next_use = next_use
         self._counters = counters
         self._slots: dict[int, Slot] = {}
+        self._memory = ChunkMemory(self._slots, source, budget_bytes, next_use, counters, leases)
         self._queue = FetchQueue(self._slots)
+        self._received = OpeningQueue(usable_cores())
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
-        self._reserved = self._peak = 0
         self._requested_bytes = 0
         self._read_ahead_bytes = budget_bytes
-        self._untaken = 0  # reserved bytes of chunks that no span has asked for yet
         self._waited_s = 0.0
         self._closed = False
-        self._idle = BUFFERS.allow()  # as much as the budget has left
         self._failure: BaseException | None = None  # of a fetch thread itself, not of a chunk
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # what fetch threads wait for: a chunk that has room
@@ -88,7 +87,7 @@ class ChunkReader:
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in.
 
-        As long as those needed ``at_once`` keep half of the threads busy, no others are fetched: the line is theirs.
+        As long as those needed ``at_once`` keep many of the threads busy, no others are fetched: the line is theirs.
         """
         with self._lock:
             if self._closed:
@@ -105,7 +104,7 @@ class ChunkReader:
     @property
     def has_room(self) -> bool:
         """Whether more would fit than is requested so far."""
-        return self._requested_bytes < self._budget
+        return self._requested_bytes < self._memory.budget
 
     def release(self, chunks: Sequence[int]) -> None:
         """Withdraw one request for each of these chunks; a chunk without requests is dropped."""
@@ -126,9 +125,7 @@ class ChunkReader:
             self._current = dict.fromkeys(chunks)
             for chunk in chunks:
                 slot = self._slots[chunk]
-                if not slot.is_taken:
-                    slot.is_taken = True
-                    self._untaken -= slot.reserved
+                self._memory.note_taken(slot)
                 if slot.block is None and slot.error is None and not slot.in_flight:
                     self._queue.hurry(chunk)
             self._wake()
@@ -172,6 +169,7 @@ class ChunkReader:
             self._closed = True
             self._threads.stop()
             self._queue.clear()
+            self._received.clear()
             self._changed.notify_all()
             self._arrived.notify_all()
 
@@ -185,8 +183,8 @@ class ChunkReader:
         with self._lock:
             self._slots.clear()
             self._current.clear()
-            self._reserved = self._requested_bytes = self._untaken = 0
-            self._idle.close()
+            self._requested_bytes = 0
+            self._memory.close()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -199,21 +197,8 @@ class ChunkReader:
             return missing, time.perf_counter() - self._waiting_since
 
     @property
-    def _budget(self) -> int:
-        """What chunks may take, beside the headers and the chunks that batches keep alive."""
-        return self._budget_bytes - self._source.header_bytes - self._retained_bytes
-
-    @property
-    def _retained_bytes(self) -> int:
-        return 0 if self._leases is None else self._leases.retained_bytes
-
-    @property
     def resident_bytes(self) -> int:
-        return self._reserved + self._retained_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak
+        return self._memory.resident_bytes
 
     def levels(self) -> Levels:
         """How much is asked for, on its way and in memory; any thread may ask."""
@@ -225,7 +210,7 @@ class ChunkReader:
                 chunks_in_flight=in_flight,
                 resident_chunks=resident,
                 resident_bytes=self.resident_bytes,
-                peak_bytes=self.peak_bytes,
+                peak_bytes=self._memory.peak_bytes,
                 fetch_threads=self._threads.wanted,
                 read_ahead_bytes=self._read_ahead_bytes,
             )
@@ -242,13 +227,13 @@ class ChunkReader:
         try:
             while True:
                 with self._lock:
-                    while self._threads.leaves() or (chunk := self._next_admitted()) is None:
+                    while self._threads.leaves() or (work := self._next_work()) is None:
                         if self._closed or self._threads.leaves():
                             self._wake()  # another one, if this was woken for a chunk
                             return
                         self._changed.wait()
                     self._wake()
-                self._fetch(chunk)
+                work()
         except BaseException as exc:  # noqa: BLE001 - raised by the assembler, which would wait forever
             with self._lock:
                 self._failure = exc
@@ -256,8 +241,13 @@ class ChunkReader:
 
     def _wake(self) -> None:
         """Wake one thread where there is a chunk for it, which wakes the next one. Holds the lock."""
-        if self._queue.has_urgent or self._fits_ahead():
+        if self._received.has_one or (self._may_fetch and (self._queue.has_urgent or self._fits_ahead())):
             self._changed.notify()
+
+    @property
+    def _may_fetch(self) -> bool:
+        """Whether opening keeps up; what waits for it holds more than its bytes: headers."""
+        return len(self._received) < self._threads.wanted
 
     def _fits_ahead(self) -> bool:
         """Whether there is a chunk to fetch ahead of need, and room for it. Holds the lock."""
@@ -265,8 +255,17 @@ class ChunkReader:
         if chunk is None:
             return False
         size = self._source.reserve(chunk)
-        is_within = not self._untaken or self._untaken + size <= self._read_ahead_bytes
-        return is_within and (not self._reserved or self._reserved + size <= self._budget)
+        memory = self._memory
+        is_within = not memory.untaken or memory.untaken + size <= self._read_ahead_bytes
+        return is_within and (not memory.reserved or memory.fits(size))
+
+    def _next_work(self) -> Callable[[], None] | None:
+        """What the calling thread does next: opens a chunk that was fetched, or fetches one. Holds the lock."""
+        if self._received.has_one:
+            self._threads.note(1)
+            return partial(self._open, *self._received.take())
+        chunk = self._next_admitted() if self._may_fetch else None
+        return None if chunk is None else partial(self._fetch, chunk)
 
     def _next_admitted(self) -> int | None:
         """The chunk to fetch next, with its bytes reserved; None if there is none or no room for it. Holds the lock."""
@@ -275,8 +274,8 @@ class ChunkReader:
         chunk = self._queue.find_urgent()
         if chunk is not None:
             size = self._source.reserve(chunk)
-            self._evict(self._reserved + size - self._budget)
-            if self._reserved + size > self._budget and self._urgent_must_wait():
+            self._memory.make_room(size, self._current)
+            if not self._memory.fits(size) and self._urgent_must_wait():
                 return None
         elif self._fits_ahead():
             chunk = self._queue.find_ahead(self._threads.wanted)
@@ -294,54 +293,44 @@ class ChunkReader:
     def _admit(self, slot: Slot, size: int) -> None:
         slot.in_flight = True
         self._threads.note(1)
-        self._resize(slot, size)
-
-    def _resize(self, slot: Slot, size: int) -> None:
-        growth, slot.reserved = size - slot.reserved, size
-        self._reserved += growth
-        self._untaken += 0 if slot.is_taken else growth
-        self._peak = max(self._peak, self._reserved + self._retained_bytes)
-        self._idle.set(self._budget - self._reserved)
-
-    def _evict(self, wanted: int) -> None:
-        """Drop resident chunks that the current span does not wait for, furthest next use first. Holds the lock."""
-        if wanted <= 0:
-            return
-        held = ((c, slot) for c, slot in self._slots.items() if slot.reserved and slot.block is not None)
-        candidates = [c for c, _ in held if c not in self._current]
-        uses = self._next_use(candidates) if candidates else {}
-        for chunk in sorted(candidates, key=lambda c: uses[c], reverse=True):
-            if wanted <= 0:
-                break
-            slot = self._slots[chunk]
-            wanted -= slot.reserved
-            self._let_go(slot)
-            slot.block = None
-            self._counters.add(evicted_chunks=1)
+        self._memory.resize(slot, size)
 
     def _drop(self, chunk: int) -> None:
         self._queue.forget(chunk)
-        self._let_go(self._slots.pop(chunk))
-
-    def _let_go(self, slot: Slot) -> None:
-        if self._leases is not None and slot.block is not None:
-            self._leases.drop(slot.block)
-        self._resize(slot, 0)
+        self._memory.let_go(self._slots.pop(chunk))
 
     def _fetch(self, chunk: int) -> None:
+        try:
+            fetched = self._source.fetch(chunk)
+        except BaseException as exc:  # noqa: BLE001 - handed to the assembler, which raises it
+            self._settle(chunk, None, exc)
+            return
+        with self._lock:
+            self._threads.note(-1)
+            self._queue.forget(chunk)
+            if not self._closed:
+                self._received.put(chunk, fetched)
+
+    def _open(self, chunk: int, fetched: Fetched | None) -> None:
         block: Block | None = None
         error: BaseException | None = None
         try:
-            block = self._source.load(chunk)
+            block = self._source.open(chunk, fetched)
         except BaseException as exc:  # noqa: BLE001 - handed to the assembler, which raises it
             error = exc
+        with self._lock:
+            self._received.end()
+        self._settle(chunk, block, error)
+
+    def _settle(self, chunk: int, block: Block | None, error: BaseException | None) -> None:
+        """A chunk is in memory, or it is known why not."""
         with self._lock:
             self._threads.note(-1)
             self._queue.forget(chunk)
             slot = self._slots.get(chunk)
             if slot is not None:
                 slot.in_flight = False
-                self._resize(slot, block.nbytes if block is not None else 0)
+                self._memory.resize(slot, block.nbytes if block is not None else 0)
                 slot.block, slot.error = block, error
                 if slot.uses == 0:
                     self._drop(chunk)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
@@ -16,7 +15,7 @@ from ..errors import FormatError
 from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
 from ..formats.shard import ChunkRef, ShardFormat
-from ..limits import usable_cores, usable_memory
+from ..limits import usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
@@ -31,6 +30,21 @@ ALWAYS_BYTES = 64 << 20
 _AHEAD_ON_DISK = 8  # chunks that are requested at a time
 _PIECE_BYTES = 8 << 20  # of a chunk that is fetched and opened onto the disk
 _REFETCHES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A chunk's bytes, not yet checked: the ``parts`` that ``ranges`` of its shard hold.
+
+    ``bytes_on_disk``: what it takes once opened, where that is too much for memory: then the parts lie on the disk.
+    ``is_mapped``: its only part is the file itself.
+    """
+
+    header: Any
+    ranges: Sequence[ByteRange]
+    parts: Sequence[memoryview]
+    bytes_on_disk: int | None
+    is_mapped: bool
 
 
 class AvoidedError(FormatError):
@@ -58,7 +72,6 @@ class ChunkSource:
         counters: Counters,
         memory_limit: int | None = None,
         avoided: frozenset[int] = frozenset(),
-        may_open: threading.Semaphore | None = None,
         *,
         maps_files: bool = False,
     ) -> None:
@@ -72,10 +85,8 @@ class ChunkSource:
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
         self._layouts = Layouts(_HEADER_BYTES, is_framed=shard_format.is_framed)
         # Nothing is decrypted onto a disk.
-        # Many threads fetch, to hide the store's latency, but only as many as there are cores open chunks at once.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
         self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
-        self._may_open = may_open or threading.Semaphore(usable_cores())
         # Of a disk a header takes less time than a thread.
         opens: Any = getattr(type(shard_format), "open_shard", None)
         # A format without frames makes arrays of its bytes, or decodes them at once.
@@ -92,34 +103,61 @@ class ChunkSource:
             Counters(),
             self._memory_limit,
             self._avoided,
-            self._may_open,
         )
         source._checks = self._checks  # which warns once
         return source
 
     def load(self, index: int) -> Block:
-        """Fetch and open a chunk. Wrong bytes are fetched anew, past any cache, thrice before they are an error.
+        """Fetch and open a chunk: what ``fetch`` and ``open`` do, and raise."""
+        return self.open(index, self.fetch(index))
 
-        What is damaged where it lies comes alike each time; a path that damages a share of all answers does not. Where
-        no column is wanted, nothing is read.
+    def fetch(self, index: int) -> Fetched | None:
+        """The bytes of a chunk, or nothing where ``open`` is to fetch them: what came was wrong, or none are wanted.
 
         Raises:
-            StorageError, FormatError, ChecksumError, ConfigError.
+            StorageError, ConfigError.
             MemoryLimitError: the chunk alone takes more than it may.
             AvoidedError: the chunk is one of those to avoid.
         """
-        chunk = replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
+        chunk = self._refer(index)
         if index in self._avoided:
             raise AvoidedError(chunk.shard.key, "avoid= names this chunk", offset=chunk.offset)
-        if self.columns is not None and not self.columns:
+        if self._reads_nothing:
+            return None
+        try:
+            return self._fetch(chunk)
+        except FormatError:
+            self._forget(chunk)
+            return None
+
+    def open(self, index: int, fetched: Fetched | None) -> Block:
+        """Open a chunk that was fetched. Wrong bytes are fetched anew, past any cache, thrice before they are an error.
+
+        What is damaged where it lies comes alike each time; a path that damages a share of all answers does not.
+
+        Raises:
+            StorageError, FormatError, ChecksumError, ConfigError, MemoryLimitError.
+        """
+        chunk = self._refer(index)
+        if self._reads_nothing:
             return Block(chunk.samples, 0)
         for _ in range(_REFETCHES):
             try:
-                return self._load(index, chunk)
+                if fetched is not None:
+                    return self._open_fetched(index, chunk, fetched)
             except FormatError:
-                self._counters.add(refetched_chunks=1)
                 self._forget(chunk)
-        return self._load(index, chunk)
+            self._counters.add(refetched_chunks=1)
+            fetched = None  # before there is memory for another
+            fetched = self.fetch(index)
+        return self._open_fetched(index, chunk, fetched or self._fetch(chunk))
+
+    @property
+    def _reads_nothing(self) -> bool:
+        return self.columns is not None and not self.columns
+
+    def _refer(self, index: int) -> ChunkRef:
+        return replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
 
     def _forget(self, chunk: ChunkRef) -> None:
         """Drop what is kept of a chunk, in memory and on the node's disk."""
@@ -133,7 +171,7 @@ class ChunkSource:
             for byte_range in {*ranges, *cut_ranges(ranges, _PIECE_BYTES)}:
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 
-    def _load(self, index: int, chunk: ChunkRef) -> Block:
+    def _fetch(self, chunk: ChunkRef) -> Fetched:
         started = time.perf_counter()
         with explain_failures(chunk.shard.key, "opened"):
             header, early = self._fetch_both(chunk) if self._is_far(chunk) else (self._headers.get(chunk.shard), None)
@@ -142,7 +180,8 @@ class ChunkSource:
         is_large = needed > chunk.memory_limit
         if is_large and not self._onto_disk:
             refuse_large(chunk, needed)
-        mapped = None if is_large or self._mapped is None else self._mapped.map(chunk, ranges)
+        files = self._mapped
+        mapped = None if is_large or files is None else files.map(chunk, ranges)
         if is_large:
             parts = fetch_onto_disk(self._store, chunk, ranges, needed, _PIECE_BYTES)
         elif mapped is not None:
@@ -153,17 +192,20 @@ class ChunkSource:
             parts = [self._store.get(chunk.shard.key, ranges[0], etag=chunk.shard.etag)]
         else:
             parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
-        fetched = time.perf_counter()
-        self._counters.add(fetch_s=fetched - started)
-        self._checks.check(index, chunk, header, ranges, parts)
-        self._counters.add(check_s=time.perf_counter() - fetched)
-        with self._may_open, explain_failures(chunk.shard.key, "opened", chunk.offset):
-            started_opening = time.perf_counter()
-            if is_large:
-                block = self._open_onto_disk(chunk, header, parts, needed)
+        self._counters.add(fetch_s=time.perf_counter() - started)
+        return Fetched(header, ranges, parts, needed if is_large else None, mapped is not None)
+
+    def _open_fetched(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
+        started = time.perf_counter()
+        self._checks.check(index, chunk, fetched.header, fetched.ranges, fetched.parts)
+        checked = time.perf_counter()
+        self._counters.add(check_s=checked - started)
+        with explain_failures(chunk.shard.key, "opened", chunk.offset):
+            if fetched.bytes_on_disk is not None:
+                block = self._open_onto_disk(chunk, fetched, fetched.bytes_on_disk)
             else:
-                block = self._open(index, chunk, header, ranges, parts)
-            self._counters.add(open_s=time.perf_counter() - started_opening)
+                block = self._open(index, chunk, fetched)
+            self._counters.add(open_s=time.perf_counter() - checked)
         if block.samples != chunk.samples:
             raise FormatError(
                 chunk.shard.key,
@@ -171,14 +213,14 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
-        if mapped is not None:
-            assert self._mapped is not None
-            guarded = self._mapped.guard(chunk, block, mapped)
+        if fetched.is_mapped:
+            files = self._mapped  # None where another thread has found out what follows
+            guarded = None if files is None else files.guard(chunk, block, fetched.parts[0])
             if guarded is None:  # and will be for the others
                 self._mapped = None
-                return self._load(index, chunk)
+                return self._open_fetched(index, chunk, self._fetch(chunk))
             block = guarded
-        self._counters.add(fetched_chunks=1, fetched_bytes=sum(map(len, parts)))
+        self._counters.add(fetched_chunks=1, fetched_bytes=sum(map(len, fetched.parts)))
         return block
 
     def _is_far(self, chunk: ChunkRef) -> bool:
@@ -198,19 +240,19 @@ class ChunkSource:
         early = self._store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
         return header.result(), early
 
-    def _open_onto_disk(self, chunk: ChunkRef, header: Any, parts: Sequence[memoryview], needed: int) -> Block:
+    def _open_onto_disk(self, chunk: ChunkRef, fetched: Fetched, needed: int) -> Block:
         """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""
         rows = max(1, chunk.samples * _PIECE_BYTES // needed)
-        pieces = self._format.open_pieces(chunk, header, parts, self.columns, self.manifest.schema, rows)
+        schema = self.manifest.schema
+        pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, self.columns, schema, rows)
         return join_on_disk(map(pack_records, pieces), chunk, needed)
 
-    def _open(
-        self, index: int, chunk: ChunkRef, header: Any, ranges: Sequence[ByteRange], parts: Sequence[memoryview]
-    ) -> Block:
+    def _open(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
         """The chunk as columns; where its values lie is not found out twice."""
         sums = self.manifest.checksums  # what was read was compared with them
         checksum = None if sums is None else int(sums[index])
-        is_whole = header is None and len(ranges) == 1 and ranges[0] == chunk.byte_range
+        header, parts = fetched.header, fetched.parts
+        is_whole = header is None and list(fetched.ranges) == [chunk.byte_range]
         block = self._layouts.find(index, parts[0], checksum) if is_whole else None
         if block is None:
             block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 
 from .slot import Slot
 
+# Of the threads. Of a store that is far away, fewer would leave the line empty for a round trip; more share it with
+# what the first batch waits for.
+_MANY = 0.375
+
 
 class FetchQueue:
     """Those of the chunks in ``slots`` that are to be fetched. It has no lock: who calls holds the reader's.
@@ -47,11 +51,11 @@ class FetchQueue:
         return None
 
     def find_ahead(self, threads: int) -> int | None:
-        """The first chunk that is asked for ahead; none while those needed at once keep half of the threads busy."""
+        """The first chunk that is asked for ahead; none while those needed at once keep many threads busy."""
         while self._ahead:
             slot = self._slots.get(self._ahead[0])
             if slot is not None and slot.queued:
-                is_held_back = 2 * len(self._at_once) > threads and self._ahead[0] not in self._at_once
+                is_held_back = len(self._at_once) > _MANY * threads and self._ahead[0] not in self._at_once
                 return None if is_held_back else self._ahead[0]
             self._ahead.popleft()
         return None
@@ -63,7 +67,7 @@ class FetchQueue:
         queue.popleft()
 
     def forget(self, chunk: int) -> None:
-        """The first batch waits for it no longer: it is there, or not wanted."""
+        """It needs the line no longer: its bytes are there, or not wanted."""
         self._at_once.discard(chunk)
 
     def clear(self) -> None:

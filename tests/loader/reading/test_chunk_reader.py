@@ -15,6 +15,7 @@ from started_threads import started_threads
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.errors import FormatError, LoaderClosedError
 from penstock.loader.metrics import Counters
+from penstock.loader.reading import chunk_reader
 from penstock.loader.reading.chunk_reader import ChunkReader
 from penstock.loader.reading.leases import Leases
 
@@ -23,14 +24,19 @@ NextUse = Callable[[Sequence[int]], dict[int, int]]
 
 @dataclass
 class FakeSource:
-    """Chunks of given sizes that come after a random while; ``failing`` ones raise, ``held`` ones wait for ``gate``."""
+    """Chunks of given sizes that come after a random while; ``failing`` ones raise, ``held`` ones wait for ``gate``.
+
+    Those that are ``shut`` come, and their opening waits for ``gate``.
+    """
 
     sizes: Sequence[int]
     seed: int = 0
     latency_s: float = 0.0
     failing: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
+    shut: frozenset[int] = frozenset()
     gate: threading.Event = field(default_factory=threading.Event)
+    opening: list[int] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -44,7 +50,7 @@ class FakeSource:
 
     hold = reserve
 
-    def load(self, index: int) -> Block:
+    def fetch(self, index: int) -> None:
         with self._lock:
             self.loads.append(index)
             wait_s = self._random.random() * self.latency_s
@@ -53,6 +59,12 @@ class FakeSource:
         time.sleep(wait_s)
         if index in self.failing:
             raise FormatError(f"shard-{index}", "broken")
+
+    def open(self, index: int, fetched: None) -> Block:
+        with self._lock:
+            self.opening.append(index)
+        if index in self.shut:
+            assert self.gate.wait(60)
         column = BytesColumn(memoryview(bytes(self.sizes[index])), np.array([0]), np.array([1]))
         return Block(1, self.sizes[index], {"raw": column})
 
@@ -137,7 +149,7 @@ def test_whatever_the_order_all_is_delivered_within_the_budget_and_accounts_end_
     assert reader.has_room
     assert reader._requested_bytes == 0
     assert reader._slots == {}
-    assert reader.peak_bytes <= budget + max(sizes)
+    assert reader.levels().peak_bytes <= budget + max(sizes)
     close(reader)
 
 
@@ -179,7 +191,7 @@ def test_a_chunk_is_not_evicted_while_it_is_used():
     assert reader.resident_bytes == 10
     assert source.loads == [first]
     assert [chunk for chunk, _ in taking] == [1 - first]
-    assert reader.peak_bytes == 10
+    assert reader.levels().peak_bytes == 10
     close(reader)
 
 
@@ -356,7 +368,7 @@ def test_no_more_than_the_read_ahead_is_fetched_before_it_is_asked_for_and_all_c
     assert reader.spent()[1] > 0
     reader.release(range(12))
     assert reader.resident_bytes == 0
-    assert reader._untaken == 0
+    assert reader._memory.untaken == 0
     close(reader)
 
 
@@ -406,6 +418,57 @@ def test_what_the_first_batch_waits_for_has_the_line_to_itself_until_it_keeps_fe
     finally:
         source.gate.set()
         close(reader)
+
+
+def test_while_chunks_that_are_needed_at_once_are_opened_the_line_is_free_for_others() -> None:
+    source = FakeSource([10] * 30, shut=frozenset(range(30)))
+    reader = make_reader(source, budget=1000, threads=8)
+    try:
+        reader.request(range(6), at_once=True)
+        reader.request(range(10, 30))
+        wait_until(lambda: len(source.loads) > 6, "others wait for what is being opened")
+        assert set(source.loads[:6]) == set(range(6))
+        assert reader.levels().resident_chunks == 0
+    finally:
+        source.gate.set()
+        close(reader)
+
+
+def test_threads_that_fetch_do_not_wait_for_those_that_open_until_as_many_chunks_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunk_reader, "usable_cores", lambda: 2)
+    source = FakeSource([10] * 40, shut=frozenset(range(40)))
+    reader = make_reader(source, budget=300, threads=5)
+    try:
+        reader.request(range(40))
+        wait_until(lambda: len(source.loads) >= 7, "two threads open, and the others do not fetch")
+        wait_until(lambda: len(source.opening) == 2, "nobody opens")
+        time.sleep(0.02)
+        assert len(source.loads) <= 2 + 5 + 3  # opened, waiting, and on their way meanwhile
+        assert len(source.opening) == 2
+        source.gate.set()
+        for chunk, loaded in reader.take(range(40)):
+            assert isinstance(loaded, Block)
+            reader.release([chunk])
+        assert sorted(source.opening) == list(range(40))
+        assert reader.levels().peak_bytes <= 300
+    finally:
+        source.gate.set()
+        close(reader)
+
+
+def test_a_reader_that_is_closed_opens_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_reader, "usable_cores", lambda: 1)
+    source = FakeSource([10] * 3, shut=frozenset(range(3)), held=frozenset([2]))
+    reader = make_reader(source, budget=1000, threads=3)
+    reader.request(range(3))
+    wait_until(lambda: len(source.loads) == 3 and source.opening, "not all are asked for")
+    reader.stop()
+    source.gate.set()
+    close(reader)
+    assert len(source.opening) == 1
+    assert reader.resident_bytes == 0
 
 
 def test_a_reader_that_is_closed_amid_a_span_says_so() -> None:

@@ -1,0 +1,101 @@
+"""What the chunks of a reader take, within a budget: reserved, evicted, let go of, and given to idle buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ...storage.buffers import BUFFERS
+from ..metrics import Counters
+from .chunk_source import ChunkSource
+from .leases import Leases
+from .slot import Slot
+
+
+class ChunkMemory:
+    """Counts the bytes of ``slots``, of headers and of what batches keep. It has no lock: who calls holds the reader's.
+
+    Mutable state: the bytes that are reserved, the most that there were, and how many of them no span has asked for.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[int, Slot],
+        source: ChunkSource,
+        budget_bytes: int,
+        next_use: Callable[[Sequence[int]], dict[int, int]],
+        counters: Counters,
+        leases: Leases | None,
+    ) -> None:
+        self._slots = slots
+        self._source = source
+        self._budget_bytes = budget_bytes
+        self._next_use = next_use
+        self._counters = counters
+        self._leases = leases
+        self._idle = BUFFERS.allow()  # as much as the budget has left
+        self._peak = 0
+        self.reserved = 0
+        self.untaken = 0  # reserved bytes of chunks that no span has asked for yet
+
+    @property
+    def budget(self) -> int:
+        """What chunks may take, beside the headers and the chunks that batches keep alive."""
+        return self._budget_bytes - self._source.header_bytes - self._retained_bytes
+
+    @property
+    def _retained_bytes(self) -> int:
+        return 0 if self._leases is None else self._leases.retained_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.reserved + self._retained_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def fits(self, size: int) -> bool:
+        """Whether so many bytes more stay within the budget."""
+        return self.reserved + size <= self.budget
+
+    def resize(self, slot: Slot, size: int) -> None:
+        """Reserve so many bytes for a chunk, instead of what it had."""
+        growth, slot.reserved = size - slot.reserved, size
+        self.reserved += growth
+        self.untaken += 0 if slot.is_taken else growth
+        self._peak = max(self._peak, self.resident_bytes)
+        self._idle.set(self.budget - self.reserved)
+
+    def note_taken(self, slot: Slot) -> None:
+        """A span asks for a chunk."""
+        if not slot.is_taken:
+            slot.is_taken = True
+            self.untaken -= slot.reserved
+
+    def let_go(self, slot: Slot) -> None:
+        """Forget a chunk's block."""
+        if self._leases is not None and slot.block is not None:
+            self._leases.drop(slot.block)
+        slot.block = None
+        self.resize(slot, 0)
+
+    def make_room(self, size: int, needed: Mapping[int, None]) -> None:
+        """Drop resident chunks but those ``needed`` now, the furthest next use first, until so many bytes would fit."""
+        wanted = self.reserved + size - self.budget
+        if wanted <= 0:
+            return
+        held = ((c, slot) for c, slot in self._slots.items() if slot.reserved and slot.block is not None)
+        candidates = [c for c, _ in held if c not in needed]
+        uses = self._next_use(candidates) if candidates else {}
+        for chunk in sorted(candidates, key=lambda c: uses[c], reverse=True):
+            if wanted <= 0:
+                break
+            slot = self._slots[chunk]
+            wanted -= slot.reserved
+            self.let_go(slot)
+            self._counters.add(evicted_chunks=1)
+
+    def close(self) -> None:
+        """Count nothing more, and give idle memory back."""
+        self.reserved = self.untaken = 0
+        self._idle.close()

@@ -1,0 +1,45 @@
+"""Chunks whose bytes are there, and which wait to be opened: by as many threads at a time as there are cores.
+
+So threads that fetch never wait for others that open: as many requests are on their way as are wanted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .chunk_source import Fetched
+
+
+class OpeningQueue:
+    """In the order in which the bytes came. It has no lock: who calls holds the reader's."""
+
+    def __init__(self, at_once: int) -> None:
+        """Let ``at_once`` threads open chunks at a time."""
+        self._at_once = at_once
+        self._opening = 0
+        self._waiting: deque[tuple[int, Fetched | None]] = deque()
+
+    def put(self, chunk: int, fetched: Fetched | None) -> None:
+        self._waiting.append((chunk, fetched))
+
+    @property
+    def has_one(self) -> bool:
+        """Whether there is a chunk to open, and a thread may."""
+        return bool(self._waiting) and self._opening < self._at_once
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def take(self) -> tuple[int, Fetched | None]:
+        """The chunk that came first; ``end`` follows."""
+        self._opening += 1
+        return self._waiting.popleft()
+
+    def end(self) -> None:
+        """A chunk that was taken is open, or cannot be opened."""
+        self._opening -= 1
+
+    def clear(self) -> None:
+        """Open nothing more."""
+        self._waiting.clear()
