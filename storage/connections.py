@@ -89,8 +89,8 @@ class Connection(http.client.HTTPConnection):
         sock.limit(self._times.idle_s, self._until)
         self.sock = sock
 
-    def ask(self, target: str, headers: dict[str, str], times: Times, until: float) -> http.client.HTTPResponse:
-        """Send a GET and return its answer once the head is there.
+    def send_get(self, target: str, headers: dict[str, str], times: Times, until: float) -> None:
+        """Send a GET, whose answer ``getresponse`` returns once its head is there.
 
         Raises:
             URLError: no connection could be made.
@@ -100,7 +100,6 @@ class Connection(http.client.HTTPConnection):
         if isinstance(self.sock, _Socket):
             self.sock.limit(times.idle_s, until)
         self.request("GET", target, headers=headers)
-        return self.getresponse()
 
 
 class Connections:

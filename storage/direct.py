@@ -31,6 +31,8 @@ SIGNED_FOR = timedelta(minutes=20)
 _SIGNATURE_S = 240.0
 _MOST_SIGNATURES = 10_000
 _ERROR_BYTES = 64 << 10
+# Memory for more than this is taken when the server has said that there are so many bytes.
+_READY_BYTES = 64 << 20
 _REFUSED = frozenset({400, 401, 403})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CODE = re.compile(rb"<Code>([A-Za-z0-9]+)</Code>")
@@ -75,8 +77,15 @@ class DirectAnswer:
     range: tuple[int, int]
     meta: dict[str, Any]
 
-    def __init__(self, connections: Connections, connection: Connection, response: http.client.HTTPResponse) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        connection: Connection,
+        response: http.client.HTTPResponse,
+        buffer: memoryview | None,
+    ) -> None:
         self._connections, self._connection, self._response = connections, connection, response
+        self._buffer = buffer
         self.status = response.status
 
     def read_head(self, start: int, stop: int) -> None:
@@ -100,7 +109,8 @@ class DirectAnswer:
         Raises:
             OSError: it did not come whole.
         """
-        body = BUFFERS.take(self.range[1] - self.range[0])
+        size = self.range[1] - self.range[0]
+        body = BUFFERS.take(size) if self._buffer is None else self._buffer[:size]
         got = 0
         while got < len(body):
             read = self._response.readinto(body[got:])
@@ -159,11 +169,11 @@ class DirectReads:
         if "if_match" in options:
             headers["If-Match"] = options["if_match"]
         until = time.monotonic() + times.total_s
-        answer = self._ask(url, headers, times, until)
+        answer = self._ask(url, headers, stop - start, times, until)
         if answer.status in _REFUSED and url.query and not is_new:
             answer.close()
             self._forget(path)  # the credentials that it was signed with may be gone
-            answer = self._ask(self._find_url(path)[0], headers, times, until)
+            answer = self._ask(self._find_url(path)[0], headers, stop - start, times, until)
         if answer.status in _REDIRECTS:
             answer.close()
             self._is_elsewhere = True
@@ -200,20 +210,29 @@ class DirectReads:
         with self._lock:
             self._signed.pop(path, None)
 
-    def _ask(self, url: SplitResult, headers: Mapping[str, str], times: Times, until: float) -> DirectAnswer:
-        """Ask on a warm connection; on a new one where the server has closed that one meanwhile."""
+    def _ask(
+        self, url: SplitResult, headers: Mapping[str, str], nbytes: int, times: Times, until: float
+    ) -> DirectAnswer:
+        """Ask on a warm connection; on a new one where the server has closed that one meanwhile.
+
+        Memory for the answer is got ready while that is on its way.
+        """
         target = f"{url.path}?{url.query}" if url.query else url.path
         connection = self._connections.take()
+        buffer: memoryview | None = None
         while True:
             try:
-                response = connection.ask(target, {"Host": url.netloc, **headers}, times, until)
+                connection.send_get(target, {"Host": url.netloc, **headers}, times, until)
+                if buffer is None and nbytes <= _READY_BYTES:
+                    buffer = BUFFERS.take(nbytes)
+                response = connection.getresponse()
             except (OSError, http.client.HTTPException) as exc:
                 connection.close()
                 if isinstance(exc, ConnectionError) and connection.used:
                     connection = self._connections.take(fresh=True)
                     continue
                 raise _translate(exc) from None
-            return DirectAnswer(self._connections, connection, response)
+            return DirectAnswer(self._connections, connection, response, buffer)
 
 
 def _translate(exc: Exception) -> OSError:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
+import platform
+import re
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -174,3 +178,14 @@ def test_threads_never_share_a_buffer(buffers: Buffers, allowance: Allowance) ->
 def test_too_large_a_buffer_is_an_error_of_memory(buffers: Buffers) -> None:
     with pytest.raises(MemoryError, match="no memory for a buffer of"):
         buffers.take(1 << 60)
+
+
+def test_new_memory_is_there_before_it_is_written_to(buffers: Buffers) -> None:
+    """Of Linux before 5.14 it is not."""
+    pages = NBYTES // mmap.PAGESIZE
+    view = np.frombuffer(buffers.take(NBYTES), np.uint8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    view[:] = 7
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    populates = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (5, 14)
+    assert faults < pages // 4 if populates else faults >= 0

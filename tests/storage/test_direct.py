@@ -6,6 +6,7 @@ import gc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.storage import (
     StoreTimeoutError,
     StoreUnavailableError,
     ThrottledError,
+    direct,
     open_client,
 )
 
@@ -150,6 +152,29 @@ def test_an_answer_that_stops_is_broken_off(sent: int) -> None:
         options = {"timeout": "20s", "read_timeout": "100ms"}
         with closing(open_client(server.url, options)) as store, pytest.raises(StoreTimeoutError, match="or stopped"):
             store.get("x", ByteRange(0, len(DATA)))
+
+
+def test_memory_for_an_answer_is_got_ready_while_that_is_on_its_way_unless_the_range_is_vast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: Queue[int] = Queue()
+
+    def take(nbytes: int) -> memoryview:
+        taken.put(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    def answer_late(head: str) -> bytes:
+        if "bytes=0-99" in head:
+            assert taken.get(timeout=60) == 100  # before the answer's first byte
+            return part(head)
+        return answer("416 Range Not Satisfiable")
+
+    monkeypatch.setattr(direct.BUFFERS, "take", take)
+    with serving(answer_late) as server, closing(open_client(server.url)) as store:
+        assert store.get("x", ByteRange(0, 100)) == DATA[:100]
+        with pytest.raises(StorageError):
+            store.get("x", ByteRange(0, 1 << 45))
+    assert taken.empty()
 
 
 def test_where_a_server_redirects_obstore_goes_from_then_on() -> None:
