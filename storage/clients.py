@@ -9,12 +9,30 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
+
+from obstore.store import HTTPStore, from_url
 
 _READ_BY_OBSTORE = ("AWS_", "AZURE_", "GOOGLE_")
 
 _lock = threading.Lock()
 _clients: weakref.WeakValueDictionary[tuple[str, ...], Any] = weakref.WeakValueDictionary()
+
+
+def open_shared(origin: str, config: Any, client: Any, *, is_http: bool) -> Any:
+    """The client for an origin, with options as `penstock.storage.options` settles them; raises obstore's errors.
+
+    Its own retry is off: RetryStore decides what is retried, and when.
+    """
+    retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
+
+    def make() -> Any:
+        if is_http:
+            return HTTPStore.from_url(origin, client_options=client, retry_config=retry)
+        return from_url(origin, config=config, client_options=client, retry_config=retry)
+
+    return share_client(origin, {**config, "client": sorted(client.items())}, make)
 
 
 def share_client(origin: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:

@@ -1,7 +1,4 @@
-"""Object stores and web servers through obstore (Rust): s3, gs, az and their kin, http and https.
-
-obstore's own retry is off: RetryStore decides what is retried, and when.
-"""
+"""Object stores and web servers through obstore (Rust): s3, gs, az and their kin, http and https."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
 import obstore.exceptions
-from obstore.store import HTTPStore, from_url
 
 from .autoindex import list_index
 from .checks import (
@@ -31,7 +27,7 @@ from .checks import (
     past_the_end,
     where,
 )
-from .clients import share_client
+from .clients import open_shared
 from .direct import DirectReads, plain_urls, sign_with, times_of, why_not
 from .errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
 from .options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_true, limit_options
@@ -74,10 +70,13 @@ class RemoteStore:
     Mutable state: obstore's client, and under a lock the same store with other time limits.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, *, direct: DirectReads | None = None
+    ) -> None:
         """Open the root; sends no request.
 
-        ``storage_options``: see `penstock.storage.options`.
+        ``storage_options``: see `penstock.storage.options`. ``direct`` is another store's, where this is the same one
+        with other limits; obstore's client for these is made when it is first used.
 
         Raises:
             UnsupportedURLError: the URL or an option is not understood.
@@ -104,28 +103,24 @@ class RemoteStore:
         config, client = configure(parts.scheme, self._options)
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
         self._errors = Translator(self._url, find_secrets(self._options, config, environment_secrets()))
-        retry: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=10)}
-        try:
-            self._client: Any = share_client(
-                origin,
-                {**config, "client": sorted(client.items())},
-                lambda: (
-                    HTTPStore.from_url(origin, client_options=client, retry_config=retry)
-                    if self._is_http
-                    else from_url(origin, config=config, client_options=client, retry_config=retry)
-                ),
-            )
-        except _FOREIGN as exc:
-            raise self._errors.translate_opening(exc) from None
+        self._open = partial(open_shared, origin, config, client, is_http=self._is_http)
+        self._opened: Any = None
+        self._is_closed = False
+        if direct is None:
+            try:
+                self._opened = self._open()
+            except _FOREIGN as exc:
+                raise self._errors.translate_opening(exc) from None
         # obstore takes custom headers along to whatever host a redirect names.
         self._web = WebClient(origin, client) if self._is_http else None
         self._carrier = self._web if client.get("default_headers") else None
         self.indirect: str | None = f"{DIRECT_OPTION}=False"
         if self._options.get(DIRECT_OPTION) is None or is_true(self._options[DIRECT_OPTION]):
             self.indirect = why_not(parts.scheme, origin, config, client)
-        self._direct: DirectReads | None = None
+        self._direct = direct
         if self.indirect is None:
             self._times = times_of(client)
+        if self.indirect is None and direct is None:
             sign = plain_urls(origin) if self._is_http else sign_with(self._client)
             self._direct = DirectReads(sign, origin if self._is_http else config["endpoint"], client)
 
@@ -140,6 +135,13 @@ class RemoteStore:
     def url(self) -> str:
         return self._url
 
+    @property
+    def _client(self) -> Any:
+        """obstore's client; None once the store is closed."""
+        if self._opened is None and not self._is_closed:
+            self._opened = self._open()
+        return self._opened
+
     def within(self, limit: TimeLimit) -> RemoteStore:
         """The same store with requests that break off past ``limit``, or past what its options say where that is less.
 
@@ -148,9 +150,9 @@ class RemoteStore:
         with self._lock:
             store = self._limited.get(limit)
             if store is None:
-                store = RemoteStore(self._url, limit_options(self._options, limit))
-                store._direct = self._direct  # connections and signatures are the same whatever the limit
-                self._limited[limit] = store
+                # Connections and signatures are the same whatever the limit.
+                options = limit_options(self._options, limit)
+                store = self._limited[limit] = RemoteStore(self._url, options, direct=self._direct)
         return store
 
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
@@ -268,7 +270,8 @@ class RemoteStore:
 
     def close(self) -> None:
         """Release the client; its connections close when the last store and the last read that use them end."""
-        self._client = None
+        self._is_closed = True
+        self._opened = None
         if self._direct is not None:
             self._direct.close()
         if self._web is not None:

@@ -10,20 +10,24 @@ from queue import Queue
 from typing import Any
 
 import pytest
+from obstore.store import from_url
 from scripted_server import DATA, PROXIES, S3, Last, answer, part, serving
 
 from penstock.storage import (
     AccessDeniedError,
     ByteRange,
+    NotFoundError,
     ObjectChangedError,
     ShortReadError,
     StorageError,
     StoreTimeoutError,
     StoreUnavailableError,
     ThrottledError,
+    clients,
     direct,
     open_client,
 )
+from penstock.storage.patience import TimedStore, TimeLimit
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +82,31 @@ def test_ranges_come_over_one_warm_connection_and_whole_objects_by_obstore() -> 
     assert server.connections == 1
     assert {head.splitlines()[0] for head in server.heads} == {"GET /a%20b/%C3%BC%3F.tar HTTP/1.1"}
     assert all('If-Match: "one"' in head and "User-Agent: penstock" in head for head in server.heads)
+
+
+def test_time_limits_cost_no_client_where_ranges_are_read_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def note(origin: str, **options: Any) -> Any:
+        made.append(origin)
+        return from_url(origin, **options)
+
+    monkeypatch.setattr(clients, "from_url", note)
+    with serving(lambda head: part(head) if "bytes=" in head else answer("404 Not Found")) as server:
+        options = {"endpoint": server.url, "access_key": "key", "secret_key": "secret-of-this-test"}
+        store = open_client("s3://time-limits/x", options)
+        assert isinstance(store, TimedStore)
+        for seconds in (12.0, 24.0, 48.0):
+            limited = store.within(TimeLimit(seconds, 8.0))
+            assert limited.get("a", ByteRange(1, 3)) == DATA[1:3]
+        assert made == ["s3://time-limits"]
+        with pytest.raises(NotFoundError):
+            limited.get("a")  # obstore reads it, within that limit
+        assert len(made) == 2
+        store.close()
+        with pytest.raises(StorageError):
+            limited.get("a")
+    assert len(made) == 2
 
 
 def test_a_connection_that_the_server_closed_meanwhile_costs_no_read() -> None:
