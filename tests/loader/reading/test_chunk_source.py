@@ -81,6 +81,23 @@ def test_a_chunk_that_came_wrong_is_fetched_again_past_the_cache(source):
     assert counters.totals().refetched_chunks == 1
 
 
+def test_a_footer_that_came_wrong_is_fetched_again_when_its_chunk_is_opened(
+    memory_store: MemoryStore, put_shards: Callable[..., list[int]]
+) -> None:
+    put_shards(memory_store, 1)
+    parquet = make_format("parquet", {"chunk_bytes": 1})
+    manifest = open_manifest(memory_store.url, format=parquet)
+    store, counters = LyingStore(memory_store.url), Counters()
+    chunks = ChunkSource(manifest, parquet, store, ["n"], counters)
+    store.lies = 1
+    assert chunks.fetch(0) is None
+    assert chunks.open(0, None).columns["n"].values.tolist() == list(range(10))
+    assert counters.totals().refetched_chunks == 1
+    store.lies = 99
+    with pytest.raises(FormatError):
+        chunks.load(1)
+
+
 def test_a_chunk_of_a_store_that_is_far_away_comes_together_with_its_shards_footer(
     memory_store: MemoryStore, put_shards: Callable[..., list[int]]
 ) -> None:

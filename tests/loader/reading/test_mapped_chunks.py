@@ -137,6 +137,23 @@ def opened(folder: Path) -> tuple[ChunkSource, Any]:
     return source, source.load(0).columns["bin"]
 
 
+def test_chunks_that_were_mapped_before_it_shows_that_none_should_be_are_read_into_memory(
+    folder: Path, maps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = open_manifest(folder, format=FORMAT, progress=False)
+    source, read = (
+        ChunkSource(manifest, FORMAT, LocalStore(folder), None, Counters(), maps_files=maps_files)
+        for maps_files in (True, False)
+    )
+    fetched = [source.fetch(chunk) for chunk in (0, 1)]
+    assert maps
+    monkeypatch.setattr(mapped_chunks.MappedChunks, "guard", lambda *_: None)
+    for chunk in (0, 1):
+        found, wanted = source.open(chunk, fetched[chunk]).columns["bin"], read.load(chunk).columns["bin"]
+        assert type(found) is type(wanted)
+        assert found.take(np.arange(3)) == wanted.take(np.arange(3))
+
+
 def rewrite(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(1024)
