@@ -87,7 +87,7 @@ class ChunkReader:
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in.
 
-        As long as those needed ``at_once`` keep many of the threads busy, no others are fetched: the line is theirs.
+        As long as those needed ``at_once`` keep half of the threads busy, no others are fetched: the line is theirs.
         """
         with self._lock:
             if self._closed:
@@ -307,7 +307,7 @@ class ChunkReader:
             return
         with self._lock:
             self._threads.note(-1)
-            self._queue.forget(chunk)
+            self._queue.note_received(chunk)
             if not self._closed:
                 self._received.put(chunk, fetched)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from .slot import Slot
 
-# Of the threads. Of a store that is far away, fewer would leave the line empty for a round trip; more share it with
-# what the first batch waits for.
-_MANY = 0.375
+# Threads that hide a store's own time for each request. Those beside them are for requests on their way along the line,
+# so they say how long that is.
+SERVED = 16
 
 
 class FetchQueue:
@@ -23,6 +23,7 @@ class FetchQueue:
         self._ahead: deque[int] = deque()
         self._urgent: deque[int] = deque()
         self._at_once: set[int] = set()
+        self._to_come: set[int] = set()  # those of them whose bytes are not there
 
     def ask(self, chunk: int, *, at_once: bool = False) -> None:
         """Fetch it ahead of need, after those that were asked for before."""
@@ -30,6 +31,7 @@ class FetchQueue:
         self._ahead.append(chunk)
         if at_once:
             self._at_once.add(chunk)
+            self._to_come.add(chunk)
 
     def hurry(self, chunk: int) -> None:
         """Fetch it before all that nobody waits for."""
@@ -51,12 +53,16 @@ class FetchQueue:
         return None
 
     def find_ahead(self, threads: int) -> int | None:
-        """The first chunk that is asked for ahead; none while those needed at once keep many threads busy."""
+        """The first chunk that is asked for ahead; none while those needed at once have the line to themselves.
+
+        That is as long as they keep half of the threads busy; on a long line until so few are still to come that others
+        would come after them.
+        """
         while self._ahead:
             slot = self._slots.get(self._ahead[0])
             if slot is not None and slot.queued:
-                is_held_back = len(self._at_once) > _MANY * threads and self._ahead[0] not in self._at_once
-                return None if is_held_back else self._ahead[0]
+                is_next = 2 * len(self._at_once) <= threads or len(self._to_come) < (threads - SERVED) // 4
+                return self._ahead[0] if is_next or self._ahead[0] in self._at_once else None
             self._ahead.popleft()
         return None
 
@@ -66,9 +72,14 @@ class FetchQueue:
         queue = self._urgent if self._urgent and self._urgent[0] == chunk else self._ahead
         queue.popleft()
 
+    def note_received(self, chunk: int) -> None:
+        """Its bytes are there."""
+        self._to_come.discard(chunk)
+
     def forget(self, chunk: int) -> None:
-        """It needs the line no longer: its bytes are there, or not wanted."""
+        """The first batch waits for it no longer: it is there, or not wanted."""
         self._at_once.discard(chunk)
+        self._to_come.discard(chunk)
 
     def clear(self) -> None:
         """Fetch nothing more."""

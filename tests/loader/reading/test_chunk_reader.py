@@ -420,15 +420,15 @@ def test_what_the_first_batch_waits_for_has_the_line_to_itself_until_it_keeps_fe
         close(reader)
 
 
-def test_while_chunks_that_are_needed_at_once_are_opened_the_line_is_free_for_others() -> None:
-    source = FakeSource([10] * 30, shut=frozenset(range(30)))
-    reader = make_reader(source, budget=1000, threads=8)
+def test_on_a_long_line_others_are_asked_for_before_all_that_is_needed_at_once_is_opened() -> None:
+    at_once = range(24)
+    source = FakeSource([10] * 40, shut=frozenset(at_once), held=frozenset([7, 8, 9, 30, 31]))
+    reader = make_reader(source, budget=1000, threads=32)
     try:
-        reader.request(range(6), at_once=True)
-        reader.request(range(10, 30))
-        wait_until(lambda: len(source.loads) > 6, "others wait for what is being opened")
-        assert set(source.loads[:6]) == set(range(6))
-        assert reader.levels().resident_chunks == 0
+        reader.request(at_once, at_once=True)
+        reader.request(range(30, 40))
+        wait_until(lambda: len(source.loads) > 24, "others wait for what is being opened")
+        assert set(source.loads[:24]) == set(at_once)
     finally:
         source.gate.set()
         close(reader)
