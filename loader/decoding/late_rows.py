@@ -11,13 +11,14 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from ..columns import AnyArray, IntArray, Records, join_slices
+from ..columns import AnyArray, IntArray, Records
 from ..order.spans import ChunkRows
 from ..reading.records import fill_columns
 from .batch_memory import BatchMemory, new_array
 from .decode import FieldDecoders
 
 _TILE_BYTES = 256 << 10
+_MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
 class LateFields(Protocol):
@@ -35,51 +36,34 @@ class LateFields(Protocol):
 
 
 class WideRows:
-    """One field's wide rows: row i is the bytes of ``sources[origins[i]]`` from ``starts[i]`` on.
+    """One field's wide rows: row i is ``rows[places[i]]`` of an array that spans all chunks.
 
-    They are joined as bytes, a tile at a time: numpy would release the GIL for each row, and wait for it again, while
-    others have it.
+    So one call of numpy copies a tile of rows from many chunks, without the GIL. Calls for each row would wait for it
+    again and again, while other threads have it.
     """
 
     def __init__(
-        self,
-        name: str,
-        like: AnyArray,
-        dtype: np.dtype[Any],
-        sources: list[memoryview],
-        origins: IntArray,
-        starts: IntArray,
+        self, name: str, rows: AnyArray, places: IntArray, dtype: np.dtype[Any], sources: Sequence[AnyArray]
     ) -> None:
-        """``like`` (any, ...): rows of this shape and dtype; ``dtype`` is the one to hand them out in."""
-        self._name, self._like, self._dtype = name, like, dtype
-        self._sources, self._origins, self._starts = sources, origins, starts
-
-    @property
-    def _row_bytes(self) -> int:
-        return self._like.itemsize * math.prod(self._like.shape[1:])
+        """``rows`` (any, ...) lies on the memory of ``sources``; ``dtype`` is the one to hand the rows out in."""
+        self._name, self._rows, self._places, self._dtype, self._sources = name, rows, places, dtype, sources
 
     @property
     def nbytes(self) -> int:
-        return len(self._starts) * math.prod(self._like.shape[1:]) * self._dtype.itemsize
+        return len(self._places) * math.prod(self._rows.shape[1:]) * self._dtype.itemsize
 
     def cut(self, start: int, stop: int) -> WideRows:
-        return self._with(self._origins[start:stop], self._starts[start:stop])
+        return WideRows(self._name, self._rows, self._places[start:stop], self._dtype, self._sources)
 
     def pick(self, rows: IntArray) -> WideRows:
-        return self._with(self._origins[rows], self._starts[rows])
-
-    def _with(self, origins: IntArray, starts: IntArray) -> WideRows:
-        return WideRows(self._name, self._like, self._dtype, self._sources, origins, starts)
+        return WideRows(self._name, self._rows, self._places[rows], self._dtype, self._sources)
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
-        shape, size = self._like.shape[1:], self._row_bytes
-        out = new_array(memory, (len(self._starts), *shape), self._dtype)
-        tile = max(1, _TILE_BYTES // size)
+        shape = self._rows.shape[1:]
+        out = new_array(memory, (len(self._places), *shape), self._dtype)
+        tile = max(1, _TILE_BYTES // (self._rows.itemsize * math.prod(shape)))
         for start in range(0, len(out), tile):
-            origins, starts = self._origins[start : start + tile].tolist(), self._starts[start : start + tile].tolist()
-            slices = [self._sources[i][at : at + size] for i, at in zip(origins, starts, strict=True)]
-            rows = join_slices(slices, self._like.dtype)
-            out[start : start + tile] = rows.reshape(-1, *shape)
+            out[start : start + tile] = self._rows[self._places[start : start + tile]]
         return {self._name: out}
 
 
@@ -88,22 +72,50 @@ class WideRowsOfSpan:
 
     def __init__(self, like: AnyArray, num_rows: int) -> None:
         self._like: AnyArray = np.empty((0, *like.shape[1:]), like.dtype)
-        self._sources: list[memoryview] = []
-        self._origins: IntArray = np.zeros(num_rows, np.int64)
-        self._starts: IntArray = np.zeros(num_rows, np.int64)
+        self._num_rows = num_rows
+        self._parts: list[tuple[AnyArray, IntArray, IntArray]] = []  # sources, their rows, and where those belong
 
     def add(self, source: AnyArray, group: ChunkRows) -> None:
         """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's."""
         rows = group.rows
-        if source.dtype != self._like.dtype or not _has_whole_rows(source):
+        if source.dtype != self._like.dtype or source.strides[0] < 0 or not source[:1].flags.c_contiguous:
             source, rows = np.ascontiguousarray(source[rows], self._like.dtype), np.arange(len(rows))
-        self._origins[group.targets] = len(self._sources)
-        self._starts[group.targets] = rows * source.strides[0]
-        self._sources.append(_bytes_of(source))
+        self._parts.append((source, rows, group.targets))
 
     def rows(self, name: str, decoders: FieldDecoders) -> WideRows:
-        dtype = decoders.dtype_of(self._like)
-        return WideRows(name, self._like, dtype, self._sources, self._origins, self._starts)
+        """All rows. Those that no group has given, of chunks without the field, mean nothing."""
+        sources = [source for source, _, _ in self._parts]
+        found = self._span() or self._copy()
+        return WideRows(name, *found, decoders.dtype_of(self._like), sources)
+
+    def _span(self) -> tuple[AnyArray, IntArray] | None:
+        """An array of rows that begins with the lowest source and spans all, and the places of rows in it, (n,).
+
+        Its rows overlap, so that one begins wherever one of a source does, and lie between the sources, too, where
+        memory may be anybody's: only those at the places may be read, while somebody holds the sources. None where it
+        would be larger than numpy allows.
+        """
+        starts: list[int] = [source.__array_interface__["data"][0] for source, _, _ in self._parts]
+        first = min(starts)
+        lowest = self._parts[starts.index(first)][0]
+        offsets = np.zeros(self._num_rows, np.int64)
+        for start, (source, rows, targets) in zip(starts, self._parts, strict=True):
+            offsets[targets] = rows * source.strides[0] + (start - first)
+        bits = int(np.bitwise_or.reduce(offsets))
+        step = bits & -bits or 1  # the largest power of two that divides all
+        places: IntArray = offsets // step
+        count = int(places.max()) + 1
+        if count * max(1, lowest[:1].nbytes) > _MOST_BYTES:
+            return None
+        strides = (step, *lowest.strides[1:])
+        return np.lib.stride_tricks.as_strided(lowest, (count, *lowest.shape[1:]), strides, writeable=False), places
+
+    def _copy(self) -> tuple[AnyArray, IntArray]:
+        """The rows in memory of their own, in order."""
+        copied: AnyArray = np.empty((self._num_rows, *self._like.shape[1:]), self._like.dtype)
+        for source, rows, targets in self._parts:
+            copied[targets] = source[rows]
+        return copied, np.arange(self._num_rows)
 
 
 class RecordRows:
@@ -130,16 +142,3 @@ class RecordRows:
         fill_columns(columns, self._taken, self._order)
         stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
         return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
-
-
-def _has_whole_rows(source: AnyArray) -> bool:
-    """Whether each row's values lie side by side, and rows one behind another, with gaps or overlaps perhaps."""
-    return source[:1].flags.c_contiguous and source.strides[0] >= 0
-
-
-def _bytes_of(source: AnyArray) -> memoryview:
-    """All bytes of rows that ``_has_whole_rows`` is true of, from the first one's on."""
-    first: AnyArray = source[:1].reshape(-1).view(np.uint8)
-    length = (len(source) - 1) * source.strides[0] + first.nbytes
-    flat: Any = np.lib.stride_tricks.as_strided(first, (length,), (1,), writeable=False)
-    return memoryview(flat)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock import DistributedDataLoader
 from penstock.loader import LoaderClosedError, TokensFormat
 from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
@@ -35,13 +36,20 @@ def wide_rows(layout: str, rows: int, seed: int) -> np.ndarray:
     return whole[::-1] if layout == "reversed" else whole.astype(np.uint32) if layout == "other dtype" else whole
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 40)), min_size=1, max_size=5),
     st.sampled_from(["auto", None]),
+    st.sampled_from([late_rows._MOST_BYTES, 0]),  # 0: chunks lie too far apart
     st.data(),
 )
-def test_late_rows_are_those_of_the_chunks(chunks, decode, data):
+def test_late_rows_are_those_of_the_chunks(chunks, decode, most_bytes, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late_rows, "_MOST_BYTES", most_bytes)
+        check_rows(chunks, decode, data)
+
+
+def check_rows(chunks, decode, data):
     blocks = []
     for number, (layout, rows) in enumerate(chunks):
         layout = layout if number else "plain"
