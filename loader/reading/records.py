@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...storage.buffers import BUFFERS
 from ..columns import AnyArray, ArrayColumn, Block, IntArray, Records
 
 _FEWEST = 4  # columns of one item size from which on it pays
@@ -71,7 +72,7 @@ def _values(block: Block, name: str) -> AnyArray:
 def _interleave(columns: list[AnyArray]) -> AnyArray:
     """Columns (n,) of one dtype as (n,) records of opaque bytes."""
     count, width, dtype = len(columns[0]), len(columns), columns[0].dtype
-    rows = np.empty((count, width), dtype)
+    rows: AnyArray = np.frombuffer(BUFFERS.take(count * width * dtype.itemsize), dtype).reshape(count, width)
     tile = max(64, _TILE_BYTES // (width * dtype.itemsize))
     for start in range(0, count, tile):
         rows[start : start + tile] = np.stack([column[start : start + tile] for column in columns]).T
