@@ -74,6 +74,10 @@ def _interleave(columns: list[AnyArray]) -> AnyArray:
     count, width, dtype = len(columns[0]), len(columns), columns[0].dtype
     rows: AnyArray = np.frombuffer(BUFFERS.take(count * width * dtype.itemsize), dtype).reshape(count, width)
     tile = max(64, _TILE_BYTES // (width * dtype.itemsize))
+    room = np.empty(width * tile, dtype)
     for start in range(0, count, tile):
-        rows[start : start + tile] = np.stack([column[start : start + tile] for column in columns]).T
+        stop = min(count, start + tile)
+        of_tile = room[: width * (stop - start)]
+        np.concatenate([column[start:stop] for column in columns], out=of_tile)
+        rows[start:stop] = of_tile.reshape(width, -1).T
     return rows.view(f"V{width * dtype.itemsize}").reshape(count)
