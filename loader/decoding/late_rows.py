@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -15,7 +16,6 @@ from ..columns import AnyArray, IntArray, Records
 from ..order.spans import ChunkRows
 from ..reading.records import fill_columns
 from .batch_memory import BatchMemory, new_array
-from .decode import FieldDecoders
 
 _TILE_BYTES = 256 << 10
 _MOST_BYTES = np.iinfo(np.intp).max  # of an array
@@ -35,40 +35,80 @@ class LateFields(Protocol):
         """The fields: arrays (n, ...) of their own, of ``memory`` if that is given."""
 
 
-class WideRows:
-    """One field's wide rows: row i is ``rows[places[i]]`` of an array that spans all chunks.
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """Rows that lie in chunks: row i is ``rows[places[i]]``, of an array on the memory of ``sources``.
 
     So one call of numpy copies a tile of rows from many chunks, without the GIL. Calls for each row would wait for it
     again and again, while other threads have it.
     """
 
-    def __init__(
-        self, name: str, rows: AnyArray, places: IntArray, dtype: np.dtype[Any], sources: Sequence[AnyArray]
-    ) -> None:
-        """``rows`` (any, ...) lies on the memory of ``sources``; ``dtype`` is the one to hand the rows out in."""
-        self._name, self._rows, self._places, self._dtype, self._sources = name, rows, places, dtype, sources
+    rows: AnyArray
+    places: IntArray
+    sources: Sequence[AnyArray] = ()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def pick(self, rows: IntArray | slice) -> RowsAt:
+        return replace(self, places=self.places[rows])
+
+
+class WideRows:
+    """One field's wide rows."""
+
+    def __init__(self, name: str, at: RowsAt, dtype: np.dtype[Any]) -> None:
+        """``dtype`` is the one to hand the rows out in."""
+        self._name, self._at, self._dtype = name, at, dtype
 
     @property
     def nbytes(self) -> int:
-        return len(self._places) * math.prod(self._rows.shape[1:]) * self._dtype.itemsize
+        return len(self._at) * math.prod(self._at.rows.shape[1:]) * self._dtype.itemsize
 
     def cut(self, start: int, stop: int) -> WideRows:
-        return WideRows(self._name, self._rows, self._places[start:stop], self._dtype, self._sources)
+        return WideRows(self._name, self._at.pick(slice(start, stop)), self._dtype)
 
     def pick(self, rows: IntArray) -> WideRows:
-        return WideRows(self._name, self._rows, self._places[rows], self._dtype, self._sources)
+        return WideRows(self._name, self._at.pick(rows), self._dtype)
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
-        shape = self._rows.shape[1:]
-        out = new_array(memory, (len(self._places), *shape), self._dtype)
-        tile = max(1, _TILE_BYTES // (self._rows.itemsize * math.prod(shape)))
+        rows, places = self._at.rows, self._at.places
+        shape = rows.shape[1:]
+        out = new_array(memory, (len(places), *shape), self._dtype)
+        tile = max(1, _TILE_BYTES // (rows.itemsize * math.prod(shape)))
         for start in range(0, len(out), tile):
-            out[start : start + tile] = self._rows[self._places[start : start + tile]]
+            out[start : start + tile] = rows[places[start : start + tile]]
         return {self._name: out}
 
 
-class WideRowsOfSpan:
-    """Collects where one field's wide rows lie, chunk by chunk."""
+class RecordRows:
+    """Fields that lie in chunks as records."""
+
+    def __init__(self, records: Records, at: RowsAt, dtypes: Sequence[np.dtype[Any]]) -> None:
+        """``records`` tells what a row consists of, ``dtypes`` are those to hand the fields out in."""
+        self._records, self._at, self._dtypes = records, at, dtypes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._at) * sum(dtype.itemsize for dtype in self._dtypes)
+
+    def cut(self, start: int, stop: int) -> RecordRows:
+        return RecordRows(self._records, self._at.pick(slice(start, stop)), self._dtypes)
+
+    def pick(self, rows: IntArray) -> RecordRows:
+        return RecordRows(self._records, self._at.pick(rows), self._dtypes)
+
+    def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
+        records, width = self._records, len(self._records.names)
+        unit = np.dtype(f"u{self._at.rows.itemsize // width}")
+        columns = new_array(memory, (width, len(self._at)), unit)
+        fill_columns(columns, self._at.rows, self._at.places)
+        stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
+        return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
+
+
+class RowsOfSpan:
+    """Collects where rows of one shape lie, chunk by chunk."""
 
     def __init__(self, like: AnyArray, num_rows: int) -> None:
         self._like: AnyArray = np.empty((0, *like.shape[1:]), like.dtype)
@@ -82,14 +122,12 @@ class WideRowsOfSpan:
             source, rows = np.ascontiguousarray(source[rows], self._like.dtype), np.arange(len(rows))
         self._parts.append((source, rows, group.targets))
 
-    def rows(self, name: str, decoders: FieldDecoders) -> WideRows:
+    def finish(self) -> RowsAt:
         """All rows. Those that no group has given, of chunks without the field, mean nothing."""
-        sources = [source for source, _, _ in self._parts]
-        found = self._span() or self._copy()
-        return WideRows(name, *found, decoders.dtype_of(self._like), sources)
+        return self._span() or self._copy()
 
-    def _span(self) -> tuple[AnyArray, IntArray] | None:
-        """An array of rows that begins with the lowest source and spans all, and the places of rows in it, (n,).
+    def _span(self) -> RowsAt | None:
+        """Places in an array of rows that begins with the lowest source and spans all.
 
         Its rows overlap, so that one begins wherever one of a source does, and lie between the sources, too, where
         memory may be anybody's: only those at the places may be read, while somebody holds the sources. None where it
@@ -107,38 +145,13 @@ class WideRowsOfSpan:
         count = int(places.max()) + 1
         if count * max(1, lowest[:1].nbytes) > _MOST_BYTES:
             return None
-        strides = (step, *lowest.strides[1:])
-        return np.lib.stride_tricks.as_strided(lowest, (count, *lowest.shape[1:]), strides, writeable=False), places
+        shape, strides = (count, *lowest.shape[1:]), (step, *lowest.strides[1:])
+        spanning = np.lib.stride_tricks.as_strided(lowest, shape, strides, writeable=False)
+        return RowsAt(spanning, places, [source for source, _, _ in self._parts])
 
-    def _copy(self) -> tuple[AnyArray, IntArray]:
+    def _copy(self) -> RowsAt:
         """The rows in memory of their own, in order."""
         copied: AnyArray = np.empty((self._num_rows, *self._like.shape[1:]), self._like.dtype)
         for source, rows, targets in self._parts:
             copied[targets] = source[rows]
-        return copied, np.arange(self._num_rows)
-
-
-class RecordRows:
-    """Fields whose rows were taken from chunks as records: row i is ``taken[order[i]]``."""
-
-    def __init__(self, records: Records, taken: AnyArray, order: IntArray, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """``dtypes``: those to hand the fields out in."""
-        self._records, self._taken, self._order, self._dtypes = records, taken, order, dtypes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._order) * sum(dtype.itemsize for dtype in self._dtypes)
-
-    def cut(self, start: int, stop: int) -> RecordRows:
-        return RecordRows(self._records, self._taken, self._order[start:stop], self._dtypes)
-
-    def pick(self, rows: IntArray) -> RecordRows:
-        return RecordRows(self._records, self._taken, self._order[rows], self._dtypes)
-
-    def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
-        records, width = self._records, len(self._records.names)
-        unit = np.dtype(f"u{self._taken.itemsize // width}")
-        columns = new_array(memory, (width, len(self._order)), unit)
-        fill_columns(columns, self._taken, self._order)
-        stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
-        return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
+        return RowsAt(copied, np.arange(self._num_rows))

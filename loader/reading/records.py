@@ -55,11 +55,14 @@ def unpack_records(records: Records, rows: AnyArray) -> Mapping[str, AnyArray]:
 
 
 def fill_columns(columns: AnyArray, rows: AnyArray, order: IntArray) -> None:
-    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype, in tiles that a cache holds."""
+    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype, in tiles that a cache holds.
+
+    ``rows`` may span more memory than may be read: no other rows are.
+    """
     width = len(columns)
     tile = max(64, _OUT_TILE_BYTES // rows.itemsize)
     for start in range(0, len(order), tile):
-        taken = rows.take(order[start : start + tile], mode="clip")
+        taken = rows[order[start : start + tile]]
         columns[:, start : start + tile] = taken.view(columns.dtype).reshape(-1, width).T
 
 
