@@ -19,7 +19,6 @@ from ..columns import AnyArray, ArrayColumn, Block, IntArray, Records
 _FEWEST = 4  # columns of one item size from which on it pays
 _KINDS = "biuf"  # bool, integers, floats; other kinds have sizes that no integer has, or hold references
 _TILE_BYTES = 256 << 10  # so that a tile lies in a core's own cache twice, and malloc has room for it
-_OUT_TILE_BYTES = 64 << 10
 
 
 def pack_records(block: Block) -> Block:
@@ -60,7 +59,7 @@ def fill_columns(columns: AnyArray, rows: AnyArray, order: IntArray) -> None:
     ``rows`` may span more memory than may be read: no other rows are.
     """
     width = len(columns)
-    tile = max(64, _OUT_TILE_BYTES // rows.itemsize)
+    tile = max(64, _TILE_BYTES // rows.itemsize)
     for start in range(0, len(order), tile):
         taken = rows[order[start : start + tile]]
         columns[:, start : start + tile] = taken.view(columns.dtype).reshape(-1, width).T
