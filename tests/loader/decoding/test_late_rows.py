@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -77,6 +78,28 @@ def check_rows(chunks, decode, data):
             assert fields[name].flags.writeable
             assert fields[name].tolist() == np.array(naive).reshape(fields[name].shape).tolist()
     assert rows.count_bytes({}) == len(order) * 605 * (2 if decode is None else 8)
+
+
+@pytest.mark.parametrize("name", ["tokens", "c3"])
+def test_late_rows_keep_all_their_chunks_until_they_are_copied(name):
+    def open_block(number: int) -> Block:
+        columns = {f"c{i}": ArrayColumn(np.full(40, number, np.uint16)) for i in range(5)}
+        return pack_records(Block(40, 0, {**columns, "tokens": ArrayColumn(np.full((40, 600), number, np.uint16))}))
+
+    blocks = [open_block(number) for number in range(4)]
+    kept = [weakref.ref(_of_block(block, name)) for block in blocks]
+    groups = [(ChunkRows(i, np.array([i]), np.array([i])), block) for i, block in enumerate(blocks)]
+    rows = gather(groups, 4, np.zeros(4, np.int64), FieldDecoders(None), memory=BatchMemory(1 << 20)).cut(0, 3)
+    del blocks, groups
+    assert all(of_chunk() is not None for of_chunk in kept)
+    copied = rows.complete().fields[name]
+    assert copied.reshape(3, -1)[:, 0].tolist() == [0, 1, 2]
+    del rows
+    assert not any(of_chunk() is not None for of_chunk in kept)
+
+
+def _of_block(block: Block, name: str) -> np.ndarray:
+    return block.columns[name].values if name in block.columns else block.records[0].rows
 
 
 @pytest.fixture(scope="module")
