@@ -12,11 +12,11 @@ import numpy as np
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
-from .batch_memory import BatchMemory, new_array
+from .batch_memory import BatchMemory
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .copies import copy_value
 from .decode import FieldDecoder, FieldDecoders
-from .late_rows import LateFields, RecordRows, WideRowsOfSpan
+from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 
 # Rows from this size on are copied one by one, straight to their place; many of narrower ones by one call.
 _WIDE_ROW_BYTES = 1024
@@ -104,18 +104,18 @@ def gather(
     integers in fields named ``flat`` come as ``Ragged``, without a Python object a value.
 
     Values are stored in the order in which chunks arrive and reordered at the end, all at once. Of wide rows only the
-    places are noted; they, and records, are copied and converted at the end. With ``memory`` that is left to who calls
-    ``Rows.complete``, and what is copied until then lies in that memory.
+    places are noted; they, and records, are copied and converted at the end. With ``memory`` only the places of records
+    are noted, too, and all that is left to who calls ``Rows.complete``.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
     arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive belongs
-    wide: dict[str, WideRowsOfSpan] = {}
+    wide: dict[str, RowsOfSpan] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
     views: dict[str, ViewsOfSpan] = {}
     ragged: dict[str, list[tuple[int, Ragged, ChunkRows]]] = {}  # with the number of rows that arrived before
-    records: list[tuple[Records, AnyArray]] = []
+    records: list[tuple[Records, AnyArray | RowsOfSpan]] = []  # copied in the order of arrival, or noted
     done = 0
     for group, block in groups:
         stop = done + len(group.rows)
@@ -149,7 +149,7 @@ def gather(
             source = column.values
             if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
                 if name not in wide:
-                    wide[name] = WideRowsOfSpan(source, num_rows)
+                    wide[name] = RowsOfSpan(source, num_rows)
                 wide[name].add(source, group)
             else:
                 # numpy's take would first copy all of an array that is not contiguous
@@ -157,14 +157,24 @@ def gather(
                 _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
         for i, packed in enumerate(block.records):
             if i == len(records):
-                records.append((packed, new_array(memory, (num_rows,), packed.rows.dtype)))
-            packed.rows.take(group.rows, out=records[i][1][done:stop], mode="clip")  # "raise" would copy twice
+                like = packed.rows
+                room = np.empty(num_rows, like.dtype) if memory is None else RowsOfSpan(like, num_rows)
+                records.append((packed, room))
+            assert packed.rows.dtype == records[i][0].rows.dtype, "chunks of one data set have the same records"
+            if isinstance(room := records[i][1], RowsOfSpan):
+                room.add(packed.rows, group)
+            else:
+                packed.rows.take(group.rows, out=room[done:stop], mode="clip")  # "raise" would copy twice
         done = stop
     order = np.empty(num_rows, np.int64)
     order[arrived] = np.arange(num_rows)
-    due: list[LateFields] = [rows.rows(name, decoders) for name, rows in wide.items()]
-    for packed, taken in records:
-        due.append(RecordRows(packed, taken, order, [decoders.dtype_of(np.empty(0, kind)) for kind in packed.dtypes]))
+    due: list[LateFields] = []
+    for name, of_span in wide.items():
+        at = of_span.finish()
+        due.append(WideRows(name, at, decoders.dtype_of(at.rows)))
+    for packed, room in records:
+        at = room.finish() if isinstance(room, RowsOfSpan) else RowsAt(room, order)
+        due.append(RecordRows(packed, at, [decoders.dtype_of(np.empty(0, kind)) for kind in packed.dtypes]))
     fields: dict[str, Values] = {}
     fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
     for name, parts in ragged.items():

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
 
-from ..columns import AnyArray, IntArray, Records, join_slices
+from ..columns import AnyArray, IntArray, Records
 from ..order.spans import ChunkRows
 from ..reading.records import fill_columns
 from .batch_memory import BatchMemory, new_array
-from .decode import FieldDecoders
 
 _TILE_BYTES = 256 << 10
+_MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
 class LateFields(Protocol):
@@ -34,112 +35,123 @@ class LateFields(Protocol):
         """The fields: arrays (n, ...) of their own, of ``memory`` if that is given."""
 
 
-class WideRows:
-    """One field's wide rows: row i is the bytes of ``sources[origins[i]]`` from ``starts[i]`` on.
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """Rows that lie in chunks: row i is ``rows[places[i]]``, of an array on the memory of ``sources``.
 
-    They are joined as bytes, a tile at a time: numpy would release the GIL for each row, and wait for it again, while
-    others have it.
+    So one call of numpy copies a tile of rows from many chunks, without the GIL. Calls for each row would wait for it
+    again and again, while other threads have it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        like: AnyArray,
-        dtype: np.dtype[Any],
-        sources: list[memoryview],
-        origins: IntArray,
-        starts: IntArray,
-    ) -> None:
-        """``like`` (any, ...): rows of this shape and dtype; ``dtype`` is the one to hand them out in."""
-        self._name, self._like, self._dtype = name, like, dtype
-        self._sources, self._origins, self._starts = sources, origins, starts
+    rows: AnyArray
+    places: IntArray
+    sources: Sequence[AnyArray] = ()
 
-    @property
-    def _row_bytes(self) -> int:
-        return self._like.itemsize * math.prod(self._like.shape[1:])
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def pick(self, rows: IntArray | slice) -> RowsAt:
+        return replace(self, places=self.places[rows])
+
+
+class WideRows:
+    """One field's wide rows."""
+
+    def __init__(self, name: str, at: RowsAt, dtype: np.dtype[Any]) -> None:
+        """``dtype`` is the one to hand the rows out in."""
+        self._name, self._at, self._dtype = name, at, dtype
 
     @property
     def nbytes(self) -> int:
-        return len(self._starts) * math.prod(self._like.shape[1:]) * self._dtype.itemsize
+        return len(self._at) * math.prod(self._at.rows.shape[1:]) * self._dtype.itemsize
 
     def cut(self, start: int, stop: int) -> WideRows:
-        return self._with(self._origins[start:stop], self._starts[start:stop])
+        return WideRows(self._name, self._at.pick(slice(start, stop)), self._dtype)
 
     def pick(self, rows: IntArray) -> WideRows:
-        return self._with(self._origins[rows], self._starts[rows])
-
-    def _with(self, origins: IntArray, starts: IntArray) -> WideRows:
-        return WideRows(self._name, self._like, self._dtype, self._sources, origins, starts)
+        return WideRows(self._name, self._at.pick(rows), self._dtype)
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
-        shape, size = self._like.shape[1:], self._row_bytes
-        out = new_array(memory, (len(self._starts), *shape), self._dtype)
-        tile = max(1, _TILE_BYTES // size)
+        rows, places = self._at.rows, self._at.places
+        shape = rows.shape[1:]
+        out = new_array(memory, (len(places), *shape), self._dtype)
+        tile = max(1, _TILE_BYTES // (rows.itemsize * math.prod(shape)))
         for start in range(0, len(out), tile):
-            origins, starts = self._origins[start : start + tile].tolist(), self._starts[start : start + tile].tolist()
-            slices = [self._sources[i][at : at + size] for i, at in zip(origins, starts, strict=True)]
-            rows = join_slices(slices, self._like.dtype)
-            out[start : start + tile] = rows.reshape(-1, *shape)
+            out[start : start + tile] = rows[places[start : start + tile]]
         return {self._name: out}
 
 
-class WideRowsOfSpan:
-    """Collects where one field's wide rows lie, chunk by chunk."""
-
-    def __init__(self, like: AnyArray, num_rows: int) -> None:
-        self._like: AnyArray = np.empty((0, *like.shape[1:]), like.dtype)
-        self._sources: list[memoryview] = []
-        self._origins: IntArray = np.zeros(num_rows, np.int64)
-        self._starts: IntArray = np.zeros(num_rows, np.int64)
-
-    def add(self, source: AnyArray, group: ChunkRows) -> None:
-        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's."""
-        rows = group.rows
-        if source.dtype != self._like.dtype or not _has_whole_rows(source):
-            source, rows = np.ascontiguousarray(source[rows], self._like.dtype), np.arange(len(rows))
-        self._origins[group.targets] = len(self._sources)
-        self._starts[group.targets] = rows * source.strides[0]
-        self._sources.append(_bytes_of(source))
-
-    def rows(self, name: str, decoders: FieldDecoders) -> WideRows:
-        dtype = decoders.dtype_of(self._like)
-        return WideRows(name, self._like, dtype, self._sources, self._origins, self._starts)
-
-
 class RecordRows:
-    """Fields whose rows were taken from chunks as records: row i is ``taken[order[i]]``."""
+    """Fields that lie in chunks as records."""
 
-    def __init__(self, records: Records, taken: AnyArray, order: IntArray, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """``dtypes``: those to hand the fields out in."""
-        self._records, self._taken, self._order, self._dtypes = records, taken, order, dtypes
+    def __init__(self, records: Records, at: RowsAt, dtypes: Sequence[np.dtype[Any]]) -> None:
+        """``records`` tells what a row consists of, ``dtypes`` are those to hand the fields out in."""
+        self._records, self._at, self._dtypes = records, at, dtypes
 
     @property
     def nbytes(self) -> int:
-        return len(self._order) * sum(dtype.itemsize for dtype in self._dtypes)
+        return len(self._at) * sum(dtype.itemsize for dtype in self._dtypes)
 
     def cut(self, start: int, stop: int) -> RecordRows:
-        return RecordRows(self._records, self._taken, self._order[start:stop], self._dtypes)
+        return RecordRows(self._records, self._at.pick(slice(start, stop)), self._dtypes)
 
     def pick(self, rows: IntArray) -> RecordRows:
-        return RecordRows(self._records, self._taken, self._order[rows], self._dtypes)
+        return RecordRows(self._records, self._at.pick(rows), self._dtypes)
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
         records, width = self._records, len(self._records.names)
-        unit = np.dtype(f"u{self._taken.itemsize // width}")
-        columns = new_array(memory, (width, len(self._order)), unit)
-        fill_columns(columns, self._taken, self._order)
+        unit = np.dtype(f"u{self._at.rows.itemsize // width}")
+        columns = new_array(memory, (width, len(self._at)), unit)
+        fill_columns(columns, self._at.rows, self._at.places)
         stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
         return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
 
 
-def _has_whole_rows(source: AnyArray) -> bool:
-    """Whether each row's values lie side by side, and rows one behind another, with gaps or overlaps perhaps."""
-    return source[:1].flags.c_contiguous and source.strides[0] >= 0
+class RowsOfSpan:
+    """Collects where rows of one shape lie, chunk by chunk."""
 
+    def __init__(self, like: AnyArray, num_rows: int) -> None:
+        self._like: AnyArray = np.empty((0, *like.shape[1:]), like.dtype)
+        self._num_rows = num_rows
+        self._parts: list[tuple[AnyArray, IntArray, IntArray]] = []  # sources, their rows, and where those belong
 
-def _bytes_of(source: AnyArray) -> memoryview:
-    """All bytes of rows that ``_has_whole_rows`` is true of, from the first one's on."""
-    first: AnyArray = source[:1].reshape(-1).view(np.uint8)
-    length = (len(source) - 1) * source.strides[0] + first.nbytes
-    flat: Any = np.lib.stride_tricks.as_strided(first, (length,), (1,), writeable=False)
-    return memoryview(flat)
+    def add(self, source: AnyArray, group: ChunkRows) -> None:
+        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's."""
+        rows = group.rows
+        if source.dtype != self._like.dtype or source.strides[0] < 0 or not source[:1].flags.c_contiguous:
+            source, rows = np.ascontiguousarray(source[rows], self._like.dtype), np.arange(len(rows))
+        self._parts.append((source, rows, group.targets))
+
+    def finish(self) -> RowsAt:
+        """All rows. Those that no group has given, of chunks without the field, mean nothing."""
+        return self._span() or self._copy()
+
+    def _span(self) -> RowsAt | None:
+        """Places in an array of rows that begins with the lowest source and spans all.
+
+        Its rows overlap, so that one begins wherever one of a source does, and lie between the sources, too, where
+        memory may be anybody's: only those at the places may be read, while somebody holds the sources. None where it
+        would be larger than numpy allows.
+        """
+        starts: list[int] = [source.__array_interface__["data"][0] for source, _, _ in self._parts]
+        first = min(starts)
+        lowest = self._parts[starts.index(first)][0]
+        offsets = np.zeros(self._num_rows, np.int64)
+        for start, (source, rows, targets) in zip(starts, self._parts, strict=True):
+            offsets[targets] = rows * source.strides[0] + (start - first)
+        bits = int(np.bitwise_or.reduce(offsets))
+        step = bits & -bits or 1  # the largest power of two that divides all
+        places: IntArray = offsets // step
+        count = int(places.max()) + 1
+        if count * max(1, lowest[:1].nbytes) > _MOST_BYTES:
+            return None
+        shape, strides = (count, *lowest.shape[1:]), (step, *lowest.strides[1:])
+        spanning = np.lib.stride_tricks.as_strided(lowest, shape, strides, writeable=False)
+        return RowsAt(spanning, places, [source for source, _, _ in self._parts])
+
+    def _copy(self) -> RowsAt:
+        """The rows in memory of their own, in order."""
+        copied: AnyArray = np.empty((self._num_rows, *self._like.shape[1:]), self._like.dtype)
+        for source, rows, targets in self._parts:
+            copied[targets] = source[rows]
+        return RowsAt(copied, np.arange(self._num_rows))

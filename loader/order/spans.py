@@ -152,13 +152,15 @@ class EpochSpans:
         lengths = segments.stop - segments.start
         if not len(lengths):
             return []
-        within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        lanes = np.repeat(segments.lane, lengths)
-        by_lane = np.argsort(lanes, kind="stable")
-        offsets = (np.repeat(segments.start, lengths) + within)[by_lane]
-        targets = (np.repeat(span.row_starts[segments.step] + segments.slot, lengths) + within)[by_lane]
-        lane_ids, lane_starts = np.unique(lanes[by_lane], return_index=True)
-        edges = np.append(lane_starts, len(offsets))
+        by_lane = np.argsort(segments.lane, kind="stable")
+        lanes, lengths = segments.lane[by_lane], lengths[by_lane]
+        ends = np.cumsum(lengths)
+        before = ends - lengths
+        places = np.arange(int(ends[-1]), dtype=np.int64)
+        offsets = np.repeat(segments.start[by_lane] - before, lengths) + places
+        targets = np.repeat((span.row_starts[segments.step] + segments.slot)[by_lane] - before, lengths) + places
+        lane_ids, firsts = np.unique(lanes, return_index=True)
+        edges = np.append(before[firsts], len(offsets))
         chunks = np.empty(len(offsets), np.int64)
         rows = np.empty(len(offsets), np.int64)
         for lane, low, high in zip(lane_ids.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):

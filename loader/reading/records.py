@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...storage.buffers import BUFFERS
 from ..columns import AnyArray, ArrayColumn, Block, IntArray, Records
 
 _FEWEST = 4  # columns of one item size from which on it pays
 _KINDS = "biuf"  # bool, integers, floats; other kinds have sizes that no integer has, or hold references
 _TILE_BYTES = 256 << 10  # so that a tile lies in a core's own cache twice, and malloc has room for it
-_OUT_TILE_BYTES = 64 << 10
 
 
 def pack_records(block: Block) -> Block:
@@ -54,11 +54,14 @@ def unpack_records(records: Records, rows: AnyArray) -> Mapping[str, AnyArray]:
 
 
 def fill_columns(columns: AnyArray, rows: AnyArray, order: IntArray) -> None:
-    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype, in tiles that a cache holds."""
+    """Write records ``rows[order]`` as the columns (width, n) of one unsigned dtype, in tiles that a cache holds.
+
+    ``rows`` may span more memory than may be read: no other rows are.
+    """
     width = len(columns)
-    tile = max(64, _OUT_TILE_BYTES // rows.itemsize)
+    tile = max(64, _TILE_BYTES // rows.itemsize)
     for start in range(0, len(order), tile):
-        taken = rows.take(order[start : start + tile], mode="clip")
+        taken = rows[order[start : start + tile]]
         columns[:, start : start + tile] = taken.view(columns.dtype).reshape(-1, width).T
 
 
@@ -71,8 +74,12 @@ def _values(block: Block, name: str) -> AnyArray:
 def _interleave(columns: list[AnyArray]) -> AnyArray:
     """Columns (n,) of one dtype as (n,) records of opaque bytes."""
     count, width, dtype = len(columns[0]), len(columns), columns[0].dtype
-    rows = np.empty((count, width), dtype)
+    rows: AnyArray = np.frombuffer(BUFFERS.take(count * width * dtype.itemsize), dtype).reshape(count, width)
     tile = max(64, _TILE_BYTES // (width * dtype.itemsize))
+    room = np.empty(width * tile, dtype)
     for start in range(0, count, tile):
-        rows[start : start + tile] = np.stack([column[start : start + tile] for column in columns]).T
+        stop = min(count, start + tile)
+        of_tile = room[: width * (stop - start)]
+        np.concatenate([column[start:stop] for column in columns], out=of_tile)
+        rows[start:stop] = of_tile.reshape(width, -1).T
     return rows.view(f"V{width * dtype.itemsize}").reshape(count)

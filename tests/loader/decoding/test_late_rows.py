@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from penstock import DistributedDataLoader
 from penstock.loader import LoaderClosedError, TokensFormat
 from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
@@ -35,13 +37,20 @@ def wide_rows(layout: str, rows: int, seed: int) -> np.ndarray:
     return whole[::-1] if layout == "reversed" else whole.astype(np.uint32) if layout == "other dtype" else whole
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 40)), min_size=1, max_size=5),
     st.sampled_from(["auto", None]),
+    st.sampled_from([late_rows._MOST_BYTES, 0]),  # 0: chunks lie too far apart
     st.data(),
 )
-def test_late_rows_are_those_of_the_chunks(chunks, decode, data):
+def test_late_rows_are_those_of_the_chunks(chunks, decode, most_bytes, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late_rows, "_MOST_BYTES", most_bytes)
+        check_rows(chunks, decode, data)
+
+
+def check_rows(chunks, decode, data):
     blocks = []
     for number, (layout, rows) in enumerate(chunks):
         layout = layout if number else "plain"
@@ -69,6 +78,28 @@ def test_late_rows_are_those_of_the_chunks(chunks, decode, data):
             assert fields[name].flags.writeable
             assert fields[name].tolist() == np.array(naive).reshape(fields[name].shape).tolist()
     assert rows.count_bytes({}) == len(order) * 605 * (2 if decode is None else 8)
+
+
+@pytest.mark.parametrize("name", ["tokens", "c3"])
+def test_late_rows_keep_all_their_chunks_until_they_are_copied(name):
+    def open_block(number: int) -> Block:
+        columns = {f"c{i}": ArrayColumn(np.full(40, number, np.uint16)) for i in range(5)}
+        return pack_records(Block(40, 0, {**columns, "tokens": ArrayColumn(np.full((40, 600), number, np.uint16))}))
+
+    blocks = [open_block(number) for number in range(4)]
+    kept = [weakref.ref(_of_block(block, name)) for block in blocks]
+    groups = [(ChunkRows(i, np.array([i]), np.array([i])), block) for i, block in enumerate(blocks)]
+    rows = gather(groups, 4, np.zeros(4, np.int64), FieldDecoders(None), memory=BatchMemory(1 << 20)).cut(0, 3)
+    del blocks, groups
+    assert all(of_chunk() is not None for of_chunk in kept)
+    copied = rows.complete().fields[name]
+    assert copied.reshape(3, -1)[:, 0].tolist() == [0, 1, 2]
+    del rows
+    assert not any(of_chunk() is not None for of_chunk in kept)
+
+
+def _of_block(block: Block, name: str) -> np.ndarray:
+    return block.columns[name].values if name in block.columns else block.records[0].rows
 
 
 @pytest.fixture(scope="module")
