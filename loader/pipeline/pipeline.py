@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
+from ...storage.malloc import keep_freed_memory
 from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
 from ..decoding.decode import FieldDecoders
@@ -116,6 +117,7 @@ class Pipeline:
 
     def start(self) -> None:
         """Start the threads; called once. Whoever holds the pipeline can close it, however far this came."""
+        keep_freed_memory()  # batches come from these threads, and end in the training loop's
         for thread in self._threads:
             thread.start()
         self._reader.start()  # many threads, while the assembler plans
