@@ -8,9 +8,9 @@ _LARGEST_BYTES = 16 << 20  # several batches; glibc itself goes up to 32 MiB
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed for the next batch, 32 MiB of each of its heaps; other allocators do as they do.
 
-    As soon as 128 KiB at the end of a heap are free, it gives them back to the kernel, and takes them page by page for
-    the next batch. It keeps twice the size of the largest block that was ever freed, and asks the kernel for larger ones
-    alone: any program that frees a large array has it so (mallopt(3), M_MMAP_THRESHOLD). One is made here, and freed
-    untouched.
+    As soon as 128 KiB at the end of a heap are free, it gives them back to the kernel, and takes them page by page
+    for the next batch. It keeps twice the size of the largest block that was ever freed, and has only larger ones from
+    the kernel: any program that frees a large array has it so (mallopt(3), M_MMAP_THRESHOLD). Here one is made, and
+    freed untouched.
     """
     bytes(_LARGEST_BYTES)
