@@ -34,6 +34,7 @@ ALLOWED = {
     "loader/decoding/worker_main.py": {"pickle.loads"},  # the user's functions, from the process that started it
     "loader/decoding/worker_pool.py": {"pickle.loads"},  # exceptions, from processes that this one started
     "loader/tools/packing/values.py": {"np.load(allow_pickle=False)"},
+    "benchmarks/reuse/keepers.py": {"pickle.loads"},  # what it has just pickled itself
     "benchmarks/peer_decode.py": {"np.load(allow_pickle=False)"},
     "benchmarks/contenders/torch_loader.py": {"np.load(allow_pickle=False)"},
     "benchmarks/contenders/webdataset.py": {"np.load(allow_pickle=False)"},
