@@ -13,6 +13,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,15 @@ def children() -> list[int]:
     """The worker processes of this one; other tests may have left servers of their own for the whole session."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return sorted(pid for pid in found if b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return sorted(pid for pid in found if is_worker(pid))
+
+
+def is_worker(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+        return b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def is_running(pid: int) -> bool:
