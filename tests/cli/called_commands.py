@@ -1,4 +1,4 @@
-"""Commands of penstock, called here or in a process, and a table of words."""
+"""Commands of penstock, called in this process."""
 
 from __future__ import annotations
 

@@ -20,20 +20,6 @@ def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[i
     return code, json.loads(out)
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> Path:
-    table = tmp_path / "words.jsonl"
-    table.write_text("".join(json.dumps({"n": n, "word": f"w{n}"}) + "\n" for n in range(200)))
-    return table
-
-
-@pytest.fixture
-def shards(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    target = tmp_path / "shards"
-    assert call(capsys, "pack", words, target, "--shard-mib", 0.05)[0] == 0
-    return target
-
-
 def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0

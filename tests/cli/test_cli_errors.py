@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -23,20 +22,6 @@ from penstock.loader.dataset.manifest import MANIFEST_NAME
 def run_process(arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
-
-
-@pytest.fixture
-def words(tmp_path: Path) -> Path:
-    table = tmp_path / "words.jsonl"
-    table.write_text("".join(json.dumps({"n": n, "word": f"w{n}"}) + "\n" for n in range(200)))
-    return table
-
-
-@pytest.fixture
-def shards(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    target = tmp_path / "shards"
-    assert call(capsys, "pack", words, target, "--shard-mib", 0.05)[0] == 0
-    return target
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock import DistributedDataLoader, open_manifest
 from penstock.loader import (
@@ -16,6 +18,16 @@ from penstock.loader import (
 
 SAMPLES = 1100
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5, 1, SAMPLES).astype(np.int64) + 1, 2000)
+
+
+def write_docs(folder: Path) -> str:
+    """Nine shards of the documents, with an index of their tokens; returns the folder."""
+    for shard, part in enumerate(np.array_split(np.arange(SAMPLES), 9)):
+        lengths = LENGTHS[part]
+        columns = {"tokens": lengths.astype(np.int32), "text": ["é" * n for n in lengths], "n": part.astype(np.int64)}
+        pq.write_table(pa.table(columns), folder / f"{shard}.parquet", row_group_size=40)
+    write_index(folder, "tokens")
+    return str(folder)
 
 
 def write_index(folder: Path | str, *expressions: str) -> None:

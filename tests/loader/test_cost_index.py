@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from costed_docs import LENGTHS, SAMPLES, make_loader, write_index
+from costed_docs import LENGTHS, make_loader, write_docs, write_index
 from tar_dataset import write_tars
 
 from penstock import Cost, open_manifest, pack
@@ -23,13 +23,7 @@ from penstock.storage import AccessDeniedError
 
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("docs")
-    for shard, part in enumerate(np.array_split(np.arange(SAMPLES), 9)):
-        lengths = LENGTHS[part]
-        columns = {"tokens": lengths.astype(np.int32), "text": ["é" * n for n in lengths], "n": part.astype(np.int64)}
-        pq.write_table(pa.table(columns), folder / f"{shard}.parquet", row_group_size=40)
-    write_index(folder, "tokens")
-    return str(folder)
+    return write_docs(tmp_path_factory.mktemp("docs"))
 
 
 def test_indexes_of_values_lengths_and_bytes_are_compact_and_exact(docs):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from costed_docs import LENGTHS, SAMPLES, make_loader, write_index
+from costed_docs import LENGTHS, SAMPLES, make_loader, write_docs
 
 from penstock import Bucket, TokenBudget, audit
 from penstock.loader import (
@@ -22,13 +19,7 @@ from penstock.loader import (
 
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("docs")
-    for shard, part in enumerate(np.array_split(np.arange(SAMPLES), 9)):
-        lengths = LENGTHS[part]
-        columns = {"tokens": lengths.astype(np.int32), "text": ["é" * n for n in lengths], "n": part.astype(np.int64)}
-        pq.write_table(pa.table(columns), folder / f"{shard}.parquet", row_group_size=40)
-    write_index(folder, "tokens")
-    return str(folder)
+    return write_docs(tmp_path_factory.mktemp("docs"))
 
 
 def batches_of(docs: str, world_size: int, state: Any = None, **options: Any) -> list[list[list[int]]]:

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
+_PR_SET_THP_DISABLE = 41
 # Batches are made by one thread, and each is dropped before the next is made.
 _PROGRAMME = """
-import resource, sys, threading
+import ctypes, resource, sys, threading
 from penstock.storage.malloc import keep_freed_memory
 
 def count_faults():
@@ -23,6 +24,7 @@ def count_faults():
         del values
     print(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
 
+ctypes.CDLL(None).prctl({no_huge_pages}, 1, 0, 0, 0)  # one of these is one fault
 if {keeps}:
     keep_freed_memory()
 thread = threading.Thread(target=count_faults)
@@ -32,7 +34,7 @@ thread.join()
 
 
 def faults(*, keeps: bool) -> int:
-    programme = _PROGRAMME.format(keeps=keeps)
+    programme = _PROGRAMME.format(keeps=keeps, no_huge_pages=_PR_SET_THP_DISABLE)
     tuned = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     env = {name: value for name, value in os.environ.items() if not name.startswith(tuned)}
     done = subprocess.run([sys.executable, "-c", programme], env=env, check=True, capture_output=True, text=True)

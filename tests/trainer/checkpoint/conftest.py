@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
+from started_threads import started_threads
 
 from penstock.storage import MemoryStore
 from penstock.trainer import World
@@ -37,3 +40,13 @@ def bucket() -> Iterator[MemoryStore]:
     store = MemoryStore(f"mem://{uuid4().hex}/run").create()
     yield store
     store.drop()
+
+
+@pytest.fixture
+def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where checkpoints are fetched to: empty again after every test, and no threads are left."""
+    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert not list(folder.glob("penstock-checkpoint-*"))
+    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]

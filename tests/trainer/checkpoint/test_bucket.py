@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from rewound_runs import batches_to_rows, going_back, records, train
 from safetensors.torch import load_file
 from saved_nets import assert_same, build, step_once, whole_state
 from small_trainers import make_trainer
-from started_threads import started_threads
 from stored_checkpoints import keys_in, make_config, named_keys, notes_in, save_steps
 
 from penstock.storage import (
@@ -29,15 +26,7 @@ from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.remote import upload
 from penstock.trainer.checkpoint.remote.layout import list_stored, read_stored
 
-
-@pytest.fixture(autouse=True)
-def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where checkpoints are fetched to: empty again after every test, and no threads are left."""
-    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert not list(folder.glob("penstock-checkpoint-*"))
-    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
+pytestmark = pytest.mark.usefixtures("staging")
 
 
 @pytest.mark.parametrize("part_bytes", [300, 32 << 20])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from launch_ranks import run_ranks
 from saved_nets import build
 from small_trainers import make_trainer
-from started_threads import started_threads
 from stored_checkpoints import keys_in, make_config, named_keys, notes_in, save_steps
 
 from penstock.storage import (
@@ -33,15 +31,7 @@ from penstock.trainer.checkpoint.remote.layout import list_stored
 from penstock.trainer.checkpoint.remote.lock import LOCK_KEY
 from penstock.trainer.checkpoint.remote.staging import Staging
 
-
-@pytest.fixture(autouse=True)
-def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where checkpoints are fetched to: empty again after every test, and no threads are left."""
-    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert not list(folder.glob("penstock-checkpoint-*"))
-    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
+pytestmark = pytest.mark.usefixtures("staging")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,7 +11,6 @@ from uuid import uuid4
 import pytest
 from saved_nets import build
 from small_trainers import make_trainer
-from started_threads import started_threads
 from stored_checkpoints import keys_in, make_config, named_keys
 
 from penstock.storage import (
@@ -31,15 +28,7 @@ from penstock.trainer.checkpoint.remote import lock as store_lock
 from penstock.trainer.checkpoint.remote.layout import list_stored
 from penstock.trainer.checkpoint.remote.lock import LOCK_KEY, StoreLock
 
-
-@pytest.fixture(autouse=True)
-def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where checkpoints are fetched to: empty again after every test, and no threads are left."""
-    folder = tmp_path_factory.mktemp("s")  # short: sockets of processes that tests start lie below it
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert not list(folder.glob("penstock-checkpoint-*"))
-    assert not [thread for thread in started_threads() if thread.name.startswith("penstock")]
+pytestmark = pytest.mark.usefixtures("staging")
 
 
 class Clock:
