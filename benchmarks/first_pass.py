@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,23 +21,15 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
-from ..loader import DistributedDataLoader, TokensFormat, pack
+from ..loader import pack
 from ..storage import open_store
 from .datasets import write_clicks
 from .s3_server import make_bucket, serve_s3
+from .single_pass import SEQ_LEN
 
-_BLOB_BYTES, _SEQ_LEN, _BATCH, _ROWS_BATCH = 38_000, 2048, 64, 4096
+_BLOB_BYTES = 38_000
 _UNITS = {"samples_per_s": 0, "cpu_us_per_sample": 1, "page_faults": 0, "first_batch_s": 3}
-
-# This file's functions, run as a module of the package that is on the path.
-_PASS = """
-import importlib.util, json, sys
-import penstock.benchmarks
-spec = importlib.util.spec_from_file_location("penstock.benchmarks.first_pass", {file!r})
-module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(json.dumps(module.read_once({case!r}, {url!r}, {options!r})))
-"""
+_JOB = Path(__file__).with_name("single_pass.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,51 +67,25 @@ def write_data(folder: Path, config: Config) -> None:
     blobs = ({"__key__": f"{i:06d}", "jpg": rng.bytes(_BLOB_BYTES), "cls": i % 1000} for i in range(config.blobs))
     pack(blobs, folder / "raw", format="tar", shard_bytes=20 << 20, progress=False)
     (folder / "tokens").mkdir()
-    tokens = rng.integers(0, 50_000, config.sequences * _SEQ_LEN, dtype=np.uint16)
+    tokens = rng.integers(0, 50_000, config.sequences * SEQ_LEN, dtype=np.uint16)
     (folder / "tokens" / "tokens.bin").write_bytes(tokens.tobytes())
     (folder / "rows").mkdir()
     write_clicks(str(folder / "rows"), config.rows)
 
 
-def read_once(case: str, url: str, options: dict[str, Any]) -> dict[str, float]:
-    """One pass in this process; the consumer touches every sample, so that no laziness counts as speed."""
-    options |= {"format": TokensFormat(seq_len=_SEQ_LEN)} if case == "tokens" else {"decode": None}
-    if case == "raw view":
-        options["raw"] = "view"
-    touched = samples = 0
-    faults, cpu, started = _faults(), time.process_time(), time.perf_counter()
-    first_s = 0.0
-    with DistributedDataLoader(url, batch_size=_ROWS_BATCH if case == "rows" else _BATCH, seed=3, **options) as loader:
-        for batch in loader:
-            first_s = first_s or time.perf_counter() - started
-            if case == "tokens":
-                touched += int(batch["tokens"][:, -1].sum())
-                samples += len(batch["tokens"])
-            elif case == "rows":
-                touched += int(batch["label"].sum())
-                samples += len(batch["label"])
-            else:
-                touched += sum(value[-1] for value in batch["jpg"])
-                samples += len(batch["jpg"])
-        seconds = time.perf_counter() - started
-    return {
-        "samples_per_s": samples / seconds,
-        "cpu_us_per_sample": 1e6 * (time.process_time() - cpu) / samples,
-        "page_faults": _faults() - faults,
-        "first_batch_s": first_s,
-        "touched": touched,
-    }
+def pass_command(case: str, url: str, options: dict[str, Any]) -> list[str]:
+    """The command of a process that makes one pass and prints what it took as JSON."""
+    return [sys.executable, "-P", str(_JOB.resolve()), case, url, json.dumps(options)]
 
 
-def _faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def pass_environment(checkout: Path, folder: Path) -> dict[str, str]:
+    """The environment in which that process runs the penstock of ``checkout``, with its cache in ``folder``."""
+    return {**os.environ, "PYTHONPATH": str(checkout.resolve().parent), "PENSTOCK_CACHE": str(folder / "cache")}
 
 
-def _measure(checkout: Path, case: str, url: str, options: dict[str, Any], folder: Path) -> dict[str, float]:
-    """One pass in a process of its own, over the penstock of ``checkout``; this file is not taken from there."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve().parent), "PENSTOCK_CACHE": str(folder / "cache")}
-    script = _PASS.format(file=str(Path(__file__).resolve()), case=case, url=url, options=options)
-    command = [sys.executable, "-c", script]
+def measure_pass(checkout: Path, case: str, url: str, options: dict[str, Any], folder: Path) -> dict[str, float]:
+    """One pass in a process of its own, over the penstock of ``checkout``, by this checkout's script."""
+    command, environment = pass_command(case, url, options), pass_environment(checkout, folder)
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=folder)
     measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return measured
@@ -161,7 +125,7 @@ def main(config: Config) -> None:
                 for case, (data, checkouts) in cases.items():
                     for checkout in checkouts if number % 2 else checkouts[::-1]:
                         side = "after" if checkout == ours else "before"
-                        measured = _measure(checkout, case, f"{root}/{data}", options, folder)
+                        measured = measure_pass(checkout, case, f"{root}/{data}", options, folder)
                         if number >= 0:
                             passes.setdefault(f"{case}, {side}", []).append(measured)
     touched = {name.partition(",")[0]: {p["touched"] for p in found} for name, found in passes.items()}
