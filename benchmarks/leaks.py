@@ -10,7 +10,6 @@ python -m penstock.benchmarks.leaks --s3 s3://bucket/leaks --option endpoint=htt
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import io
 import json
@@ -31,6 +30,7 @@ from typing import Any
 
 from ..loader import DistributedDataLoader
 from ..storage import open_store
+from ..storage.libc import trim_heap
 from .machine import describe_machine, list_versions
 
 SAMPLES, BATCH = 64, 16
@@ -60,8 +60,7 @@ class Count:
 def count() -> Count:
     """Count after a full garbage collection; unused memory is returned to the system first."""
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    trim_heap()
     children = _children(os.getpid())
     shared = Path("/dev/shm")
     return Count(

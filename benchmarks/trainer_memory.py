@@ -5,7 +5,6 @@ torchrun --nproc-per-node=4 -m penstock.benchmarks.trainer_memory
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import tempfile
@@ -13,21 +12,17 @@ from pathlib import Path
 
 import torch
 
+from ..storage.libc import set_mmap_threshold, trim_heap
 from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world
 from ..trainer.trainer import DistributedTrainer
 from .trainer_overhead import Stack, make_loader, sum_losses
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
 
 def measure_memory(world: World) -> None:
     """Print the peak of each rank's memory in a step, for each zero stage, beside the formula's."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(
-        _M_MMAP_THRESHOLD, 65536
-    )  # large tensors go back to the system at once, so that a peak is what is held
+    set_mmap_threshold(65536)  # large tensors go back to the system at once, so that a peak is what is held
     width, layers = 2048, 12
     model_bytes = 4 * sum(parameter.numel() for parameter in Stack(width, layers).parameters())
     block_bytes = 4 * width * (width + 1)
@@ -42,7 +37,7 @@ def measure_memory(world: World) -> None:
             "report": {"quiet": True},
         }
         gc.collect()
-        libc.malloc_trim(0)
+        trim_heap()
         before = _read_status("VmRSS")
         with tempfile.TemporaryDirectory() as folder:
             with DistributedTrainer(

@@ -5,7 +5,6 @@ torchrun --nproc-per-node=4 -m penstock.benchmarks.trainer_start [RESULT.json]
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import platform
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..storage.libc import set_mmap_threshold, trim_heap
 from ..trainer import (
     ArrayLoader,
     DistributedTrainer,
@@ -34,7 +34,6 @@ from ..trainer.options import build_config
 
 _WIDTH, _LAYERS = 2048, 24
 _SHARD_BYTES = 100_000_000
-_M_MMAP_THRESHOLD = -3
 
 
 class Stack(nn.Module):
@@ -57,14 +56,14 @@ def sum_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.
 def measure(world: World, build: Callable[[], nn.Module], folder: str, **options: Any) -> dict[str, Any]:
     """Make a trainer; returns each rank's peak of resident memory above what it had before, and the longest time."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before, began = read_status("VmRSS"), time.perf_counter()
     with make_trainer(world, build(), folder, **options):
         seconds, peak = time.perf_counter() - began, read_status("VmHWM") - before
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        trim_heap()
         held = read_status("RssAnon")
     found: list[Any] = [None] * world.world_size
     dist.all_gather_object(found, (peak, seconds, held))
@@ -131,7 +130,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
         print(__doc__)
         return 2
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)  # tensors go back to the system at once: a peak is what is held
+    set_mmap_threshold(65536)  # tensors go back to the system at once: a peak is what is held
     world = open_world(device="cpu")
     try:
         model_bytes = 4 * _LAYERS * _WIDTH * (_WIDTH + 1)

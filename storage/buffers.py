@@ -20,11 +20,10 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from .libc import populate_pages
+
 # Smaller ones are taken from malloc, which reuses them well.
 LEAST_BYTES = 1 << 20
-_MADV_POPULATE_WRITE = 23
-_madvise: Any = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _STEPS = 16  # sizes within a power of two; a buffer is at most a sixteenth larger than what is asked for
 _FITS = 2  # sizes above the one that is asked for, which also serve it
 
@@ -43,11 +42,9 @@ class _Region:
         self.capacity = capacity
 
     def populate(self, nbytes: int) -> None:
-        """Have the kernel make the first pages, which are about to be written to, in one call without the GIL.
-
-        That costs two thirds of what a fault for each page costs. Kernels before Linux 5.14 refuse; then pages fault.
-        """
-        _madvise(ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), nbytes, _MADV_POPULATE_WRITE)
+        """Have the kernel make the first pages at once, which are about to be written to."""
+        with suppress(OSError):  # they come when they are touched
+            populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), nbytes, write=True)
 
 
 class _Loan(weakref.ref[Any]):

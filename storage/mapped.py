@@ -16,13 +16,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from . import libc
+
 # On a disk of this machine, or in its memory; of an overlay's files, the layers below it tell.
 _OWN_DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs"})
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14: a page that cannot be had is an error, and no signal
-_FAILED = ctypes.c_void_p(-1).value
 
 _kinds: dict[int, str] = {}  # by device; a file system that is mounted later on the same one is of the same kind
-_libc: Any = None
 
 
 def kind_of_disk(device: int) -> str:
@@ -39,7 +38,7 @@ def kind_of_disk(device: int) -> str:
 
 def can_map(device: int) -> bool:
     """Whether parts of files on this device can be mapped safely."""
-    return _open_libc() is not None and kind_of_disk(device) in _OWN_DISKS
+    return libc.HAS_PAGE_CALLS and kind_of_disk(device) in _OWN_DISKS
 
 
 def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
@@ -52,38 +51,15 @@ def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
     """
     import numpy as np  # not at the start: the command line need not wait for it
 
-    libc = _open_libc()
     skipped = start % mmap.ALLOCATIONGRANULARITY
     size = skipped + nbytes
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, start - skipped)
-    if address == _FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    address = libc.map_pages(fd, start - skipped, size)
     raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + skipped)
-    pages: Any = np.frombuffer(
-        raw, np.uint8
-    )  # the garbage collector does not track arrays (`penstock.storage.buffers`)
-    weakref.finalize(pages, libc.munmap, address, size).atexit = False  # the process's end unmaps it
-    if libc.madvise(address, size, _POPULATE_READ):
-        code = ctypes.get_errno()
-        if code in (errno.EINVAL, errno.ENOSYS):
-            return None
+    pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.buffers`)
+    weakref.finalize(pages, libc.unmap_pages, address, size).atexit = False  # the process's end unmaps it
+    try:
+        is_populated = libc.populate_pages(address, size, write=False)
+    except OSError as exc:
         # A page behind the file's end is "bad address" to the call.
-        raise OSError(errno.EIO if code == errno.EFAULT else code, os.strerror(code))
-    return memoryview(pages).toreadonly()
-
-
-def _open_libc() -> Any:
-    """The C library's calls; None where they are not to be had, or not as they are on 64-bit Linux."""
-    global _libc
-    if (
-        _libc is None
-        and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_longlong)
-        and hasattr(mmap, "MAP_SHARED")
-    ):
-        libc: Any = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        libc.mmap.restype = ctypes.c_void_p
-        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        _libc = libc
-    return _libc
+        raise OSError(errno.EIO if exc.errno == errno.EFAULT else exc.errno, exc.strerror) from exc
+    return memoryview(pages).toreadonly() if is_populated else None

@@ -1,0 +1,95 @@
+"""What is asked of the C library past Python's own modules: pages of memory, and what its allocator keeps.
+
+All of it is declared here, and each function says what it does on a platform that lacks the call: glibc and musl on
+64-bit Linux have those of pages, glibc alone those of the allocator. Errors are Python's: an OSError with its errno.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from typing import Any
+
+# MADV_POPULATE_READ and MADV_POPULATE_WRITE of Linux 5.14: a page that cannot be had is an error, and no signal.
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_FAILED = ctypes.c_void_p(-1).value
+# Offsets of files are longs there, and the numbers above mean what they say.
+HAS_PAGE_CALLS = sys.platform == "linux" and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_longlong)
+
+
+def map_pages(fd: int, offset: int, nbytes: int) -> int:
+    """The address of a part of a file, mapped read-only, which begins at a whole number of pages.
+
+    Raises:
+        OSError: the kernel refuses, or the platform has no such call (ENOSYS).
+    """
+    if not HAS_PAGE_CALLS:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    address = _LIBC.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+    if address == _FAILED:
+        raise _last_error()
+    return int(address)
+
+
+def unmap_pages(address: int, nbytes: int) -> None:
+    """End a mapping of `map_pages`. Nothing may refer to it any more."""
+    _LIBC.munmap(address, nbytes)
+
+
+def populate_pages(address: int, nbytes: int, *, write: bool) -> bool:
+    """Have the kernel bring pages into memory, to be read or written to, in one call without the GIL.
+
+    That costs two thirds of what a fault for each page costs. Returns False where the kernel or the platform does not
+    know the call: pages then come when they are touched.
+
+    Raises:
+        OSError: there is no memory, a page is behind its file's end (EFAULT), or the disk fails.
+    """
+    if not HAS_PAGE_CALLS:
+        return False
+    if not _LIBC.madvise(address, nbytes, _POPULATE_WRITE if write else _POPULATE_READ):
+        return True
+    error = _last_error()
+    if error.errno in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise error
+
+
+def trim_heap() -> None:
+    """Give the system what the allocator keeps of freed memory; without glibc nothing is done."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
+
+
+def set_mmap_threshold(nbytes: int) -> None:
+    """Have blocks from so many bytes on go back to the system when they are freed; without glibc nothing is done."""
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(_M_MMAP_THRESHOLD, nbytes)
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
+def _declare() -> Any:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    calls: dict[str, tuple[Any, list[Any]]] = {
+        "mmap": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]),
+        "munmap": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t]),
+        "madvise": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]),
+        "malloc_trim": (ctypes.c_int, [ctypes.c_size_t]),
+        "mallopt": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
+    }
+    for name, (result, arguments) in calls.items():
+        if hasattr(libc, name):
+            call = getattr(libc, name)
+            call.restype, call.argtypes = result, arguments
+    return libc
+
+
+_LIBC = _declare()
