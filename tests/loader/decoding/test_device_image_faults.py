@@ -15,19 +15,6 @@ from penstock.loader.decoding.device_images import DeviceFallbackWarning
 from penstock.loader.errors import ConfigError, DecodeError, MemoryLimitError
 
 
-@pytest.fixture
-def codec(monkeypatch: pytest.MonkeyPatch) -> HostCodec:
-    made = HostCodec()
-    monkeypatch.setattr(device_codec, "open_codec", lambda device: made)
-    monkeypatch.setattr(device_images, "_told", set())
-    return made
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("pictures"), [picture(number) for number in range(24)])
-
-
 def test_an_image_beyond_a_groups_bytes_is_left_to_the_cpu(pictures, codec, monkeypatch):
     monkeypatch.setattr(device_images, "_GROUP_BYTES", 3 * 400 * 400)
     on_cpu, on_device = (batches(pictures, on_device=on, shuffle=False) for on in (False, True))

@@ -9,24 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_pictures import RANDOM, HostCodec, batches, encode, load, photo, picture, psnr, turned, write
+from device_pictures import RANDOM, batches, encode, load, photo, psnr, turned
 
-from penstock.loader.decoding import device_codec, device_images
+from penstock.loader.decoding import device_images
 from penstock.loader.decoding.device_images import DeviceFallbackWarning
 from penstock.loader.decoding.jpeg_stream import plain_jpeg
-
-
-@pytest.fixture
-def codec(monkeypatch: pytest.MonkeyPatch) -> HostCodec:
-    made = HostCodec()
-    monkeypatch.setattr(device_codec, "open_codec", lambda device: made)
-    monkeypatch.setattr(device_images, "_told", set())
-    return made
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("pictures"), [picture(number) for number in range(24)])
 
 
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
