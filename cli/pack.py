@@ -15,7 +15,7 @@ from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
 from ..loader.tools.pack import PackSummary, pack
-from ..storage.resolve import ENCRYPTION_OPTION
+from ..storage.options import ENCRYPTION_OPTION
 from .common import (
     Flag,
     SplitNames,

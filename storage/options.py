@@ -6,6 +6,9 @@ ours: False leaves all reads to obstore (see `penstock.storage.direct`). Any oth
 cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP client
 (``allow_http``, ``proxy_url``, ``root_certificate``, ...). Missing values come from the environment (``AWS_*``,
 ``GOOGLE_*``, ``AZURE_*``), then for S3 from the shared credentials file, and finally from the machine's role.
+
+Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encrypted`), and local files ``mapped_reads``:
+False has them read into memory (`penstock.storage.mapped`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from .errors import UnsupportedURLError
 from .patience import TimeLimit
 
 DIRECT_OPTION = "direct_reads"
+ENCRYPTION_OPTION = "encryption_key"
+MAPPED_OPTION = "mapped_reads"
 
 _FRIENDLY = {
     "endpoint_url": "endpoint",

@@ -15,13 +15,12 @@ from .encrypted import EncryptedStore
 from .errors import UnsupportedURLError
 from .local import LocalStore
 from .memory import MemoryStore
+from .options import ENCRYPTION_OPTION, MAPPED_OPTION
 from .remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
 from .retry import RetryStore
 from .retry_config import RetryConfig
 from .store import Store
 
-ENCRYPTION_OPTION = "encryption_key"
-MAPPED_OPTION = "mapped_reads"  # of local files: False has them read into memory
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
