@@ -130,6 +130,11 @@ def _accumulate(
         )
     for name, (amount, count) in found.items():
         into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
+        is_mean_of_none = (count == 0) & (amount != amount)  # NaN, as a number or a tensor
+        if isinstance(is_mean_of_none, torch.Tensor):
+            amount = torch.where(is_mean_of_none, 0.0, amount)
+        elif is_mean_of_none:
+            amount = 0.0
         into[0] += amount
         into[1] += count
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .batches import sample_ids
+from .batches import count_rows, known_rows, sample_ids
 from .errors import NonFiniteLossError
 from .ranks.world import World
 
@@ -80,21 +80,31 @@ class NonFinitePolicy:
         self.last_problem = ""
 
     def meet_losses(self, step: int, microbatches: Sequence[Any], losses: Sequence[Tensor]) -> None:
-        """Skip a step whose losses are not finite on some rank, or raise, with the samples; a collective."""
+        """Skip a step whose losses are not finite on some rank, or raise, with the samples; a collective.
+
+        A microbatch without rows is no bad sample: a loss that is not finite there is always an error.
+        """
         found = [
-            (self._world.rank, index, sample_ids(batch))
+            (self._world.rank, index, sample_ids(batch), known_rows(batch) is None or bool(count_rows(batch)))
             for index, (batch, loss) in enumerate(zip(microbatches, losses, strict=True))
             if not bool(torch.isfinite(loss))
         ]
-        everywhere: list[list[tuple[int, int, list[int] | None]]] = [found]
+        everywhere: list[list[tuple[int, int, list[int] | None, bool]]] = [found]
         if self._world.world_size > 1:
             everywhere = [[] for _ in range(self._world.world_size)]
             dist.all_gather_object(everywhere, found)
+        bad = [one for there in everywhere for one in there]
+        empty = "; ".join(f"rank {rank}, microbatch {index}" for rank, index, _, has_rows in bad if not has_rows)
+        if empty:
+            raise NonFiniteLossError(
+                f"step {step}: the loss of a microbatch without rows is not finite ({empty}). Where fewer rows are "
+                "left than there are ranks or microbatches, some get none, and a mean over none is NaN: the loss "
+                "function must return the sum of the losses, which is then 0, and the count: losses.sum(), len(losses)"
+            )
         places = "; ".join(
             f"rank {rank}, microbatch {index}, "
             + ("sample ids unknown (with_ids=True adds them)" if ids is None else f"sample ids {ids}")
-            for there in everywhere
-            for rank, index, ids in there
+            for rank, index, ids, _ in bad
         )
         self._count(f"step {step}: the loss is not finite ({places})")
 

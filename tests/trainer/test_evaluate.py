@@ -52,6 +52,18 @@ def test_a_metric_without_counts_is_nan_and_no_batches_give_no_metrics(world: Wo
     assert run(world, Slope(), []) == {}
 
 
+@pytest.mark.parametrize("as_number", [False, True])
+def test_a_mean_over_a_share_without_rows_adds_nothing_and_a_nan_of_rows_stays(world: World, as_number: bool) -> None:
+    def mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        found, count = model(batch["x"]).mean(), len(batch["x"])
+        return {"y": (found.item() * count, count) if as_number else (found * count, torch.tensor(count))}
+
+    assert run(world, Slope(2.0), [batch_of(1.0, 3.0), batch_of()], mean) == {"y": 4.0}
+    found = run(world, Slope(2.0), [batch_of(1.0), batch_of(math.nan), batch_of()], mean)
+    assert found is not None
+    assert math.isnan(found["y"])
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_evaluated_without_dropout_and_put_back_into_its_mode(world: World, training: bool) -> None:
     model = Slope(1.0, dropout=0.5).train(training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ import torch
 from small_world import Slope, batch_of, make_steps, sum_of_outputs
 from torch import nn
 
-from penstock.trainer import NonFiniteLossError, PrecisionConfig, ScheduleConfig, TrainerConfigError, World
+from penstock.trainer import (
+    ArrayLoader,
+    DistributedTrainer,
+    NonFiniteLossError,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    TrainerConfigError,
+    World,
+)
+from penstock.trainer.options import build_config
 from penstock.trainer.report.progress import Progress
 from penstock.trainer.schedule import Schedule
 
@@ -68,6 +79,34 @@ def test_a_microbatch_without_rows_changes_nothing(world: World) -> None:
     assert float(model.w.detach()) == pytest.approx(-3.0)
 
 
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_mean_over_a_share_without_rows_is_an_error_that_says_what_to_return(
+    world: World, tmp_path: Path, on_nan: str, is_padded: bool
+) -> None:
+    def mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        x = batch["x"][batch["__valid__"]] if is_padded else batch["x"]
+        return model(x).mean() * len(x), len(x)
+
+    # Of the last of three global batches, with one row, the first of two ranks has none.
+    loader = ArrayLoader(
+        {"x": torch.ones(9, 1)},
+        global_batch_size=4,
+        shuffle=False,
+        last_batch="pad" if is_padded else "partial",
+        rank=0,
+        world_size=2,
+    )
+    step = {"accumulate": 3, "on_nan": on_nan}
+    values = {"steps": 2, "output_dir": str(tmp_path), "step": step, "report": {"quiet": True}}
+    config = build_config(TrainerConfig, values)
+    told = r"step 0: .* without rows is not finite \(rank 0, microbatch 2\)\. .* losses\.sum\(\), len\(losses\)"
+    with DistributedTrainer(Slope(), adam, loader, config, loss=mean, world=world) as trainer:
+        with pytest.raises(NonFiniteLossError, match=told):
+            trainer.train()
+        assert float(trainer.parallel.inner.w.detach()) == 1.0
+
+
 @pytest.mark.parametrize(("x", "moved"), [(30.0, 2.0), (0.5, 0.5)])
 def test_clipping_shortens_a_long_gradient_alone_and_reports_its_length(world: World, x: float, moved: float) -> None:
     model = Slope(0.0)
@@ -103,6 +142,14 @@ def test_steps_with_a_loss_that_is_not_finite_are_skipped_up_to_a_number(world: 
     assert float(model.w.detach()) == 0.75, "a skipped step's gradient came back"
     with pytest.raises(NonFiniteLossError, match=r"3 steps were skipped, and step\.max_skipped=2"):
         steps.run(3, [batch_of(math.nan)])
+
+
+def test_a_batch_whose_rows_are_not_known_is_skipped_as_others_are(world: World) -> None:
+    class Rows:
+        x = torch.full((2, 1), math.nan)
+
+    steps = make_steps(world, Slope(1.0), loss=lambda model, batch: (model(batch.x).sum(), 2), on_nan="skip")
+    assert steps.run(0, [Rows()]).outcome == "non-finite"
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_where_it_is_measured(world: World) -> None:
