@@ -19,6 +19,7 @@ class Totals:
 
     batches: int = 0
     samples: int = 0
+    packed_sequences: int = 0
     packed_documents: int = 0
     packed_tokens: int = 0
     padding_tokens: int = 0
@@ -82,7 +83,8 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         batches: batches handed out.
         samples: samples handed out, without the repeats of ``last_batch="pad"``; of packed sequences, the samples that
             begin in them.
-        packed_documents: documents in the packed sequences of batches, each in the sequence in which it begins.
+        packed_sequences: packed sequences in batches, each of them a row, without the repeats of ``last_batch="pad"``.
+        packed_documents: documents in these sequences, each in the sequence in which it begins.
         packed_tokens: the tokens of these documents.
         padding_tokens: the tokens of padding in these sequences.
         cut_documents: documents that were cut because they are longer than a sequence, or by "concat".

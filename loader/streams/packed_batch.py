@@ -138,6 +138,7 @@ def count_packed(counters: Counters, packed: Packed, sequences: IntArray) -> Non
 def _amounts(sums: IntArray, seq_len: int) -> dict[str, int]:
     counts = add_counts(sums)
     return {
+        "packed_sequences": counts.sequences,
         "packed_documents": counts.documents,
         "packed_tokens": counts.tokens,
         "padding_tokens": counts.sequences * seq_len - counts.tokens,

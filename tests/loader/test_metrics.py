@@ -65,6 +65,7 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
     assert {field.name: field.type for field in dataclasses.fields(LoaderMetrics)} == {
         "batches": "int",
         "samples": "int",
+        "packed_sequences": "int",
         "packed_documents": "int",
         "packed_tokens": "int",
         "padding_tokens": "int",

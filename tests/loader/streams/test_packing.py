@@ -101,7 +101,8 @@ def test_every_token_of_every_format_is_in_one_place(tmp_path: Path, case: str) 
         assert tokens_of(batches) == sorted(token for one in DOCUMENTS for token in one)
         metrics = loader.metrics()
     assert (metrics.packed_documents, metrics.packed_tokens) == (len(DOCUMENTS), TOTAL)
-    assert metrics.padding_tokens == 32 * sum(len(batch["tokens"]) for batch in batches) - TOTAL
+    assert metrics.packed_sequences == sum(len(batch["tokens"]) for batch in batches)
+    assert metrics.padding_tokens == 32 * metrics.packed_sequences - TOTAL
     assert metrics.packing_efficiency == TOTAL / (TOTAL + metrics.padding_tokens)
 
 
