@@ -23,7 +23,8 @@ from .common import Flag, console, format_count, parse, print_json
 from .top_view import View, show_view
 
 _EVERY_S = 1.0
-_PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer
+_GLANCE_S = 0.1
+_PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer; or to write at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         print_json(_describe(folder))
         return 0
     if given.once or not sys.stdout.isatty():
-        show_view(console(), _look(folder, Silence()))
+        show_view(console(), _look_once(folder))
         return 0
     try:
         _watch(folder)
@@ -95,6 +96,18 @@ def _look(folder: Path, silence: Silence) -> View:
         last=read_last(folder / "metrics.jsonl", "train"),
         state="" if is_running else _explain(folder, ranks, found),
     )
+
+
+def _look_once(folder: Path) -> View:
+    """What there is to see. Hosts' clocks differ: a rank that is silent by them gets the time to write another file."""
+    silence = Silence()
+    view = _look(folder, silence)
+    periods_s = [one.every_s for one in view.ranks if one.rank in view.survey.stale]
+    deadline_s = time.monotonic() + min(2 * max(periods_s, default=0.0), _PATIENCE_S)
+    while view.survey.stale and time.monotonic() < deadline_s:
+        time.sleep(_GLANCE_S)
+        view = _look(folder, silence)
+    return view
 
 
 def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
@@ -131,7 +144,7 @@ def _watch(folder: Path) -> None:
 
 
 def _describe(folder: Path) -> Mapping[str, Any]:
-    view = _look(folder, Silence())
+    view = _look_once(folder)
     return {
         "running": not view.state,
         "state": view.state,
@@ -144,7 +157,7 @@ def _describe(folder: Path) -> Mapping[str, Any]:
 def _record_timeline(folder: Path, path: Path, seconds: float) -> int:
     if not 0 < seconds <= LONGEST_S:
         raise ConfigError(f"seconds={seconds:g} must be above 0 and at most {LONGEST_S:g}")
-    view = _look(folder, Silence())
+    view = _look_once(folder)
     awaited = {
         one.rank for one in view.ranks if one.state in ("training", "idle") and one.rank not in view.survey.stale
     }

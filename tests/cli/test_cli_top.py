@@ -75,13 +75,31 @@ def test_silent_ranks_failed_ranks_and_those_on_other_disks_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(folder, 0, 8)
-    write(folder, 1, 8, time=time.time() - 45)
+    write(folder, 1, 8, time=time.time() - 45, every_s=0.01)
     text, _ = look(capsys, folder)
     assert "Rank 1 has told nothing for 45 s, and the others wait: stopped, dead, or the disk of the node" in text
     assert "Ranks 2 to 7: not seen here." in text
     write(folder, 0, 8, state="failed", error="ValueError: \x1b[2Jbad labels")
     text, _ = look(capsys, folder)
     assert "The run failed. Rank 0 on node-a: ValueError: \\x1b[2Jbad labels" in text
+
+
+def test_a_rank_whose_clock_is_late_is_not_silent_while_it_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = {"time": time.time() - 60, "began_s": 1.0}
+    write(folder, 0)
+    write(folder, 1, every_s=5.0, **late)
+    glances: list[float] = []
+
+    def write_another(seconds: float) -> None:
+        glances.append(seconds)
+        write(folder, 1, every_s=5.0, sequence=len(glances) // 3, **late)
+
+    monkeypatch.setattr("penstock.cli.top.time.sleep", write_another)
+    text, _ = look(capsys, folder)
+    assert "told nothing" not in text
+    assert len(glances) == 3  # until there was a new file
 
 
 def test_many_columns_and_odd_names_fit_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +114,8 @@ def test_many_columns_and_odd_names_fit_eighty_columns(folder: Path, capsys: pyt
 
 
 def test_a_run_that_ended_or_was_killed_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder, 0, time=time.time() - 100)
-    write(folder, 1, time=time.time() - 90)
+    write(folder, 0, time=time.time() - 100, every_s=0.01)
+    write(folder, 1, time=time.time() - 90, every_s=0.01)
     text, _ = look(capsys, folder)
     assert "No rank has told of itself for 90 s: the run was ended by force, or its nodes or their disk hang." in text
     with (folder / "metrics.jsonl").open("a") as file:
