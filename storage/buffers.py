@@ -3,11 +3,7 @@
 Memory that is new to a process costs more than the copy into it: the kernel clears each page when it is first touched.
 So a buffer that was let go of is kept for the next read, as far as owners of a budget allow (`Allowance`).
 
-A buffer is lent as a memoryview. Whatever is made of that, slices, arrays of numpy, torch or Arrow, refers to one
-object, the buffer's *exporter*, and the buffer comes back when that is deallocated: so never before the last of them is
-gone, whoever holds it. The exporter is a plain numpy array on purpose. Python's garbage collector does not track those,
-so its weak reference dies with its last reference alone; of a tracked object it dies before the finalizers of a cycle
-that the object is part of, which may yet revive it.
+A buffer is lent as a memoryview, until nothing refers to any part of it (`penstock.storage.loans`).
 """
 
 from __future__ import annotations
@@ -15,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import weakref
 from collections import deque
 from contextlib import suppress
 from typing import Any
 
 from .libc import populate_pages
+from .loans import Loans
 
 # Smaller ones are taken from malloc, which reuses them well.
 LEAST_BYTES = 1 << 20
@@ -45,13 +41,6 @@ class _Region:
         """Have the kernel make the first pages at once, which are about to be written to."""
         with suppress(OSError):  # they come when they are touched
             populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), nbytes, write=True)
-
-
-class _Loan(weakref.ref[Any]):
-    """Tells when a region's exporter is deallocated."""
-
-    __slots__ = ("region",)
-    region: _Region
 
 
 class Allowance:
@@ -79,17 +68,15 @@ class Allowance:
 class Buffers:
     """Lends memory, and keeps what came back, at most as much as all allowances together. Any thread may call.
 
-    Mutable state: the idle regions, the loans, those that ended, and the allowances. There is no lock, which a thread
-    could be interrupted in, and exporters die at any allocation of any thread: each step is one operation of a deque or
+    Mutable state: the idle regions, the loans, and the allowances. There is no lock, which a thread could be
+    interrupted in, and buffers come back at any allocation of any thread: each step is one operation of a deque or
     dict, and between two of them a region is in one hand at most. Who is interrupted there loses a region. Dicts are
-    copied, which allocates nothing in between, before anybody walks them. When an exporter dies no function of Python's
-    is called: an interrupt would be raised in it, and be lost, as all that is raised there.
+    copied, which allocates nothing in between, before anybody walks them.
     """
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[_Region]] = {}  # by capacity; those that were used last are at the end
-        self._loans: dict[int, _Loan] = {}
-        self._ended: deque[_Loan] = deque()
+        self._loans: Loans[_Region] = Loans()
         self._allowed: dict[int, int] = {}
 
     def take(self, nbytes: int) -> memoryview:
@@ -117,9 +104,7 @@ class Buffers:
             region.populate(nbytes)
         exporter: Any = np.frombuffer(region.memory, np.uint8, nbytes)
         if self._allowed:
-            loan = _Loan(exporter, self._ended.append)
-            loan.region = region
-            self._loans[id(loan)] = loan
+            self._loans.lend(region, exporter)
         return memoryview(exporter)
 
     def allow(self) -> Allowance:
@@ -136,7 +121,7 @@ class Buffers:
     def lent_bytes(self) -> int:
         """Bytes of the buffers that somebody refers to, and that will be used again."""
         self._settle()
-        return sum(loan.region.capacity for loan in self._loans.copy().values())
+        return sum(region.capacity for region in self._loans.lent())
 
     def _settle(self) -> None:
         """Take back the regions of loans that ended. Without an allowance those still lent are unmapped at their end.
@@ -145,12 +130,9 @@ class Buffers:
         kept, which takes no more memory than before, until the next buffer is taken from that budget.
         """
         if not self._allowed:
-            self._loans.clear()  # a weak reference that is gone tells nobody
-        with suppress(IndexError):
-            while True:
-                loan = self._ended.popleft()
-                self._loans.pop(id(loan), None)
-                self._idle.setdefault(loan.region.capacity, deque()).append(loan.region)
+            self._loans.forget()
+        for region in self._loans.take_back():
+            self._idle.setdefault(region.capacity, deque()).append(region)
 
     def _find(self, capacity: int) -> _Region | None:
         for _ in range(1 + _FITS):

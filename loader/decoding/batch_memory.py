@@ -1,36 +1,24 @@
 """Memory of batches that is used again: new memory costs a page fault for each 4 KiB, which is more than filling it.
 
-A block is lent as an array that refers to it through one *exporter*. Every view of that array, so also every tensor on
-it, keeps the exporter alive; with the last of them it dies, and the block is free. Whoever keeps a batch keeps its
-block, and others are made instead. The exporter is an array since Python's garbage collector does not track those: its
-weak reference dies with the last reference, not before the finalizers of a cycle that refers to it.
+A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.loans`). Whoever
+keeps a batch keeps its block, and others are made instead.
 
-Mutable state: the free blocks and the loans, under a lock, and a queue of loans whose exporter died. The queue needs no
-lock: exporters may die at any allocation of any thread. No function of Python's is called then: an interrupt would be
-raised in it, and be lost.
+Mutable state: the free blocks, under a lock, and the loans.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections import deque
 from typing import Any
 
 import numpy as np
 
+from ...storage.loans import Loans
 from ..columns import AnyArray
 
 _LEAST_BYTES = 64 << 10  # smaller arrays come from malloc, which keeps their memory
 _ALIGN_BYTES = 64  # a cache line: stores of the widest registers then touch one line each
-
-
-class _Loan(weakref.ref[AnyArray]):
-    """Tells when a block's exporter is deallocated."""
-
-    __slots__ = ("block",)
-    block: AnyArray
 
 
 class BatchMemory:
@@ -40,8 +28,7 @@ class BatchMemory:
         self._most_bytes = most_bytes
         self._free: dict[int, list[AnyArray]] = {}  # by size; the last one was used last
         self._free_bytes = 0
-        self._loans: dict[int, _Loan] = {}  # by their own ids
-        self._ended: deque[_Loan] = deque()
+        self._loans: Loans[AnyArray] = Loans()
         self._lock = threading.RLock()  # a collection of garbage may come back here at any allocation
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
@@ -59,9 +46,7 @@ class BatchMemory:
             block = _aligned(nbytes)
         # Numpy lets views refer to the array that owns their memory, past those between, but not past a memoryview.
         exporter: AnyArray = np.frombuffer(block.data, np.uint8)
-        loan = _Loan(exporter, self._ended.append)
-        loan.block = block
-        self._loans[id(loan)] = loan
+        self._loans.lend(block, exporter)
         return exporter.view(dtype).reshape(shape)
 
     @property
@@ -76,16 +61,13 @@ class BatchMemory:
         with self._lock:
             self._most_bytes = 0
             self._settle()
-            self._loans.clear()  # a weak reference that is gone tells nobody: each block goes with its exporter
+            self._loans.forget()
             self._free.clear()
             self._free_bytes = 0
 
     def _settle(self) -> None:
-        """Take back the blocks whose exporter died. Holds the lock."""
-        while self._ended:
-            loan = self._ended.popleft()
-            self._loans.pop(id(loan), None)
-            block = loan.block
+        """Take back the blocks that nothing refers to any more. Holds the lock."""
+        for block in self._loans.take_back():
             if self._free_bytes + block.nbytes > self._most_bytes:
                 self._forget_others(block.nbytes)
             if self._free_bytes + block.nbytes <= self._most_bytes:

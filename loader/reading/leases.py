@@ -1,23 +1,20 @@
 """Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
 
-A view refers to an exporter, an array over the chunk's bytes that is made for one span and dies with its last view.
-Mutable state: the held buffers, under a lock, and a queue of leases whose exporter died. The queue needs no lock:
-exporters may die at any allocation of any thread, also of one that holds a lock. No function of Python's is called
-then: an interrupt would be raised in it, and be lost.
+A view refers to an array over the chunk's bytes that is made for one span and dies with its last view
+(`penstock.storage.loans`). Mutable state: the held buffers, under a lock, and the loans, which may end at any time.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ..columns import AnyArray, Block, BytesColumn
+from ...storage.loans import Loans
+from ..columns import Block, BytesColumn
 
 _MOST_BYTES = 1 << 31  # offsets in Arrow's views have 32 bits
 
@@ -27,13 +24,6 @@ class _Held:
     nbytes: int
     exporters: int = 0
     is_resident: bool = True
-
-
-class _Lease(weakref.ref[AnyArray]):
-    """Tells when an exporter is deallocated; ``owner`` names the memory that it kept alive."""
-
-    __slots__ = ("owner",)
-    owner: int
 
 
 def owner_of(buffer: memoryview) -> tuple[int, int]:
@@ -52,8 +42,7 @@ class Leases:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held: dict[int, _Held] = {}  # by the owner of the bytes, which lives as long as an exporter
-        self._alive: dict[int, _Lease] = {}  # by their own ids
-        self._ended: deque[_Lease] = deque()
+        self._loans: Loans[int] = Loans()  # of owners, one for each exporter
         self._lent_bytes = 0
         self._retained_bytes = 0
         self._lock = threading.RLock()  # a collection of garbage may close this loader at any allocation
@@ -72,9 +61,7 @@ class Leases:
             held.exporters += 1
             exporter: Any = np.frombuffer(buffer, np.uint8)
             exporter.flags.writeable = False
-            lease = _Lease(exporter, self._ended.append)
-            lease.owner = owner
-            self._alive[id(lease)] = lease
+            self._loans.lend(owner, exporter)
             return memoryview(exporter)
 
     def drop(self, block: Block) -> None:
@@ -97,10 +84,8 @@ class Leases:
 
     def _settle(self) -> None:
         """Take back what dead exporters held. Holds the lock."""
-        while self._ended:
-            lease = self._ended.popleft()
-            del self._alive[id(lease)]
-            owner, held = lease.owner, self._held[lease.owner]
+        for owner in self._loans.take_back():
+            held = self._held[owner]
             held.exporters -= 1
             if held.exporters == 0:
                 del self._held[owner]
