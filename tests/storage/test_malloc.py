@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 
 import pytest
+
+from penstock.storage.malloc import keep_freed_memory
 
 _PR_SET_THP_DISABLE = 41
 # Batches are made by one thread, and each is dropped before the next is made.
@@ -46,3 +49,11 @@ def test_a_batch_of_bytes_lies_where_the_one_before_it_did() -> None:
     pages = 8 * 64 * 40_000 // 4096
     assert faults(keeps=True) < pages / 20
     assert faults(keeps=False) > pages / 2  # or this shows nothing
+
+
+def test_it_is_done_once_and_takes_no_memory_again() -> None:
+    keep_freed_memory()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(4):
+        keep_freed_memory()
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 9
