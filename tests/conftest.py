@@ -139,6 +139,14 @@ def threads_before() -> None:
     begin_test()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_synced() -> Iterator[None]:
+    """No test cuts the power: what the tests' own process writes need not reach the disk, for which it would wait."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", os.fstat)  # which refuses a closed file, too
+        yield
+
+
 _imported_when_frozen = 0
 
 

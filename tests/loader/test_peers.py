@@ -68,8 +68,9 @@ def test_an_error_on_one_rank_reaches_those_that_train_wait_or_are_blocked(tmp_p
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """This process as rank 0 of a group of two, whose other rank the test plays through the store that it gets."""
+    monkeypatch.setattr("penstock.loader.peers.LOOK_S", 0.02)
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)

@@ -37,7 +37,8 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[_Server]:
     with _Server(("127.0.0.1", 0), _Handler) as server:
-        threading.Thread(target=server.serve_forever, name="test-server", daemon=True).start()
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        serving.start()
         yield server
         server.shutdown()
 

@@ -95,7 +95,7 @@ def test_a_centre_crop_is_pils_antialiased_resize_of_the_same_region(source, wid
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-@pytest.mark.parametrize("size", [7, 20, 50, 100, 150, 213, 300, 427])
+@pytest.mark.parametrize("size", [7, 50, 150, 213, 427])
 def test_any_ratio_of_reduction_is_filtered_like_pils(kind, size):
     data = encode(PHOTO.crop((0, 0, 640, 424)), kind)
     pixels = ImageDecoder(size=(size, size * 3 // 2)).decode(data)
@@ -124,17 +124,17 @@ def test_a_crop_that_mixes_reduction_and_enlargement_is_close_to_pil():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-@pytest.mark.parametrize("side", [32, 56, 60, 100, 900])
 @pytest.mark.parametrize("crop", [None, "center", "random"])
-def test_decoding_into_a_slot_writes_that_slot_and_no_other(kind, side, crop):
+def test_decoding_into_a_slot_writes_that_slot_and_no_other(kind, crop):
     data = encode(photo(70, 56), kind)
-    decoder = ImageDecoder(size=side, crop=crop, flip=1.0)
-    assert decoder.slot == ((side, side, 3), np.dtype(np.uint8))
-    batch = np.full((3, side, side, 3), 77, np.uint8)
-    decoder.decode_into(data, batch[1], sample_rng(0, 0, 0))
-    np.testing.assert_array_equal(batch[1], decoder(data, sample_rng(0, 0, 0)))
-    assert (batch[1] != 77).any()
-    assert (batch[[0, 2]] == 77).all()
+    for side in (32, 56, 60, 100, 400):
+        decoder = ImageDecoder(size=side, crop=crop, flip=1.0)
+        assert decoder.slot == ((side, side, 3), np.dtype(np.uint8))
+        batch = np.full((3, side, side, 3), 77, np.uint8)
+        decoder.decode_into(data, batch[1], sample_rng(0, 0, 0))
+        np.testing.assert_array_equal(batch[1], decoder(data, sample_rng(0, 0, 0)))
+        assert (batch[1] != 77).any()
+        assert (batch[[0, 2]] == 77).all()
 
 
 def test_a_slot_of_another_shape_is_refused():
@@ -203,13 +203,12 @@ def test_another_thread_runs_python_while_an_image_is_decoded(part):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("kept", [0, 1, 2, 3, 20, 0.5, 0.95])
-@pytest.mark.parametrize("size", [None, 20])
-def test_an_image_that_is_cut_short_is_an_error(kind, kept, size):
+def test_an_image_that_is_cut_short_is_an_error(kind):
     data = encode(photo(200, 150), kind)
-    data = data[: kept if isinstance(kept, int) else int(kept * len(data))]
-    with pytest.raises(DecodeError):
-        ImageDecoder(size=size)(data)
+    for kept in (0, 1, 2, 3, 20, len(data) // 2, int(0.95 * len(data))):
+        for size in (None, 20):
+            with pytest.raises(DecodeError):
+                ImageDecoder(size=size)(data[:kept])
 
 
 def test_bytes_of_something_else_are_named_in_the_error():

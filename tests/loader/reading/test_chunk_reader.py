@@ -22,7 +22,7 @@ def test_whatever_the_order_all_is_delivered_within_the_budget_and_accounts_end_
     chunks = 40
     sizes = [draw.randint(1, 100) for _ in range(chunks)]
     failing = frozenset(draw.sample(range(chunks), draw.choice([0, 0, 5])))
-    source = FakeSource(sizes, seed, latency_s=draw.choice([0.0, 0.001, 0.004]), failing=failing)
+    source = FakeSource(sizes, seed, latency_s=draw.choice([0.0, 0.0005, 0.002]), failing=failing)
     budget = draw.choice([1, 50, 300, 1000, 10_000])
     # Windows of a few chunks, some in two of them; each is used by several takes before it is let go.
     windows = [draw.sample(range(chunks), draw.randint(1, 8)) for _ in range(25)]
@@ -49,7 +49,7 @@ def test_whatever_the_order_all_is_delivered_within_the_budget_and_accounts_end_
                 assert isinstance(loaded, FormatError if chunk in failing else Block)
                 taken[chunk] = loaded
                 if draw.random() < 0.1:
-                    time.sleep(0.001)
+                    time.sleep(0.0005)
             assert taken.keys() == set(window)
         reader.release(window)
     wait_until(lambda: reader.resident_bytes == 0, "bytes are still counted after the last release")

@@ -66,16 +66,16 @@ def check(blocks: list[Block], table: pa.Table, names: list[str]) -> None:
 @pytest.mark.parametrize("dictionaries", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
-@pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 20])
 def test_every_row_reads_as_pyarrow_wrote_it(
-    arrow_store: FolderStore, dictionaries: bool, stream: bool, compression: str | None, chunk_bytes: int
+    arrow_store: FolderStore, dictionaries: bool, stream: bool, compression: str | None
 ) -> None:
-    table = sample_table(500, dictionaries=dictionaries)
+    table = sample_table(300, dictionaries=dictionaries)
     write(arrow_store, "t.arrow", table, batch=70, stream=stream, compression=compression)
-    blocks = open_all(arrow_store, ArrowFormat(chunk_bytes=chunk_bytes))
-    assert len(blocks) == (8 if chunk_bytes == 1 else len(blocks))
-    check(blocks, table, table.column_names)
-    assert [name for name in blocks[0].columns if name.endswith("__null")] == ["count__null", "last__null"]
+    for chunk_bytes in (1, 20_000, 1 << 20):
+        blocks = open_all(arrow_store, ArrowFormat(chunk_bytes=chunk_bytes))
+        assert len(blocks) == (5 if chunk_bytes == 1 else len(blocks))
+        check(blocks, table, table.column_names)
+        assert [name for name in blocks[0].columns if name.endswith("__null")] == ["count__null", "last__null"]
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
