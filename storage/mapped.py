@@ -55,7 +55,7 @@ def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
     size = skipped + nbytes
     address = libc.map_pages(fd, start - skipped, size)
     raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + skipped)
-    pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.buffers`)
+    pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.loans`)
     weakref.finalize(pages, libc.unmap_pages, address, size).atexit = False  # the process's end unmaps it
     try:
         is_populated = libc.populate_pages(address, size, write=False)

@@ -1,4 +1,4 @@
-"""Values of a sample's own: what is repeated in a batch, or shown in two, is changed by users' functions in each."""
+"""Copies of samples that come more than once, so that a function that changes one in place changes no other."""
 
 from __future__ import annotations
 
