@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from started_threads import started_threads
 from tar_dataset import write_tars
+from torchrun import run_ranks
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, LoaderClosedError, RankStoppedError
@@ -30,15 +28,7 @@ WAIT_S = 30.0
 @pytest.mark.slow
 def test_an_error_on_one_rank_reaches_those_that_train_wait_or_are_blocked(tmp_path: Path) -> None:
     samples = write_tars(tmp_path / "data", [100, 100, 100])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(SCRIPT)]
-    run = subprocess.run(
-        [*command, str(tmp_path / "data"), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    run = run_ranks(3, SCRIPT, tmp_path / "data", tmp_path)
     told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3)]
     cause = told[1]["apart"]["message"]
     assert "no such class" in cause

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torchrun import run_ranks
 
 from penstock.loader.dataset import exchange
 from penstock.loader.dataset.exchange import DEAD_AFTER_S, Exchange, RemoteError, join_exchange
@@ -46,11 +47,7 @@ def reports(
     """What each of two ranks reports of each mode: one launch of torchrun."""
     folder = write_data(tmp_path_factory.mktemp("exchange"), put_shards, *MODES)
     (folder / "failing" / "part-035.parquet").write_bytes(b"PAR1 is no footer")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*command, str(WORKER), str(folder), *MODES], env=env, capture_output=True, text=True, timeout=200, check=False
-    )
+    run = run_ranks(2, WORKER, folder, *MODES, timeout_s=200)
     assert run.returncode == 0, run.stderr[-3000:]
     return {
         mode: {rank: json.loads((folder / f"{mode}.{rank}.json").read_text()) for rank in range(2)} for mode in MODES

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mixed_rows import write_rows
+from torchrun import run_ranks
 
 from penstock import audit
 
@@ -18,29 +16,17 @@ WORKER = Path(__file__).with_name("stream_kill_worker.py")
 SIZES = {"a": 90, "b": 70, "c": 60}
 
 
-def run_ranks(world_size: int, folder: Path, steps: int, kill_at: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    return subprocess.run(
-        [*command, str(WORKER), str(folder), str(steps), str(kill_at)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-
-
 @pytest.mark.timeout(400)
 def test_a_killed_run_goes_on_with_other_ranks_and_sources_and_every_sample_is_delivered_or_dropped(
     tmp_path: Path,
 ) -> None:
     for name, size in SIZES.items():
         write_rows(tmp_path / name, [size // 2, size // 2])
-    killed = run_ranks(3, tmp_path, 1_000_000, 26)
+    killed = run_ranks(3, WORKER, tmp_path, 1_000_000, 26)
     assert killed.returncode
     saved = json.loads((tmp_path / "state.json").read_text())
     assert 16 <= saved["mixture"]["here"][1] <= 25
-    resumed = run_ranks(2, tmp_path, 60, -1)
+    resumed = run_ranks(2, WORKER, tmp_path, 60, -1)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     report = audit(tmp_path / "audit")
     assert report.is_exact, report

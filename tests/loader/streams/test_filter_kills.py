@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tar_dataset import write_tars
+from torchrun import run_ranks
 
 from penstock import audit
 
@@ -16,23 +14,11 @@ WORKER = Path(__file__).with_name("kill_worker.py")
 NEVER = -1
 
 
-def run_ranks(world_size: int, source: Path, folder: Path, kill_at: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    return subprocess.run(
-        [*command, str(WORKER), str(source), str(folder), str(kill_at)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-
-
 @pytest.mark.timeout(400)
 def test_kills_and_other_numbers_of_ranks_deliver_or_drop_each_sample_once(tmp_path: Path) -> None:
     samples = write_tars(tmp_path / "data", [60, 100, 40, 94, 77])
     for world_size, kill_at in ((3, 7), (2, 18), (4, NEVER)):
-        run = run_ranks(world_size, tmp_path / "data", tmp_path, kill_at)
+        run = run_ranks(world_size, WORKER, tmp_path / "data", tmp_path, kill_at)
         assert (run.returncode == 0) == (kill_at == NEVER), run.stderr[-3000:]
     report = audit(tmp_path / "audit")
     assert report.is_exact
