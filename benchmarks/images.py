@@ -44,10 +44,10 @@ _FLAGS: dict[str, dict[str, bool]] = {
 class Config:
     """Decodes random crops of made-up photographs of 500 x 375 pixels; microseconds of CPU time an image.
 
-    In turns, on all cores: the bare codec, which decodes what ImageDecoder has it decode and no more; the decoder by
-    itself, in a loop over bytes in memory; and a loader's pass over a tar in a folder, with its start. In
-    one thread: the decoder's steps, and libjpeg's faster and less exact flags with what they cost in quality. By CPU
-    time, since a machine is rarely idle; medians of the rounds.
+    In turns, on all cores: the bare codec, which decodes what ImageDecoder has it decode and no more; the codec where
+    it decodes whole images; the decoder by itself, in a loop over bytes in memory; and a loader's pass over a tar in a
+    folder, with its start. In one thread: the decoder's steps, and libjpeg's faster and less exact flags with what they
+    cost in quality. By CPU time, since a machine is rarely idle; medians of the rounds.
     """
 
     qualities: tuple[int, ...] = (90, 98)
@@ -102,6 +102,13 @@ def compare(pictures: Sequence[bytes], config: Config) -> dict[str, Any]:
         assert plan is not None
         images._decode_part(data, plan, slots.shape[1:])
 
+    def by_whole(number: int) -> None:
+        data = pictures[number % len(pictures)]
+        plan = decoder.plan(data, sample_rng(0, 0, number, DECODING))
+        assert plan is not None
+        reduction = images._choose_reduction(plan.region, slots.shape[1:])
+        images._decode_jpeg(data, plan.height, plan.width, reduction)
+
     def by_decoder(number: int) -> None:
         decoder.decode_into(pictures[number % len(pictures)], slots[number], sample_rng(0, 0, number, DECODING))
 
@@ -120,6 +127,7 @@ def compare(pictures: Sequence[bytes], config: Config) -> dict[str, Any]:
 
         contenders: dict[str, Callable[[], int]] = {
             "codec": lambda: in_threads(by_codec, config.images, config.threads),
+            "whole images": lambda: in_threads(by_whole, config.images, config.threads),
             "decoder": lambda: in_threads(by_decoder, config.images, config.threads),
             "loader": by_loader,
         }

@@ -28,8 +28,9 @@ def decode_region(data: bytes | memoryview, height: int, width: int, region: Reg
     """(h, w, 3) uint8 RGB of ``region`` of a JPEG of (height, width); None where that image is to be decoded whole.
 
     So it is where the region is nearly all of it, where no library is found (see ``find_turbojpeg``), and where the
-    JPEG is not of the most usual kind: baseline, YCbCr, in one scan, and with an end. Damage below the region is not
-    seen. Any error and any warning of what is read leaves it to the whole decoding to say what is wrong.
+    JPEG is not of the most usual kind: baseline, YCbCr, in one scan, and with an end. (Libraries that are around have
+    known faults with other kinds.) Damage below the region is not seen. Any error and any warning of what is read
+    leaves it to the whole decoding to say what is wrong.
     """
     if height * width < _LEAST_PIXELS or region.height * region.width > _LARGEST_SHARE * height * width:
         return None
