@@ -44,10 +44,10 @@ _FLAGS: dict[str, dict[str, bool]] = {
 class Config:
     """Decodes random crops of made-up photographs of 500 x 375 pixels; microseconds of CPU time an image.
 
-    In turns, on all cores: the bare codec, which decodes whole images at the scale that ImageDecoder chooses; the
-    decoder by itself, in a loop over bytes in memory; and a loader's pass over a tar in a folder, with its start. In
-    one thread: the decoder's steps, and libjpeg's faster and less exact flags with what they cost in quality. By CPU
-    time, since a machine is rarely idle; medians of the rounds.
+    In turns, on all cores: the bare codec, which decodes what ImageDecoder has it decode and no more; the codec where
+    it decodes whole images; the decoder by itself, in a loop over bytes in memory; and a loader's pass over a tar in a
+    folder, with its start. In one thread: the decoder's steps, and libjpeg's faster and less exact flags with what they
+    cost in quality. By CPU time, since a machine is rarely idle; medians of the rounds.
     """
 
     qualities: tuple[int, ...] = (90, 98)
@@ -98,9 +98,16 @@ def compare(pictures: Sequence[bytes], config: Config) -> dict[str, Any]:
 
     def by_codec(number: int) -> None:
         data = pictures[number % len(pictures)]
-        height, width, _ = images._read_header(data)
-        region = decoder._choose_region(height, width, sample_rng(0, 0, number, DECODING))
-        images._decode_jpeg(data, height, width, images._choose_reduction(region, slots.shape[1:]))
+        plan = decoder.plan(data, sample_rng(0, 0, number, DECODING))
+        assert plan is not None
+        images._decode_part(data, plan, slots.shape[1:])
+
+    def by_whole(number: int) -> None:
+        data = pictures[number % len(pictures)]
+        plan = decoder.plan(data, sample_rng(0, 0, number, DECODING))
+        assert plan is not None
+        reduction = images._choose_reduction(plan.region, slots.shape[1:])
+        images._decode_jpeg(data, plan.height, plan.width, reduction)
 
     def by_decoder(number: int) -> None:
         decoder.decode_into(pictures[number % len(pictures)], slots[number], sample_rng(0, 0, number, DECODING))
@@ -120,6 +127,7 @@ def compare(pictures: Sequence[bytes], config: Config) -> dict[str, Any]:
 
         contenders: dict[str, Callable[[], int]] = {
             "codec": lambda: in_threads(by_codec, config.images, config.threads),
+            "whole images": lambda: in_threads(by_whole, config.images, config.threads),
             "decoder": lambda: in_threads(by_decoder, config.images, config.threads),
             "loader": by_loader,
         }
@@ -148,15 +156,14 @@ def split(pictures: Sequence[bytes], config: Config) -> dict[str, float]:
             marks = [("", time.thread_time())]
             rng = sample_rng(0, turn, number, DECODING)
             marks.append(("random numbers", time.thread_time()))
-            height, width, _ = images._read_header(data)
-            marks.append(("header", time.thread_time()))
-            region = decoder._choose_region(height, width, rng)
-            marks.append(("crop box", time.thread_time()))
-            pixels = images._decode_jpeg(data, height, width, images._choose_reduction(region, out.shape))
+            plan = decoder.plan(data, rng)
+            assert plan is not None
+            marks.append(("header and crop box", time.thread_time()))
+            pixels = images._decode_part(data, plan, out.shape)
             marks.append(("libjpeg: Huffman, DCT, colour", time.thread_time()))
-            images._resample(images._cut(pixels, region, height, width), out)
+            images._resample(pixels, out)
             marks.append(("resampling into the slot", time.thread_time()))
-            if decoder._draw_flip(rng):
+            if plan.flip:
                 images._flip(out)
             marks.append(("flip", time.thread_time()))
             for (_, begun), (name, ended) in pairwise(marks):

@@ -165,6 +165,18 @@ def images() -> list[bytes]:
     return [cv2.imencode(ending, pixels)[1].tobytes() for ending in (".jpg", ".png", ".webp", ".bmp", ".tiff")]
 
 
+def jpegs() -> list[bytes]:
+    """Small JPEGs that are large enough to be decoded in part: of each subsampling, and with restart markers."""
+    import cv2
+
+    noise = np.random.default_rng(0).integers(0, 255, (15, 18, 3), np.uint8)
+    pixels = cv2.resize(noise, (180, 150), interpolation=cv2.INTER_LINEAR)
+    factors = ("444", "422", "440", "420", "411")
+    options = [[cv2.IMWRITE_JPEG_SAMPLING_FACTOR, getattr(cv2, f"IMWRITE_JPEG_SAMPLING_FACTOR_{f}")] for f in factors]
+    options += [[cv2.IMWRITE_JPEG_RST_INTERVAL, 5], [cv2.IMWRITE_JPEG_PROGRESSIVE, 1]]
+    return [cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 20, *one])[1].tobytes() for one in options]
+
+
 def delivery_logs() -> list[bytes]:
     header = {"fingerprint": "f", "num_samples": 8, "rank": 0, "world_size": 1, "started_ns": 1, "launch": "l"}
     records = ([MAGIC, 0, 0, 4, 4, 0, 1, 2, 3], [SKIP_MAGIC, 0, 4, 6, 0], [MAGIC, 0, 6, 8, 2, 6, 7])

@@ -99,7 +99,7 @@ class BatchMaker:
 
     The threads of ``pool`` do this work, or ``workers``, which are processes. ``replacer`` replaces bad
     samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of one source
-    of a mixture; None: that of the options. Rows that are copied late are copied into ``memory``.
+    of a mixture; None: that of the options. Rows that are copied late, and images of one size, go into ``memory``.
     """
 
     options: BatchOptions
@@ -150,6 +150,7 @@ class BatchMaker:
             counters=self.counters,
             is_stopped=self.stopping.is_set,
             bad=self.bad,
+            memory=self.memory,
         )
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:

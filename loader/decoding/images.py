@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError, DecodeError
 from .image_kind import image_kind, image_size
+from .jpeg_region import decode_region
 from .regions import Region, center_region, random_region, scale_region
 
 try:
@@ -79,7 +80,9 @@ class ImageDecoder:
     Formats, BMP, GIF and TIFF too, are recognised by content, not by name. Grey, palette and 16-bit images become
     8-bit RGB, CMYK is converted, alpha is dropped, of an animation the first frame is taken, and EXIF orientation is
     ignored (as PIL does).
-    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is still larger than the result. Reduction is
+    A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is still larger than the result; else no more of it than
+    the crop needs, where a libturbojpeg 3 is found (as with penstock[images]). The pixels are the same without it, but
+    damage below the crop is seen only without. A JPEG that is cut short is always an error. Reduction is
     low-pass filtered as in PIL's antialiased bilinear resize: of the same region, the two agree to about 35 dB PSNR
     or better on photographs; an edge that is no multiple of 8 pixels can cost a little of that. A region is placed to
     within half a pixel of the output.
@@ -194,8 +197,7 @@ class ImageDecoder:
     def decode_planned(self, data: bytes | memoryview, plan: ImagePlan, out: Pixels) -> None:
         """Decode a JPEG into ``out``, as in ``decode_into``, by its plan."""
         assert self.shape is not None
-        pixels = _decode_jpeg(data, plan.height, plan.width, _choose_reduction(plan.region, self.shape))
-        _resample(_cut(pixels, plan.region, plan.height, plan.width), out)
+        _resample(_decode_part(data, plan, self.shape), out)
         if plan.flip:
             _flip(out)
 
@@ -253,16 +255,22 @@ def _check_pixels(height: int, width: int) -> None:
         )
 
 
+def _decode_part(data: bytes | memoryview, plan: ImagePlan, shape: tuple[int, int, int]) -> Pixels:
+    """The plan's region of a JPEG, perhaps reduced.
+
+    Reduced ones are decoded whole: warnings decide on their size, and those below the region would go unseen.
+    """
+    height, width, region = plan.height, plan.width, plan.region
+    reduction = _choose_reduction(region, shape)
+    part = decode_region(data, height, width, region) if reduction == 1 else None
+    return _cut(_decode_jpeg(data, height, width, reduction), region, height, width) if part is None else part
+
+
 def _decode_jpeg(data: bytes | memoryview, height: int, width: int, reduction: int) -> Pixels:
     """Decode at 1/``reduction`` of the size, rounded up; at full size if libjpeg has harmless warnings."""
+    least = {"min_height": -(-height // reduction), "min_width": -(-width // reduction)}
     try:
-        pixels: Pixels = simplejpeg.decode_jpeg(
-            data,
-            colorspace="RGB",
-            min_height=-(-height // reduction),
-            min_width=-(-width // reduction),
-            min_factor=reduction,
-        )
+        pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", **least, min_factor=reduction)
     except ValueError as exc:
         if any(warning in str(exc) for warning in _HARMLESS_WARNINGS):
             return _decode_other(data)  # simplejpeg treats any warning as an error

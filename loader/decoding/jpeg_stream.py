@@ -14,6 +14,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _EXIF_MARKER, _EXIF = 0xE1, b"Exif\0\0"
 _ADOBE_MARKER, _ADOBE, _ADOBE_YCC = 0xEE, b"Adobe", 1
 _MOST_SEGMENTS = 1024
+_COLOURS = 3
 # Of the luminance, relative to a chrominance of (1, 1): 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1.
 _SAMPLINGS = frozenset(((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)))
 
@@ -22,12 +23,15 @@ _SAMPLINGS = frozenset(((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)))
 class PlainJpeg:
     """A whole JPEG of 8 bits, Huffman codes, one frame that is not progressive, and YCbCr in a usual subsampling.
 
-    ``exif`` is where its EXIF segments' names begin, which tell decoders to turn the image.
+    ``sampling`` is the luminance's (horizontal, vertical) factor, relative to a chrominance of (1, 1). ``exif`` is
+    where its EXIF segments' names begin, which tell decoders to turn the image. ``one_scan``: all colours are in one.
     """
 
     height: int
     width: int
+    sampling: tuple[int, int]
     exif: tuple[int, ...]
+    one_scan: bool
 
 
 def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
@@ -50,7 +54,7 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
             return None
         begin = at + 4
         if marker == _SCAN:
-            return None if frame is None else PlainJpeg(*frame, tuple(exif))
+            return None if frame is None else PlainJpeg(*frame, tuple(exif), data[begin] == _COLOURS)
         if marker in _FRAMES:
             frame = _read_frame(data, begin) if marker in _PLAIN_FRAMES and frame is None else None
             if frame is None:
@@ -63,15 +67,15 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
     return None
 
 
-def _read_frame(data: bytes | memoryview, at: int) -> tuple[int, int] | None:
-    """Height and width of a frame of three 8-bit components, of which the first alone is sampled more finely."""
+def _read_frame(data: bytes | memoryview, at: int) -> tuple[int, int, tuple[int, int]] | None:
+    """Height, width and sampling of a frame of three 8-bit components; the first alone is sampled more finely."""
     precision, height, width, components = struct.unpack_from(">BHHB", data, at)
-    if precision != 8 or components != 3 or not height or not width:
+    if precision != 8 or components != _COLOURS or not height or not width:
         return None
     names = bytes(data[at + 6 : at + 15 : 3])
     sampling = [divmod(data[at + 7 + 3 * number], 16) for number in range(3)]
     is_usual = sampling[0] in _SAMPLINGS and sampling[1] == sampling[2] == (1, 1)
-    return (height, width) if is_usual and names != b"RGB" else None
+    return (height, width, sampling[0]) if is_usual and names != b"RGB" else None
 
 
 def _is_other_colour(data: bytes | memoryview, at: int, length: int) -> bool:

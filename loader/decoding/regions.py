@@ -59,3 +59,10 @@ def scale_region(region: Region, factor_y: float, factor_x: float) -> Region:
     top, left = round(region.top * factor_y), round(region.left * factor_x)
     stop, right = round((region.top + region.height) * factor_y), round((region.left + region.width) * factor_x)
     return Region(top, left, max(1, stop - top), max(1, right - left))
+
+
+def pad_region(region: Region, height: int, width: int, margin: int, step: int) -> Region:
+    """The region and ``margin`` pixels around it, as far as the image goes, its left edge on a multiple of ``step``."""
+    top, left = max(0, region.top - margin), max(0, region.left - margin) // step * step
+    stop, right = region.top + region.height + margin, region.left + region.width + margin
+    return Region(top, left, min(height, stop) - top, min(width, right) - left)

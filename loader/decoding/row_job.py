@@ -18,6 +18,7 @@ from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
+from .batch_memory import BatchMemory
 from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .collate import collate_values, images_to_tensor
@@ -33,7 +34,7 @@ from .worker_pool import WorkerPool
 class RowCrew:
     """Who does ``work`` on rows: ``pool``'s threads, or ``workers``, about ``parts`` of a batch at once.
 
-    Where bad samples are dropped, ``bad`` counts them.
+    Where bad samples are dropped, ``bad`` counts them. What is decoded into slots of a batch is so in ``memory``.
     """
 
     work: RowWork
@@ -45,6 +46,7 @@ class RowCrew:
     counters: Counters
     is_stopped: Callable[[], bool]
     bad: BadSamples | None
+    memory: BatchMemory | None
 
 
 class RowJob:
@@ -61,7 +63,7 @@ class RowJob:
         }
         self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
         self._work = crew.work
-        self.results = self._work.allocate(self.task)
+        self.results = self._work.allocate(self.task, crew.memory)
         self._is_joint = any(isinstance(values, BatchValues) for values in self.results.values.values())
         self._lock = threading.Lock()
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error

@@ -16,6 +16,7 @@ import numpy as np
 from ..columns import AnyArray, IntArray, Ragged
 from ..errors import ConfigError, DecodeError, MemoryLimitError
 from ..order.randomness import DECODING, TRANSFORM, sample_rng
+from .batch_memory import BatchMemory, new_array
 from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .decode import FieldDecoder, batch_values, has_rng_parameter, is_channels_first
@@ -102,10 +103,10 @@ class RowWork:
     goes_on: bool = False
     avoided: frozenset[int] = frozenset()
 
-    def allocate(self, task: RowTask) -> RowResults:
+    def allocate(self, task: RowTask, memory: BatchMemory | None = None) -> RowResults:
         """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others.
 
-        ``BatchValues`` for a field whose values are decoded together.
+        ``BatchValues`` for a field whose values are decoded together. Arrays come from ``memory`` where it is given.
         """
         count = len(task.ids)
         values: dict[str, ResultValues] = {}
@@ -118,7 +119,7 @@ class RowWork:
             elif decoder.slot is None:
                 values[name] = [None] * count
             else:
-                values[name] = np.empty((count, *decoder.slot[0]), decoder.slot[1])
+                values[name] = new_array(memory, (count, *decoder.slot[0]), decoder.slot[1])
         return RowResults(values, [] if self.transform is None else [{} for _ in range(count)])
 
     def run(self, task: RowTask, out: RowResults, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ def test_every_step_is_measured_printed_and_written(
     monkeypatch.setattr(images, "_DISTINCT", 4)
     main(Config(qualities=(90,), size=64, images=128, rounds=1, threads=2, out=tmp_path / "images.json"))
     (found,) = json.loads((tmp_path / "images.json").read_text())["results"]
-    assert found["cpu_us"].keys() == {"codec", "decoder", "loader"}
+    assert found["cpu_us"].keys() == {"codec", "whole images", "decoder", "loader"}
     assert all(spent > 0 for spent in [*found["cpu_us"].values(), *found["steps_us"].values()])
     assert found["flags"]["exact"]["psnr_db"] is None
     assert found["flags"]["both"]["psnr_db"] > 30

@@ -9,8 +9,10 @@ import threading
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from pil_images import encode
 
-from penstock import DistributedDataLoader
+from penstock import DistributedDataLoader, ImageDecoder, pack
 from penstock.loader import TokensFormat
 from penstock.loader.decoding.batch_memory import BatchMemory
 
@@ -156,3 +158,31 @@ def test_batches_that_are_let_go_of_lie_where_others_were(tokens):
     with open_tokens(tokens, memory_limit="16MiB") as loader:
         places = [batch["tokens"].data_ptr() for _ in range(16) for batch in loader]
     assert len(set(places)) < len(places) // 2
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """256 grey images of 40 x 40 pixels, each as bright as its number."""
+    folder = str(tmp_path_factory.mktemp("pictures"))
+    rows = ({"jpg": encode(Image.new("RGB", (40, 40), (number,) * 3), "PNG")} for number in range(256))
+    pack(rows, folder, format="tar", progress=False)
+    return folder
+
+
+def test_images_of_one_size_are_lent_memory_and_stay_while_they_are_kept(pictures, monkeypatch):
+    memories: set[BatchMemory] = set()
+    lend = BatchMemory.empty
+
+    def noted(memory: BatchMemory, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if shape == (32, 40, 40, 3):
+            memories.add(memory)
+        return lend(memory, shape, dtype)
+
+    monkeypatch.setattr(BatchMemory, "empty", noted)
+    settings = {"batch_size": 32, "with_ids": True, "seed": 3, "rank": 0, "world_size": 1}
+    with DistributedDataLoader(pictures, decode={"jpg": ImageDecoder(size=40)}, **settings) as loader:
+        kept = [batch for _ in range(4) for batch in loader]
+        for batch in kept:
+            bright = batch["__id__"].to(torch.uint8)[:, None, None, None]
+            assert torch.equal(batch["jpg"], bright.expand(-1, 3, 40, 40))
+    assert len(memories) == 1
