@@ -109,7 +109,9 @@ class LocalStore:
     def check_unchanged(self, key: str, etag: str) -> None:
         """Raise ObjectChangedError where the file has another ETag, NotFoundError where there is none."""
         try:
-            check_etag(self.url, key, etag, _etag(_identify(os.stat(self._base + key))))  # noqa: PTH116
+            found = os.stat(self._base + key)  # noqa: PTH116 - as many times a batch as there are files in it
+            if etag != f"{found.st_mtime_ns:x}-{found.st_size:x}-{found.st_ino:x}" or not stat.S_ISREG(found.st_mode):
+                check_etag(self.url, key, etag, _etag(_identify(found)))
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ..columns import IntArray
@@ -104,6 +105,14 @@ class DeliveryQueue:
             self._bytes -= item.nbytes
             self._changed.notify_all()
             return item
+
+    def begin(self, count: int) -> None:
+        """Have the next ``count`` batches made, those that wait to be; called by the consuming thread."""
+        with self._changed:
+            coming = [item.batch for item in islice(self._items, count)]
+        for batch in coming:
+            if isinstance(batch, UnfinishedBatch):
+                batch.begin()
 
     def __len__(self) -> int:
         return len(self._items)
