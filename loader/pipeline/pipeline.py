@@ -37,7 +37,7 @@ from .tuning import PipelineOptions
 _CLOSING_S = 1.0  # how long close() waits for requests in flight
 _SHOWN_IDS = 8
 # A loop that comes back later than this has the next batches made meanwhile, where they wait for it to be made.
-_AWAY_S, _BEGUN_AHEAD = 0.001, 2
+_AWAY_S, _BEGUN_AHEAD = 0.002, 2
 
 
 class Pipeline:
