@@ -25,6 +25,7 @@ from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
 from .batch_memory import BatchMemory
 from .byte_views import ByteViews
+from .call import Call
 from .collate import collate_samples
 from .decode import FieldDecoders
 from .gather import Rows
@@ -137,6 +138,12 @@ class BatchMaker:
             keys[:, 2] = rows.ids
         return RowJob(self.crew, rows, epoch, keys)
 
+    def works_on(self, rows: Rows) -> bool:
+        """Whether there is more to do with copied rows than to hand them out."""
+        options, settled = self.options, self.decoders.settled
+        has_work = options.transform is not None or options.collate is not None or bool(options.avoided)
+        return has_work or any(settled.get(name) is not None for name in rows.fields)
+
     @property
     def crew(self) -> RowCrew:
         """Who works on rows."""
@@ -196,6 +203,14 @@ class UnfinishedBatch(ABC):
         """It is no longer wanted."""
 
     @property
+    def is_on_call(self) -> bool:
+        """Whether it is made when it is asked for, or by ``begin``."""
+        return False
+
+    def begin(self) -> None:  # noqa: B027 - most have begun when they are made
+        """It is wanted soon; called by one thread."""
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing is left but to put it together; any thread may ask."""
         return True
@@ -225,13 +240,28 @@ class PendingBatch(UnfinishedBatch):
         self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
         self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
-        self._copying = maker.pool.submit(self._copy) if rows.late else None  # last: it may be done before this is
+        self._copying: Future[None] | None = None
+        if rows.keep_chunks or (rows.late and maker.works_on(rows)):
+            self._copying = maker.pool.submit(self._copy)  # last: it may be done before this is
+        elif rows.late:
+            # Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only
+            # while it is elsewhere.
+            self._copying = Call(self._copy)
+
+    @property
+    def is_on_call(self) -> bool:
+        return isinstance(self._copying, Call)
+
+    def begin(self) -> None:
+        if isinstance(self._copying, Call):
+            self._copying.begin(self._maker.pool)
 
     def _copy(self) -> None:
-        """Copy the rows that are still in their chunks; on a thread of the pool."""
+        """Copy the rows that are still in their chunks; on a thread of the pool, or on that of ``result``."""
         started = time.perf_counter()
         self._rows = self._rows.complete(self._maker.memory)
-        self._maker.counters.add(decode_s=time.perf_counter() - started)
+        stage = "assemble_s" if isinstance(self._copying, Call) else "decode_s"
+        self._maker.counters.add(**{stage: time.perf_counter() - started})
         self._job = self._start(self._rows)
 
     def _started(self) -> RowJob:
@@ -247,7 +277,7 @@ class PendingBatch(UnfinishedBatch):
     @property
     def copied(self) -> Future[None] | None:
         """Done, or cancelled, once the rows need their chunks no longer; None where they never did."""
-        return self._copying
+        return None if isinstance(self._copying, Call) else self._copying
 
     @property
     def replaced(self) -> IntArray | None:
@@ -279,7 +309,7 @@ class PendingBatch(UnfinishedBatch):
 
     @property
     def is_done(self) -> bool:
-        return self._job is not None and self._job.is_done
+        return self.is_on_call or (self._job is not None and self._job.is_done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,16 @@ _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
 class LateFields(Protocol):
-    """Some fields of n rows. ``nbytes`` is what they take once they are made."""
+    """Some fields of n rows. ``nbytes`` is what they take once they are made.
+
+    ``is_mapped``: they lie in files, so that they need no memory before.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def is_mapped(self) -> bool: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -31,8 +40,8 @@ class LateFields(Protocol):
 
     def pick(self, rows: IntArray) -> Self: ...
 
-    def make(self, memory: BatchMemory | None) -> Mapping[str, AnyArray]:
-        """The fields: arrays (n, ...) of their own, of ``memory`` if that is given."""
+    def make(self, memory: BatchMemory | None) -> Mapping[str, AnyArray | list[Any]]:
+        """The fields: arrays (n, ...) of their own, of ``memory`` if that is given, or lists of n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,15 @@ class RowsAt:
 class WideRows:
     """One field's wide rows."""
 
+    is_mapped = False
+
     def __init__(self, name: str, at: RowsAt, dtype: np.dtype[Any]) -> None:
         """``dtype`` is the one to hand the rows out in."""
         self._name, self._at, self._dtype = name, at, dtype
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self._name,)
 
     @property
     def nbytes(self) -> int:
@@ -84,9 +99,15 @@ class WideRows:
 class RecordRows:
     """Fields that lie in chunks as records."""
 
+    is_mapped = False
+
     def __init__(self, records: Records, at: RowsAt, dtypes: Sequence[np.dtype[Any]]) -> None:
         """``records`` tells what a row consists of, ``dtypes`` are those to hand the fields out in."""
         self._records, self._at, self._dtypes = records, at, dtypes
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._records.names
 
     @property
     def nbytes(self) -> int:

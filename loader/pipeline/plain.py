@@ -123,10 +123,10 @@ class PlainAssembler:
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(since=started, assemble_s=busy, spans=1)
         copying = _Copying(spans, int(span.bounds[-1]))
-        if not rows.late:
+        if not rows.keep_chunks:
             self._release_copied(copying)
         is_delivered = all(self._emit(span, step, rows, copying) for step in range(span.steps))
-        if rows.late:
+        if rows.keep_chunks:
             self._release_copied(copying)
         return is_delivered
 

@@ -10,26 +10,27 @@ arrays, which are read later and elsewhere.
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 
-from ...storage import ByteRange, LocalStore, Store
+from ...storage import ByteRange, LocalStore, ObjectInfo, Store
 from ..columns import Block, BytesColumn, Column, IntArray
 from ..formats.shard import ChunkRef
 
 # What is smaller than this, malloc has in memory already.
 _LEAST_BYTES = 1 << 20
-# Of so many looks in a row, more than a quarter waited for the disk: what was read is not kept until it is due.
+# Of so many values in a row, more than a quarter waited for the disk: what was read is not kept until it is due.
 _TRIALS = 256
 
 
 class MappedChunks:
     """Maps chunks of one store, as long as that pays. Any thread may call.
 
-    Mutable state: how many looks there were of late, how many of them waited, and whether it is given up. An update
+    Mutable state: how many values were copied of late, how many of them waited, and whether it is given up. An update
     that is lost between two threads matters to nothing.
     """
 
@@ -63,30 +64,55 @@ class MappedChunks:
             columns[name] = column
             if column.buffer.obj is data.obj:
                 values = column.buffer, column.starts, column.stops, column.text, column.ascii
-                columns[name] = _MappedColumn(*values, chunk=chunk, mapped=self)
+                columns[name] = MappedColumn(*values, chunk=chunk, mapped=self)
         return None if block.records else replace(block, columns=columns)
 
-    def look(self, chunk: ChunkRef, column: BytesColumn, rows: IntArray) -> list[Any]:
-        """Copies of a column's values, from the file that was checked. Raises ObjectChangedError, NotFoundError."""
-        key, etag = chunk.shard.key, chunk.shard.etag
-        assert etag is not None
-        self._store.check_unchanged(key, etag)
+    @contextmanager
+    def look(self, files: Iterable[ObjectInfo], values: int) -> Iterator[None]:
+        """Copy so many values of files, which must be those that were checked, before and after.
+
+        Raises:
+            ObjectChangedError, NotFoundError.
+        """
+        known = [(file.key, file.etag) for file in files if file.etag is not None]
+        for key, etag in known:
+            self._store.check_unchanged(key, etag)
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-        values = BytesColumn.take(column, rows)
-        waited = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt > before
-        self._store.check_unchanged(key, etag)
-        self._looks += 1
-        self._waits += waited
+        yield
+        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
+        for key, etag in known:
+            self._store.check_unchanged(key, etag)
+        self._looks += values
+        self._waits += min(waits, values)
         if self._looks >= _TRIALS:
             self._given_up = self._given_up or 4 * self._waits > self._looks
             self._looks = self._waits = 0
-        return values
 
 
 @dataclass(frozen=True, slots=True)
-class _MappedColumn(BytesColumn):
+class MappedColumn(BytesColumn):
+    """Values that lie in a mapped file, to be copied by ``take``, or within ``looking_at``."""
+
     chunk: ChunkRef = field(kw_only=True)
     mapped: MappedChunks = field(kw_only=True)
 
     def take(self, rows: IntArray) -> list[Any]:
-        return self.mapped.look(self.chunk, self, rows)
+        with self.mapped.look([self.chunk.shard], len(rows)):
+            return BytesColumn.take(self, rows)
+
+
+@contextmanager
+def looking_at(columns: Iterable[MappedColumn], values: int) -> Iterator[None]:
+    """Copy so many values of columns.
+
+    Raises:
+        ObjectChangedError, NotFoundError: a file is not as it was when it was checked.
+    """
+    of_source: dict[MappedChunks, dict[str, ObjectInfo]] = {}
+    for column in columns:
+        shard = column.chunk.shard
+        of_source.setdefault(column.mapped, {})[shard.key] = shard
+    with ExitStack() as looks:
+        for mapped, files in of_source.items():
+            looks.enter_context(mapped.look(files.values(), values))
+        yield

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from penstock.loader.decoding.batch import UnfinishedBatch
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.pipeline.delivery_queue import Delivery, DeliveryQueue
+from penstock.loader.pipeline.delivery_queue import _MOST_ON_CALL, Delivery, DeliveryQueue
 
 
 def delivery(number: int, nbytes: int) -> Delivery:
@@ -40,6 +42,39 @@ def test_the_number_of_deliveries_is_bounded_too():
     assert [queue.get().start for _ in range(4)] == [0, 1, 2, 3]
     fourth.join(60)
     assert not fourth.is_alive()
+
+
+class OnCall(UnfinishedBatch):
+    is_on_call = True
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    def result(self) -> str:
+        return "made"
+
+    def cancel(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        self.has_begun = True
+
+
+def test_of_batches_that_are_made_on_call_a_few_wait_and_the_first_ones_are_begun():
+    queue = DeliveryQueue(max_bytes=1 << 40)
+    batches = [OnCall() for _ in range(_MOST_ON_CALL + 1)]
+    items = [replace(delivery(number, 0), batch=batch) for number, batch in enumerate(batches)]
+    for item in items[:-1]:
+        assert queue.put(item)
+    queue.begin(2)
+    assert [batch.has_begun for batch in batches] == [True, True] + [False] * (_MOST_ON_CALL - 1)
+    last = threading.Thread(target=queue.put, args=(items[-1],))
+    last.start()
+    last.join(0.05)
+    assert last.is_alive()
+    assert [queue.get().start for _ in items] == list(range(_MOST_ON_CALL + 1))
+    last.join(60)
+    assert not last.is_alive()
 
 
 def test_an_error_comes_after_what_was_made_before_it_and_again_to_who_asks_again():
