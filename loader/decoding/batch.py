@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from .batch_memory import BatchMemory
 from .byte_views import ByteViews
 from .collate import collate_samples
 from .decode import FieldDecoders
-from .gather import Rows
+from .gather import Rows, complete_all
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
 from .row_work import RowWork, Sample
@@ -127,7 +127,21 @@ class BatchMaker:
         A batch without rows is made from one row, for its fields, types and shapes, and handed out empty. ``keys`` are
         those of a ``RowTask``.
         """
-        return PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
+        batch = PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
+        self._copy([batch])
+        return batch
+
+    def start_together(self, steps: Sequence[tuple[Rows, int, int]], epoch: int) -> list[PendingBatch]:
+        """Start a batch of each step's rows, ``num_rows`` and ``num_valid``; one thread copies what is to be copied."""
+        batches = [PendingBatch(self, rows, epoch, num_rows, num_valid) for rows, num_rows, num_valid in steps]
+        self._copy(batches)
+        return batches
+
+    def _copy(self, batches: Sequence[PendingBatch]) -> None:
+        late = [batch for batch in batches if batch.is_late]
+        copied = self.pool.submit(_copy_late, self, late) if late else None
+        for batch in late:
+            batch.copied = copied
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
@@ -224,29 +238,39 @@ class PendingBatch(UnfinishedBatch):
         self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
         self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
-        self._copying = maker.pool.submit(self._copy) if rows.late else None  # last: it may be done before this is
+        self._error: Exception | None = None
+        # Done, or cancelled, once the rows need their chunks no longer; None where they never did.
+        self.copied: Future[None] | None = None
 
-    def _copy(self) -> None:
-        """Copy the rows that are still in their chunks; on a thread of the pool."""
-        started = time.perf_counter()
-        self._rows = self._rows.complete(self._maker.memory)
-        self._maker.counters.add(decode_s=time.perf_counter() - started)
-        self._job = self._start(self._rows)
+    @property
+    def is_late(self) -> bool:
+        """Whether rows are still in their chunks."""
+        return bool(self._rows.late)
+
+    @property
+    def rows(self) -> Rows:
+        return self._rows
+
+    def go_on(self, copied: Rows) -> None:
+        """The same rows, copied."""
+        self._rows = copied
+        self._job = self._start(copied)
+
+    def fail(self, error: Exception) -> None:
+        """Its rows cannot be copied."""
+        self._error = error
 
     def _started(self) -> RowJob:
         """The work on the rows, once they are copied."""
-        if self._copying is not None:
+        if self.copied is not None:
             try:
-                self._copying.result()
+                self.copied.result()
             except (CancelledError, PoolClosedError) as exc:
                 raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+        if self._error is not None:
+            raise self._error
         assert self._job is not None
         return self._job
-
-    @property
-    def copied(self) -> Future[None] | None:
-        """Done, or cancelled, once the rows need their chunks no longer; None where they never did."""
-        return self._copying
 
     @property
     def replaced(self) -> IntArray | None:
@@ -271,14 +295,28 @@ class PendingBatch(UnfinishedBatch):
         return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
-        if self._copying is not None:
-            self._copying.cancel()
+        if self.copied is not None:
+            self.copied.cancel()
         if self._job is not None:
             self._job.cancel()
 
     @property
     def is_done(self) -> bool:
         return self._job is not None and self._job.is_done
+
+
+def _copy_late(maker: BatchMaker, batches: Sequence[PendingBatch]) -> None:
+    """Copy rows that are still in their chunks; where that fails, batch by batch. On a thread of the pool."""
+    started = time.perf_counter()
+    try:
+        for batch, rows in zip(batches, complete_all([batch.rows for batch in batches], maker.memory), strict=True):
+            batch.go_on(rows)
+    except Exception as error:  # noqa: BLE001 - raised where the batch is asked for
+        for batch in batches if len(batches) > 1 else ():
+            _copy_late(maker, [batch])
+        if len(batches) == 1:
+            batches[0].fail(error)
+    maker.counters.add(decode_s=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True)
