@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -22,7 +23,7 @@ from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading import mapped_chunks, mapped_files
 from penstock.loader.reading.chunk_source import ChunkSource
-from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, mapped
+from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, libc, mapped
 
 LENGTH, PER_FILE, FILES, BATCH = 512, 60, 3, 8
 FORMAT = TokensFormat(seq_len=LENGTH, chunk_bytes=16 << 10)
@@ -260,23 +261,21 @@ def test_batches_that_are_kept_outlive_the_mappings_and_the_files(folder: Path) 
 
 
 def test_nothing_between_chunks_is_read() -> None:
-    libc = mapped._open_libc()
-    if libc is None:
+    if not libc.HAS_PAGE_CALLS:
         pytest.skip("no C library whose calls are known")
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 5 * page)
     values = np.frombuffer(memory, np.uint16)
     values[:] = np.arange(len(values))
-    address = values.__array_interface__["data"][0]
     chunks = [values[start : start + page // 2].reshape(2, -1) for start in (0, page, 2 * page)]  # pages 0, 2 and 4
     of_span = RowsOfSpan(chunks[0], 6)
     for number in (2, 0, 1):
         of_span.add(chunks[number], ChunkRows(number, np.array([1, 0]), np.array([2 * number, 2 * number + 1])))
     expected = [chunk[row].tolist() for chunk in chunks for row in (1, 0)]
-    libc.mprotect.argtypes = libc.madvise.argtypes
-    for gap in (1, 3):
-        assert libc.mprotect(address + gap * page, page, 0) == 0  # whoever reads it ends here
+    gaps = [values.__array_interface__["data"][0] + number * page for number in (1, 3)]
+    assert [protect(gap, page, 0) for gap in gaps] == [0, 0]  # whoever reads there now ends with a signal
     made = WideRows("tokens", of_span.finish(), np.dtype(np.int64)).make(None)["tokens"]
-    for gap in (1, 3):
-        assert libc.mprotect(address + gap * page, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    assert [protect(gap, page, mmap.PROT_READ | mmap.PROT_WRITE) for gap in gaps] == [0, 0]
     assert made.tolist() == expected
