@@ -100,7 +100,7 @@ def complete_all(parts: Sequence[Rows], memory: BatchMemory | None = None) -> li
         ObjectChangedError, NotFoundError: one of the files is not.
     """
     places = [late.at for rows in parts for late in rows.late]
-    files = {file for at in places for file in at.mapped()}
+    files = {id(file): file for at in places for file in at.mapped()}.values()  # those of a span are of one list
     with looking_at(files, nbytes=sum(at.nbytes for at in places), least_bytes=_LEAST_LOOK_BYTES):
         return [rows._make(memory) for rows in parts]
 

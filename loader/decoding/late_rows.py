@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -60,7 +60,8 @@ class RowsAt:
         return len(self.places)
 
     def pick(self, rows: IntArray | slice) -> RowsAt:
-        return replace(self, places=self.places[rows], origins=None if self.origins is None else self.origins[rows])
+        origins = None if self.origins is None else self.origins[rows]
+        return RowsAt(self.rows, self.places[rows], self.sources, origins, self.files)
 
     @property
     def nbytes(self) -> int:
