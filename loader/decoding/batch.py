@@ -122,26 +122,21 @@ class BatchMaker:
     def start(
         self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None
     ) -> PendingBatch:
-        """Start a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
+        """Start a batch of the first ``num_rows`` of ``rows``, which are copied; the first ``num_valid`` count.
 
         A batch without rows is made from one row, for its fields, types and shapes, and handed out empty. ``keys`` are
         those of a ``RowTask``.
         """
-        batch = PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
-        self._copy([batch])
-        return batch
+        return PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
 
     def start_together(self, steps: Sequence[tuple[Rows, int, int]], epoch: int) -> list[PendingBatch]:
         """Start a batch of each step's rows, ``num_rows`` and ``num_valid``; one thread copies what is to be copied."""
         batches = [PendingBatch(self, rows, epoch, num_rows, num_valid) for rows, num_rows, num_valid in steps]
-        self._copy(batches)
-        return batches
-
-    def _copy(self, batches: Sequence[PendingBatch]) -> None:
-        late = [batch for batch in batches if batch.is_late]
+        late = [batch for batch in batches if batch.rows.late]
         copied = self.pool.submit(_copy_late, self, late) if late else None
         for batch in late:
             batch.copied = copied
+        return batches
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
@@ -232,51 +227,41 @@ class PendingBatch(UnfinishedBatch):
         keys: AnyArray | None = None,
     ) -> None:
         self._maker = maker
-        self._rows = rows
+        self.rows = rows
         self._num_rows = num_rows
         self._num_valid = num_valid
         self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
         self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # of what was begun
         # Done, or cancelled, once the rows need their chunks no longer; None where they never did.
         self.copied: Future[None] | None = None
 
-    @property
-    def is_late(self) -> bool:
-        """Whether rows are still in their chunks."""
-        return bool(self._rows.late)
-
-    @property
-    def rows(self) -> Rows:
-        return self._rows
-
     def go_on(self, copied: Rows) -> None:
         """The same rows, copied."""
-        self._rows = copied
-        self._job = self._start(copied)
-
-    def fail(self, error: Exception) -> None:
-        """Its rows cannot be copied."""
-        self._error = error
+        self.rows = copied
+        try:
+            self._job = self._start(copied)
+        except Exception as error:  # noqa: BLE001 - as in _copy_late
+            self.error = error
 
     def _started(self) -> RowJob:
         """The work on the rows, once they are copied."""
-        if self.copied is not None:
-            try:
+        try:
+            if self.copied is not None:
                 self.copied.result()
-            except (CancelledError, PoolClosedError) as exc:
-                raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
-        if self._error is not None:
-            raise self._error
+            if self.error is not None:
+                raise self.error
+        except (CancelledError, PoolClosedError) as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
         assert self._job is not None
         return self._job
 
     @property
     def replaced(self) -> IntArray | None:
-        if self._ids is self._rows.planned_ids:
+        if self._ids is self.rows.planned_ids:
             return None
-        planned, ids = self._rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
+        planned, ids = self.rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
         if not np.any(planned != ids):
             return None
         pairs: IntArray = np.stack((planned, ids), axis=1)[planned != ids]
@@ -287,7 +272,7 @@ class PendingBatch(UnfinishedBatch):
         job.finish()
         if job.results.failed:
             assert self._maker.replacer is not None
-            self._ids = self._maker.replacer.replace(job.task, self._rows, job.results, self._maker.decoders)
+            self._ids = self._maker.replacer.replace(job.task, self.rows, job.results, self._maker.decoders)
         options = self._maker.options
         if options.transform is None and options.collate is None:
             return self._maker.complete(job.fields(), self._ids, self._num_rows, self._num_valid)
@@ -309,14 +294,17 @@ def _copy_late(maker: BatchMaker, batches: Sequence[PendingBatch]) -> None:
     """Copy rows that are still in their chunks; where that fails, batch by batch. On a thread of the pool."""
     started = time.perf_counter()
     try:
-        for batch, rows in zip(batches, complete_all([batch.rows for batch in batches], maker.memory), strict=True):
-            batch.go_on(rows)
+        copied = complete_all([batch.rows for batch in batches], maker.memory)
     except Exception as error:  # noqa: BLE001 - raised where the batch is asked for
-        for batch in batches if len(batches) > 1 else ():
-            _copy_late(maker, [batch])
         if len(batches) == 1:
-            batches[0].fail(error)
+            batches[0].error = error
+            return
+        for batch in batches:
+            _copy_late(maker, [batch])
+        return
     maker.counters.add(decode_s=time.perf_counter() - started)
+    for batch, rows in zip(batches, copied, strict=True):
+        batch.go_on(rows)
 
 
 @dataclass(frozen=True, slots=True)
