@@ -8,7 +8,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +106,19 @@ class LocalStore:
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
 
+    def can_map(self) -> bool:
+        """Whether ``map`` maps files of the folder, where all of them are on its disk."""
+        try:
+            return self._maps and can_map(os.stat(self._root).st_dev)  # noqa: PTH116
+        except OSError:
+            return False
+
     def check_unchanged(self, key: str, etag: str) -> None:
         """Raise ObjectChangedError where the file has another ETag, NotFoundError where there is none."""
         try:
             found = os.stat(self._base + key)  # noqa: PTH116 - as many times a batch as there are files in it
-            if etag != f"{found.st_mtime_ns:x}-{found.st_size:x}-{found.st_ino:x}" or not stat.S_ISREG(found.st_mode):
+            same = _parts(etag) == (found.st_mtime_ns, found.st_size, found.st_ino)
+            if not same or not stat.S_ISREG(found.st_mode):
                 check_etag(self.url, key, etag, _etag(_identify(found)))
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
@@ -235,6 +243,15 @@ def _identify(status: os.stat_result) -> _Identity:
 
 def _etag(identity: _Identity) -> str:
     return f"{identity[0]:x}-{identity[1]:x}-{identity[2]:x}"
+
+
+@lru_cache(1024)
+def _parts(etag: str) -> tuple[int, ...]:
+    """The numbers that ``_etag`` made one of; () of another's."""
+    try:
+        return tuple(int(part, 16) for part in etag.split("-"))
+    except ValueError:
+        return ()
 
 
 def _translate(exc: OSError, url: str, key: str) -> StorageError:

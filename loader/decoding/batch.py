@@ -201,6 +201,11 @@ class UnfinishedBatch(ABC):
     def cancel(self) -> None:
         """It is no longer wanted."""
 
+    @property
+    def is_on_call(self) -> bool:
+        """Whether it is made when it is asked for, or by ``begin``."""
+        return False
+
     def begin(self) -> None:  # noqa: B027 - most have begun when they are made
         """It is wanted soon; called by one thread."""
 
@@ -241,6 +246,10 @@ class PendingBatch(UnfinishedBatch):
             # Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only
             # while it is elsewhere.
             self._copying = Call(self._copy)
+
+    @property
+    def is_on_call(self) -> bool:
+        return isinstance(self._copying, Call)
 
     def begin(self) -> None:
         if isinstance(self._copying, Call):
@@ -299,7 +308,7 @@ class PendingBatch(UnfinishedBatch):
 
     @property
     def is_done(self) -> bool:
-        return isinstance(self._copying, Call) or (self._job is not None and self._job.is_done)
+        return self.is_on_call or (self._job is not None and self._job.is_done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
 from ..order.laps import Lap
 
+_MOST_ON_CALL = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
@@ -43,7 +45,8 @@ class Delivery:
 class DeliveryQueue:
     """A bounded queue from one producing thread to one consuming thread.
 
-    It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits.
+    It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits. Of
+    batches that are made when they are asked for, it holds a few: nothing is gained by more.
     """
 
     def __init__(self, max_bytes: int, max_items: int = 256) -> None:
@@ -76,6 +79,8 @@ class DeliveryQueue:
 
     def _is_full(self, item: Delivery) -> bool:
         waiting = len(self._items)
+        if waiting >= _MOST_ON_CALL and isinstance(item.batch, UnfinishedBatch) and item.batch.is_on_call:
+            return True
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
 
     def fail(self, error: BaseException) -> None:

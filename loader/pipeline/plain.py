@@ -28,6 +28,7 @@ from .tuning import mean_row_bytes
 _NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
+_NOTED_BYTES = 256  # for a row of which is noted where it lies, about
 
 
 class PlainAssembler:
@@ -83,10 +84,14 @@ class PlainAssembler:
         at_once = 1  # so that the first batch does not wait for others
         rows = global_batch // self._share.world_size
         widened = 0 if self._is_late else self._widened_bytes()
-        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest) + widened)
+        stored = mean_row_bytes(manifest)
         while True:
             plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
             spans = EpochSpans(plan, self._share, self._last_batch)
+            gathered = stored + widened
+            if self._is_late and self._maker.decoders.choice is None:  # of what is mapped, only the places are
+                gathered = min(gathered, max(_NOTED_BYTES, int(stored * self._source.share_in_memory)))
+            most = steps_at_once(self._equipment.options, rows, gathered)
             while steps := spans.steps.ahead(self._position, at_once):
                 span = spans.cut_span(self._position, steps)
                 yield spans, span
@@ -204,12 +209,12 @@ class _Copying:
 class _LookAhead:
     """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
+    For each step that is yielded a few are planned, so that the first ones do not wait for the planning of many others.
     Nothing is planned beyond ``epochs`` after the one that is consumed: those ask for all there is, so that no chunk is
     dropped and fetched again, and of a small data set not hundreds are planned that nobody may ever ask for.
     """
 
-    _PER_SPAN = 8
+    _PER_STEP = 8
     _MOST = 1024
 
     def __init__(
@@ -227,18 +232,21 @@ class _LookAhead:
 
     def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
         is_first = True
+        yielded = 1
         while True:
-            for _ in range(self._PER_SPAN):
-                if self._planned and not self._goes_on:
-                    break
+            steps = 0
+            while not self._planned or (steps < self._PER_STEP * yielded and self._goes_on):
                 spans, span = next(self._source)
                 if span is not None:
                     request_first(self._reader, spans, span) if is_first else request(self._reader, spans, span)
                 is_first = False
                 self._planned.append((spans, span))
+                steps += 1 if span is None else span.steps
                 if span is None:
                     self._ended = spans.plan.epoch
-            yield self._planned.popleft()
+            spans, span = self._planned.popleft()
+            yielded = 1 if span is None else span.steps
+            yield spans, span
 
     @property
     def _goes_on(self) -> bool:

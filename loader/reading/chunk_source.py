@@ -159,6 +159,12 @@ class ChunkSource:
     def _reads_nothing(self) -> bool:
         return self.columns is not None and not self.columns
 
+    @property
+    def share_in_memory(self) -> float:
+        """How much of the data is read into memory; the rest is mapped. About, and from now on."""
+        files = self._mapped
+        return 1.0 if files is None else files.share_in_memory(self.manifest)
+
     def _refer(self, index: int) -> ChunkRef:
         return replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
 

@@ -117,8 +117,9 @@ class _Table:
     def __init__(self, table: pa.Table) -> None:
         self._table = table
         self._columns = {name: table.column(name).to_pylist() for name in _ONE_A_FIELD}
-        self._places, self._places_at = _ends(table.column("places"))
-        self._data, self._data_at = _ends(table.column("data"))
+        places, self._places_at = _ends(table.column("places"))
+        data, self._data_at = _ends(table.column("data"))
+        self._places, self._data = places.astype(np.int64), data.tobytes()
         self._rows: dict[int, range] = {}
         for row, chunk in enumerate(self._columns["chunk"]):
             self._rows[chunk] = range(self._rows.get(chunk, range(row, row)).start, row + 1)
@@ -141,11 +142,13 @@ class _Table:
 
     def _column(self, row: int) -> BytesColumn:
         start, stop = self._places_at[row : row + 2]
-        starts, stops = self._places[start:stop].astype(np.int64).reshape(2, -1)
-        data = self._data[self._data_at[row] : self._data_at[row + 1]].tobytes()
-        buffer = IN_CHUNK if self._columns["in_chunk"][row] else memoryview(data)
+        middle = (start + stop) // 2
+        starts, stops = self._places[start:middle], self._places[middle:stop]
+        if self._columns["in_chunk"][row]:
+            return BytesColumn(IN_CHUNK, starts, stops, text=self._columns["text"][row])
+        data = self._data[self._data_at[row] : self._data_at[row + 1]]
         text = data.decode("ascii") if self._columns["ascii"][row] else None
-        return BytesColumn(buffer, starts, stops, text=self._columns["text"][row], ascii=text)
+        return BytesColumn(memoryview(data), starts, stops, text=self._columns["text"][row], ascii=text)
 
 
 def _ends(lists: pa.ChunkedArray) -> tuple[AnyArray, list[int]]:

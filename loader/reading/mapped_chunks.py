@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ...storage import ByteRange, LocalStore, ObjectInfo, Store
 from ..columns import Block, BytesColumn, Column, IntArray
+from ..dataset.manifest import Manifest
 from ..formats.shard import ChunkRef
 
 # What is smaller than this, malloc has in memory already.
@@ -43,6 +44,13 @@ class MappedChunks:
     def of(store: Store) -> MappedChunks | None:
         """None where the store's bytes are not those of files."""
         return MappedChunks(store) if isinstance(store, LocalStore) else None
+
+    def share_in_memory(self, manifest: Manifest) -> float:
+        """Which share of a manifest's bytes lies in chunks that are not mapped."""
+        if self._given_up or not self._store.can_map():
+            return 1.0
+        lengths = manifest.lengths
+        return float(lengths[lengths < _LEAST_BYTES].sum() / max(1, lengths.sum()))
 
     def map(self, chunk: ChunkRef, ranges: Sequence[ByteRange]) -> memoryview | None:
         """All of a chunk's bytes, if they are what is asked for and can be mapped; else None.
