@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..storage import open_store
+from ..storage import EncryptedStore, open_store
 from ..storage.counts import fastest_response_s
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
 from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
 from .dataset.index import find_manifest
 from .dataset.manifest import Manifest
-from .decoding.batch import BatchOptions
+from .decoding.batch_options import BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.device_codec import DeviceCodec
 from .decoding.first_values import ImageFields
@@ -43,6 +43,7 @@ from .pipeline.tuning import PipelineOptions, TuningChoice, tune
 from .position import RunPosition
 from .reading.bad_samples import BadSamples
 from .reading.chunk_source import ChunkSource, reads_locally
+from .reading.kept_layouts import KeptLayouts
 from .reading.quarantine import BadChunk, Quarantine
 from .resources import Resources
 from .stream_position import StreamPosition
@@ -213,7 +214,10 @@ def open_one(
         common.memory_bytes,
         policy.avoided_chunks,
         maps_files=common.maps_files,
+        # Nothing that was encrypted goes onto a disk, and these hold keys and small values.
+        kept=None if isinstance(store, EncryptedStore) else KeptLayouts(manifest, read, common.cache_dir),
     )
+    common.resources.others.append(chunks)
     decoders.are_images = ImageFields(chunks)
     quarantine = Quarantine(chunks, common.max_bad_chunks, selection, policy.bad)
     look = Look(

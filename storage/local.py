@@ -106,12 +106,20 @@ class LocalStore:
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
 
+    def can_map(self) -> bool:
+        """Whether ``map`` maps files of the folder, where all of them are on its disk."""
+        try:
+            return self._maps and can_map(os.stat(self._root).st_dev)  # noqa: PTH116
+        except OSError:
+            return False
+
     def check_unchanged(self, key: str, etag: str) -> None:
         """Raise ObjectChangedError where the file has another ETag, NotFoundError where there is none."""
         try:
-            status = os.stat(self._base + key)  # noqa: PTH116 - as in _open
-            if (status.st_mtime_ns, status.st_size, status.st_ino) != _told_by(etag):  # asked for each copy
-                check_etag(self.url, key, etag, _etag(_identify(status)))
+            found = os.stat(self._base + key)  # noqa: PTH116 - as many times a batch as there are files in it
+            same = _parts(etag) == (found.st_mtime_ns, found.st_size, found.st_ino)
+            if not same or not stat.S_ISREG(found.st_mode):
+                check_etag(self.url, key, etag, _etag(_identify(found)))
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
 
@@ -237,11 +245,11 @@ def _etag(identity: _Identity) -> str:
     return f"{identity[0]:x}-{identity[1]:x}-{identity[2]:x}"
 
 
-@lru_cache(4096)
-def _told_by(etag: str) -> tuple[int, ...]:
-    """The (mtime_ns, size, inode) of an ETag; () of others than ours."""
+@lru_cache(1024)
+def _parts(etag: str) -> tuple[int, ...]:
+    """The numbers that ``_etag`` made one of; () of another's."""
     try:
-        return tuple(int(number, 16) for number in etag.split("-"))
+        return tuple(int(part, 16) for part in etag.split("-"))
     except ValueError:
         return ()
 

@@ -17,8 +17,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from ...loader.dataset.cache import cache_home
 from ...loader.dataset.index import open_manifest
+from ...loader.dataset.sealed_folder import cache_home
 from ...loader.errors import ConfigError
 from ...loader.limits import usable_cores
 from ...storage import PenstockError

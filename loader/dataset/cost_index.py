@@ -19,8 +19,8 @@ from ...storage.files import write_all
 from ...storage.own_folder import OwnFolder
 from ..errors import ConfigError, DatasetError
 from ..order.costs import Cost, CostValues, SampleCosts
-from .cache import cache_home
 from .manifest import Manifest
+from .sealed_folder import cache_home
 
 _MAGIC = b"penstock costs 1\n"
 _HEAD_BYTES = 4096

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,17 +20,19 @@ import torch
 from ...storage.daemon_pool import DaemonPool, PoolClosedError
 from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
-from ..errors import ConfigError, LoaderClosedError
+from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
 from .batch_memory import BatchMemory
+from .batch_options import Batch, BatchOptions
 from .byte_views import ByteViews
+from .call import Call
 from .collate import collate_samples
 from .decode import FieldDecoders
 from .gather import Rows, complete_all
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
-from .row_work import RowWork, Sample
+from .row_work import Sample
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
@@ -44,53 +46,6 @@ else:
     from typing import TypeVar
 
     BatchT = TypeVar("BatchT")
-
-Batch = Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """What happens to gathered rows. ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
-
-    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
-
-    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
-
-    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch. ``goes_on``: a sample
-    that cannot be decoded or transformed is not an error yet, nor is one of ``avoided``, which are not tried.
-
-    ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
-
-    ``finish`` maps each batch, complete, and its number of rows to the batch that is handed out.
-    """
-
-    transform: Callable[..., Sample | None] | None = None
-    collate: Callable[[list[Sample]], Batch] | None = None
-    with_ids: bool = False
-    pad: bool = False
-    seed: int = 0
-    may_drop: bool = False
-    identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
-    finish: Callable[[Batch, int], Batch] | None = None
-    goes_on: bool = False
-    avoided: frozenset[int] = frozenset()
-
-    @property
-    def work(self) -> RowWork:
-        """What is done to each row."""
-        return RowWork(
-            transform=self.transform,
-            seed=self.seed,
-            may_drop=self.may_drop,
-            goes_on=self.goes_on,
-            avoided=self.avoided,
-        )
-
-    def __post_init__(self) -> None:
-        for name in ("transform", "collate"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ConfigError(f"{name}={value!r} cannot be called; pass a function, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +88,14 @@ class BatchMaker:
         """Start a batch of each step's rows, ``num_rows`` and ``num_valid``; one thread copies what is to be copied."""
         batches = [PendingBatch(self, rows, epoch, num_rows, num_valid) for rows, num_rows, num_valid in steps]
         late = [batch for batch in batches if batch.rows.late]
-        copied = self.pool.submit(_copy_late, self, late) if late else None
+        at_once = [batch for batch in late if batch.rows.keep_chunks or self.works_on(batch.rows)]
         for batch in late:
-            batch.copied = copied
+            if batch not in at_once:
+                batch.copy_on_call()
+        if at_once:
+            copied = self.pool.submit(_copy_late, self, at_once)
+            for batch in at_once:
+                batch.copy_with(copied)
         return batches
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
@@ -145,6 +105,12 @@ class BatchMaker:
             keys[:] = np.array([self.seed, epoch, 0], np.uint64)
             keys[:, 2] = rows.ids
         return RowJob(self.crew, rows, epoch, keys)
+
+    def works_on(self, rows: Rows) -> bool:
+        """Whether there is more to do with copied rows than to hand them out."""
+        options, settled = self.options, self.decoders.settled
+        has_work = options.transform is not None or options.collate is not None or bool(options.avoided)
+        return has_work or any(settled.get(name) is not None for name in rows.fields)
 
     @property
     def crew(self) -> RowCrew:
@@ -204,6 +170,14 @@ class UnfinishedBatch(ABC):
         """It is no longer wanted."""
 
     @property
+    def is_on_call(self) -> bool:
+        """Whether it is made when it is asked for, or by ``begin``."""
+        return False
+
+    def begin(self) -> None:  # noqa: B027 - most have begun when they are made
+        """It is wanted soon; called by one thread."""
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing is left but to put it together; any thread may ask."""
         return True
@@ -234,8 +208,33 @@ class PendingBatch(UnfinishedBatch):
         self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
         self.error: Exception | None = None  # of what was begun
-        # Done, or cancelled, once the rows need their chunks no longer; None where they never did.
-        self.copied: Future[None] | None = None
+        self._copying: Future[None] | None = None
+
+    def copy_with(self, others: Future[None]) -> None:
+        """A thread of the pool copies its rows, and those of others."""
+        self._copying = others
+
+    def copy_on_call(self) -> None:
+        """Rows are copied when the batch is asked for, or ``begin`` is.
+
+        Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while
+        it is elsewhere.
+        """
+        self._copying = Call(self._copy)
+
+    @property
+    def is_on_call(self) -> bool:
+        return isinstance(self._copying, Call)
+
+    def begin(self) -> None:
+        if isinstance(self._copying, Call):
+            self._copying.begin(self._maker.pool)
+
+    def _copy(self) -> None:
+        started = time.perf_counter()
+        self.rows = self.rows.complete(self._maker.memory)
+        self._maker.counters.add(assemble_s=time.perf_counter() - started)
+        self._job = self._start(self.rows)
 
     def go_on(self, copied: Rows) -> None:
         """The same rows, copied."""
@@ -248,14 +247,19 @@ class PendingBatch(UnfinishedBatch):
     def _started(self) -> RowJob:
         """The work on the rows, once they are copied."""
         try:
-            if self.copied is not None:
-                self.copied.result()
+            if self._copying is not None:
+                self._copying.result()
             if self.error is not None:
                 raise self.error
         except (CancelledError, PoolClosedError) as exc:
             raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
         assert self._job is not None
         return self._job
+
+    @property
+    def copied(self) -> Future[None] | None:
+        """Done, or cancelled, once the rows need their chunks no longer; None where they never did."""
+        return None if isinstance(self._copying, Call) else self._copying
 
     @property
     def replaced(self) -> IntArray | None:
@@ -280,14 +284,14 @@ class PendingBatch(UnfinishedBatch):
         return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
-        if self.copied is not None:
-            self.copied.cancel()
+        if self._copying is not None:
+            self._copying.cancel()
         if self._job is not None:
             self._job.cancel()
 
     @property
     def is_done(self) -> bool:
-        return self._job is not None and self._job.is_done
+        return self.is_on_call or (self._job is not None and self._job.is_done)
 
 
 def _copy_late(maker: BatchMaker, batches: Sequence[PendingBatch]) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
-from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray
+from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
 from ..reading.mapped_files import looking_at
 from .batch_memory import BatchMemory
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .copies import copy_value
 from .decode import FieldDecoder, FieldDecoders
+from .late_bytes import LateBytesOfSpan
 from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
@@ -35,12 +36,19 @@ class Rows:
 
     ``planned``: (n,) the ids that the order asked for, where others take the place of some; None where it is ``ids``.
     ``late``: fields that are still in their chunks, which these keep in memory, until ``complete`` copies them.
+    ``names``: where those have places among the others, all of both in the order of batches.
     """
 
     ids: IntArray
     fields: Mapping[str, Values]
     planned: IntArray | None = None
     late: Sequence[LateFields] = ()
+    names: Sequence[str] = ()
+
+    @property
+    def keep_chunks(self) -> bool:
+        """Whether chunks must stay in memory until these are copied."""
+        return not all(late.is_mapped for late in self.late)
 
     @property
     def planned_ids(self) -> IntArray:
@@ -50,14 +58,15 @@ class Rows:
     def cut(self, start: int, stop: int) -> Rows:
         fields = {name: _cut(values, start, stop) for name, values in self.fields.items()}
         planned = None if self.planned is None else self.planned[start:stop]
-        return Rows(self.ids[start:stop], fields, planned, [late.cut(start, stop) for late in self.late])
+        late = [each.cut(start, stop) for each in self.late]
+        return Rows(self.ids[start:stop], fields, planned, late, self.names)
 
     def pick(self, indices: Sequence[int]) -> Rows:
         """Some rows, in any order and more than once, with values of their own: a transform may change each."""
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
         rows = np.asarray(indices, np.int64)
         planned = None if self.planned is None else self.planned[rows]
-        return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late])
+        return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late], self.names)
 
     def complete(self, memory: BatchMemory | None = None) -> Rows:
         """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
@@ -69,7 +78,8 @@ class Rows:
         made: dict[str, Values] = {}
         for late in self.late:
             made.update(late.make(memory))
-        return Rows(self.ids, made | dict(self.fields), self.planned)
+        made |= self.fields
+        return Rows(self.ids, {name: made[name] for name in self.names or made}, self.planned)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.
@@ -99,9 +109,10 @@ def complete_all(parts: Sequence[Rows], memory: BatchMemory | None = None) -> li
     Raises:
         ObjectChangedError, NotFoundError: one of the files is not.
     """
-    places = [late.at for rows in parts for late in rows.late]
+    places = [late.at for rows in parts for late in rows.late if late.at is not None]
     files = {id(file): file for at in places for file in at.mapped()}.values()  # those of a span are of one list
-    with looking_at(files, nbytes=sum(at.nbytes for at in places), least_bytes=_LEAST_LOOK_BYTES):
+    copied = sum(map(len, places)), sum(at.nbytes for at in places)
+    with looking_at(files, copied[0], nbytes=copied[1], least_bytes=_LEAST_LOOK_BYTES):
         return [rows._make(memory) for rows in parts]
 
 
@@ -122,7 +133,7 @@ def gather(
 
     Values are stored in the order in which chunks arrive and reordered at the end, all at once. Of wide rows only the
     places are noted; they, and records, are copied and converted at the end. With ``memory`` only the places of records
-    are noted, too, and all that is left to who calls ``Rows.complete``.
+    and of raw bytes in files are noted, too, and all that is left to who calls ``Rows.complete``.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
@@ -130,6 +141,7 @@ def gather(
     wide: dict[str, RowsOfSpan] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
+    in_files: dict[str, LateBytesOfSpan] = {}  # of fields that have a list, too
     views: dict[str, ViewsOfSpan] = {}
     ragged: dict[str, list[tuple[int, Ragged, ChunkRows]]] = {}  # with the number of rows that arrived before
     records: list[tuple[Records, AnyArray | RowsOfSpan]] = []  # copied in the order of arrival, or noted
@@ -146,6 +158,10 @@ def gather(
                 of_field = views.setdefault(name, ViewsOfSpan())
                 of_field.pad(done)
                 of_field.add(column, group.rows, lend)
+                continue
+            if isinstance(column, MappedColumn) and is_raw and memory is not None:
+                lists.setdefault(name, [])
+                in_files.setdefault(name, LateBytesOfSpan()).add(column, group)
                 continue
             if isinstance(column, ObjectColumn) and name in flat:
                 arrays = column.as_ragged()
@@ -195,6 +211,7 @@ def gather(
         due.append(RecordRows(packed, at, [decoders.dtype_of(np.empty(0, kind)) for kind in packed.dtypes]))
     fields: dict[str, Values] = {}
     fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
+    names = [name for late in due for name in late.names] if in_files else []
     for name, parts in ragged.items():
         if name not in lists and sum(len(group.rows) for _, _, group in parts) == num_rows:
             fields[name] = Ragged.merge(num_rows, [(group.targets, part, group.rows) for _, part, group in parts])
@@ -204,12 +221,17 @@ def gather(
         for start, part, group in parts:
             values[start : start + len(group.rows)] = map(part.__getitem__, group.rows.tolist())
     for name, values in lists.items():
+        if name in in_files:
+            due.append(in_files[name].finish(name, order, values))
+            continue
         values.extend([None] * (num_rows - len(values)))
         fields[name] = list(map(values.__getitem__, order.tolist()))
     for name, of_field in views.items():
         of_field.pad(num_rows)
         fields[name] = of_field.finish(order)
-    rows = Rows(ids, fields, _planned(ids, replaced), due)
+    if in_files:
+        names += dict.fromkeys([*narrow, *ragged, *lists, *views])
+    rows = Rows(ids, fields, _planned(ids, replaced), due, names)
     return rows.complete() if memory is None else rows
 
 

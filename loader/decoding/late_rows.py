@@ -23,23 +23,30 @@ _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
 class LateFields(Protocol):
-    """Some fields of n rows. ``nbytes`` is what they take once they are made; ``at`` is where they lie."""
+    """Some fields of n rows. ``nbytes`` is what they take once they are made.
+
+    ``is_mapped``: they lie in files, so that they need no memory before. ``at``: where rows lie that are copied by
+    whoever is ``looking_at`` the files that they are mapped from; None of fields that look by themselves.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def is_mapped(self) -> bool: ...
 
     @property
     def nbytes(self) -> int: ...
 
     @property
-    def at(self) -> RowsAt: ...
+    def at(self) -> RowsAt | None: ...
 
     def cut(self, start: int, stop: int) -> Self: ...
 
     def pick(self, rows: IntArray) -> Self: ...
 
-    def make(self, memory: BatchMemory | None) -> Mapping[str, AnyArray]:
-        """The fields: arrays (n, ...) of their own, of ``memory`` if that is given.
-
-        Who calls it is ``looking_at`` the files that the rows are mapped from.
-        """
+    def make(self, memory: BatchMemory | None) -> Mapping[str, AnyArray | list[Any]]:
+        """The fields: arrays (n, ...) of their own, of ``memory`` if that is given, or lists of n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +84,15 @@ class RowsAt:
 class WideRows:
     """One field's wide rows."""
 
+    is_mapped = False
+
     def __init__(self, name: str, at: RowsAt, dtype: np.dtype[Any]) -> None:
         """``dtype`` is the one to hand the rows out in."""
         self._name, self.at, self._dtype = name, at, dtype
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self._name,)
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +117,15 @@ class WideRows:
 class RecordRows:
     """Fields that lie in chunks as records."""
 
+    is_mapped = False
+
     def __init__(self, records: Records, at: RowsAt, dtypes: Sequence[np.dtype[Any]]) -> None:
         """``records`` tells what a row consists of, ``dtypes`` are those to hand the fields out in."""
         self._records, self.at, self._dtypes = records, at, dtypes
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._records.names
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +220,6 @@ class _Part:
 
     def copy(self, dtype: np.dtype[Any]) -> _Part:
         """The same rows in memory of their own, in order."""
-        with looking_at([] if self.file is None else [self.file]):
+        with looking_at([] if self.file is None else [self.file], len(self.rows)):
             copied = np.ascontiguousarray(self.source[self.rows], dtype)
         return _Part(copied, np.arange(len(copied)), self.targets, None)

@@ -6,12 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
 from ..order.laps import Lap
+
+_MOST_ON_CALL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class Delivery:
 class DeliveryQueue:
     """A bounded queue from one producing thread to one consuming thread.
 
-    It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits.
+    It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits. Of
+    batches that are made when they are asked for, it holds a few: nothing is gained by more.
     """
 
     def __init__(self, max_bytes: int, max_items: int = 256) -> None:
@@ -75,6 +79,8 @@ class DeliveryQueue:
 
     def _is_full(self, item: Delivery) -> bool:
         waiting = len(self._items)
+        if waiting >= _MOST_ON_CALL and isinstance(item.batch, UnfinishedBatch) and item.batch.is_on_call:
+            return True
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
 
     def fail(self, error: BaseException) -> None:
@@ -104,6 +110,14 @@ class DeliveryQueue:
             self._bytes -= item.nbytes
             self._changed.notify_all()
             return item
+
+    def begin(self, count: int) -> None:
+        """Have the next ``count`` batches made, those that wait to be; called by the consuming thread."""
+        with self._changed:
+            coming = [item.batch for item in islice(self._items, count)]
+        for batch in coming:
+            if isinstance(batch, UnfinishedBatch):
+                batch.begin()
 
     def __len__(self) -> int:
         return len(self._items)

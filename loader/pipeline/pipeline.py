@@ -7,6 +7,7 @@ loop's thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
 from ...storage.malloc import keep_freed_memory
-from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
+from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
+from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.replace import Replacer
 from ..decoding.worker_pool import WorkerPool
@@ -35,6 +37,8 @@ from .tuning import PipelineOptions
 
 _CLOSING_S = 1.0  # how long close() waits for requests in flight
 _SHOWN_IDS = 8
+# A loop that comes back later than this has the next batches made meanwhile, where they wait for it to be made.
+_AWAY_S, _BEGUN_AHEAD = 0.001, 2
 
 
 class Pipeline:
@@ -96,6 +100,7 @@ class Pipeline:
         self._batch_budget_bytes = options.batch_budget_bytes
         self._waits_since: float | None = None  # the training loop, by perf_counter()
         self._waited_s = 0.0
+        self._left_at = math.inf  # when the training loop got its last batch
         equipment = Equipment(
             source=source,
             reader=self._reader,
@@ -126,9 +131,13 @@ class Pipeline:
 
     def get(self) -> Delivery:
         """The next batch, ready for use, or an epoch's end. Raises what went wrong at this point of the order."""
-        self._waits_since = time.perf_counter()
+        self._waits_since = now = time.perf_counter()
         try:
-            return self._get()
+            delivery = self._get()
+            if now - self._left_at > _AWAY_S:
+                self._out.begin(_BEGUN_AHEAD)
+            self._left_at = time.perf_counter()
+            return delivery
         except Exception as exc:
             if not self.is_stopped:
                 self._assembler.fail(exc)

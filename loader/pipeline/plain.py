@@ -29,6 +29,7 @@ _NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
+_NOTED_BYTES = 256  # for a row of which is noted where it lies, about
 
 
 class PlainAssembler:
@@ -84,10 +85,14 @@ class PlainAssembler:
         at_once = 1  # so that the first batch does not wait for others
         rows = global_batch // self._share.world_size
         widened = 0 if self._is_late else self._widened_bytes()
-        most = steps_at_once(self._equipment.options, rows, mean_row_bytes(manifest) + widened)
+        stored = mean_row_bytes(manifest)
         while True:
             plan = plan_epoch(manifest.samples, self._order, self._epoch, self._selection, self._bucket_costs)
             spans = EpochSpans(plan, self._share, self._last_batch)
+            gathered = stored + widened
+            if self._is_late and self._maker.decoders.choice is None:  # of what is mapped, only the places are
+                gathered = min(gathered, max(_NOTED_BYTES, int(stored * self._source.share_in_memory)))
+            most = steps_at_once(self._equipment.options, rows, gathered)
             while steps := spans.steps.ahead(self._position, at_once):
                 span = spans.cut_span(self._position, steps)
                 yield spans, span
@@ -124,14 +129,14 @@ class PlainAssembler:
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(since=started, assemble_s=busy, spans=1)
         copying = _Copying(spans, int(span.bounds[-1]))
-        if not rows.late:
+        if not rows.keep_chunks:
             self._release_copied(copying)
         at_once = _copied_at_once(rows, span)
         firsts = range(0, span.steps, at_once)
         is_delivered = all(
             self._emit(span, range(first, min(first + at_once, span.steps)), rows, copying) for first in firsts
         )
-        if rows.late:
+        if rows.keep_chunks:
             self._release_copied(copying)
         return is_delivered
 
@@ -211,20 +216,21 @@ class _Copying:
 
 def _copied_at_once(rows: Rows, span: Span) -> int:
     """Of how many steps rows are copied by one thread: of mapped files several, since each copy asks for the files."""
-    if not any(late.at.files for late in rows.late):
+    places = [late.at for late in rows.late if late.at is not None]
+    if not any(at.files for at in places):
         return 1
-    return max(1, _MAPPED_AT_ONCE * span.steps // sum(late.at.nbytes for late in rows.late))
+    return max(1, _MAPPED_AT_ONCE * span.steps // sum(at.nbytes for at in places))
 
 
 class _LookAhead:
     """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
+    For each step that is yielded a few are planned, so that the first ones do not wait for the planning of many others.
     Nothing is planned beyond ``epochs`` after the one that is consumed: those ask for all there is, so that no chunk is
     dropped and fetched again, and of a small data set not hundreds are planned that nobody may ever ask for.
     """
 
-    _PER_SPAN = 8
+    _PER_STEP = 8
     _MOST = 1024
 
     def __init__(
@@ -242,18 +248,21 @@ class _LookAhead:
 
     def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
         is_first = True
+        yielded = 1
         while True:
-            for _ in range(self._PER_SPAN):
-                if self._planned and not self._goes_on:
-                    break
+            steps = 0
+            while not self._planned or (steps < self._PER_STEP * yielded and self._goes_on):
                 spans, span = next(self._source)
                 if span is not None:
                     request_first(self._reader, spans, span) if is_first else request(self._reader, spans, span)
                 is_first = False
                 self._planned.append((spans, span))
+                steps += 1 if span is None else span.steps
                 if span is None:
                     self._ended = spans.plan.epoch
-            yield self._planned.popleft()
+            spans, span = self._planned.popleft()
+            yielded = 1 if span is None else span.steps
+            yield spans, span
 
     @property
     def _goes_on(self) -> bool:

@@ -19,6 +19,7 @@ from ..limits import usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
+from .kept_layouts import KeptLayouts
 from .layouts import Layouts
 from .mapped_chunks import MappedChunks
 from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
@@ -74,7 +75,9 @@ class ChunkSource:
         avoided: frozenset[int] = frozenset(),
         *,
         maps_files: bool = False,
+        kept: KeptLayouts | None = None,
     ) -> None:
+        """``maps_files``: values may be copied from files when they are due. ``kept``: layouts found before, if any."""
         self.manifest = manifest
         self._avoided = avoided
         self.columns = columns
@@ -83,7 +86,7 @@ class ChunkSource:
         self._counters = counters
         self._checks = ChunkChecks(manifest, shard_format)
         self._headers = HeaderCache(shard_format, store, counters, budget_bytes=_HEADER_BYTES)
-        self._layouts = Layouts(_HEADER_BYTES, is_framed=shard_format.is_framed)
+        self._layouts = Layouts(_HEADER_BYTES, is_framed=shard_format.is_framed, kept=kept)
         # Nothing is decrypted onto a disk.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
         self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
@@ -154,6 +157,12 @@ class ChunkSource:
     @property
     def _reads_nothing(self) -> bool:
         return self.columns is not None and not self.columns
+
+    @property
+    def share_in_memory(self) -> float:
+        """How much of the data is read into memory; the rest is mapped. About, and from now on."""
+        files = self._mapped
+        return 1.0 if files is None else files.share_in_memory(self.manifest)
 
     def _refer(self, index: int) -> ChunkRef:
         return replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
@@ -259,6 +268,10 @@ class ChunkSource:
                 self._layouts.keep(index, block, parts[0], checksum)
             block = pack_records(block)
         return block
+
+    def close(self) -> None:
+        """Have what was found out about chunks kept for other processes of the node."""
+        self._layouts.close()
 
     @property
     def header_bytes(self) -> int:

@@ -9,42 +9,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import xxhash
 
 from ...storage.hashing import xxh3_64
 from ..columns import Block, BytesColumn, Column
+from .kept_layouts import IN_CHUNK, KeptLayouts, Layout
 
 _ENTRY_BYTES = 1000  # what a layout takes beside its arrays, about
-_IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    checksum: int
-    length: int
-    block: Block
 
 
 class Layouts:
     """Keeps layouts of ``budget_bytes`` at most, those that came first. Called by any thread.
 
+    ``kept`` has those that other processes found, and ``close`` adds those that were found here.
+
     Mutable state: the layouts and the sum of their bytes, under a lock.
     """
 
-    def __init__(self, budget_bytes: int, *, is_framed: bool) -> None:
+    def __init__(self, budget_bytes: int, *, is_framed: bool, kept: KeptLayouts | None = None) -> None:
         self._budget = budget_bytes
+        self._kept = kept
         self._sum = _sum_between if is_framed else _sum_all
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, Layout] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is kept, about; resident chunks share them."""
-        return self._nbytes
+        return self._nbytes + (0 if self._kept is None else self._kept.nbytes)
 
     def limit(self, budget_bytes: int) -> None:
         """Change the budget; where more is kept, it is dropped."""
@@ -60,11 +56,20 @@ class Layouts:
         ``checksum`` is the XXH3-64 of ``data`` where that is known, as it was when the layout was kept.
         """
         layout = self._layouts.get(chunk)
+        if layout is None and self._kept is not None:
+            layout = self._kept.find(chunk, self._budget)
         if layout is None or layout.length != len(data):
             return None
-        if layout.checksum != (self._sum(layout.block, _IN_CHUNK, data) if checksum is None else checksum):
+        if layout.checksum != (self._sum(layout.block, IN_CHUNK, data) if checksum is None else checksum):
             return None
-        return replace(layout.block, columns=_exchange(layout.block.columns, _IN_CHUNK, data))
+        return replace(layout.block, columns=_exchange(layout.block.columns, IN_CHUNK, data))
+
+    def close(self) -> None:
+        """Have the layouts that were found kept for other processes."""
+        with self._lock:
+            found = dict(self._layouts)
+        if self._kept is not None and found:
+            self._kept.save(found)
 
     def keep(self, chunk: int, block: Block, data: memoryview, checksum: int | None) -> None:
         """Remember where the values are that ``block`` has in ``data``, if there is room, and nothing of ``data``.
@@ -74,14 +79,14 @@ class Layouts:
         columns = [column for column in block.columns.values() if isinstance(column, BytesColumn)]
         if block.records or len(columns) < len(block.columns) or all(c.buffer is not data for c in columns):
             return
-        kept = replace(block, columns=_exchange(block.columns, data, _IN_CHUNK))
+        kept = replace(block, columns=_exchange(block.columns, data, IN_CHUNK))
         nbytes = _ENTRY_BYTES + sum(_count_bytes(c) for c in kept.columns.values() if isinstance(c, BytesColumn))
         if self._nbytes + nbytes > self._budget:
             return
-        found = self._sum(kept, _IN_CHUNK, data) if checksum is None else checksum
+        found = self._sum(kept, IN_CHUNK, data) if checksum is None else checksum
         with self._lock:
             if chunk not in self._layouts and self._nbytes + nbytes <= self._budget:
-                self._layouts[chunk] = _Layout(found, len(data), kept)
+                self._layouts[chunk] = Layout(found, len(data), kept)
                 self._nbytes += nbytes
 
 

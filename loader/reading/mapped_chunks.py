@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ...storage import ByteRange, LocalStore, Store
 from ..columns import ArrayColumn, Block, BytesColumn, Column, IntArray
+from ..dataset.manifest import Manifest
 from ..formats.shard import ChunkRef
 from .mapped_files import Looks, MappedFile, looking_at
 
@@ -39,6 +40,13 @@ class MappedChunks:
     def of(store: Store) -> MappedChunks | None:
         """None where the store's bytes are not those of files."""
         return MappedChunks(store) if isinstance(store, LocalStore) else None
+
+    def share_in_memory(self, manifest: Manifest) -> float:
+        """Which share of a manifest's bytes lies in chunks that are not mapped."""
+        if not self._looks.pay or not self._store.can_map():
+            return 1.0
+        lengths = manifest.lengths
+        return float(lengths[lengths < _LEAST_BYTES].sum() / max(1, lengths.sum()))
 
     def map(self, chunk: ChunkRef, ranges: Sequence[ByteRange]) -> memoryview | None:
         """All of a chunk's bytes, if they are what is asked for and can be mapped; else None.
@@ -72,11 +80,13 @@ class MappedArray(ArrayColumn):
 
 
 @dataclass(frozen=True, slots=True)
-class _MappedColumn(BytesColumn):
+class MappedColumn(BytesColumn):
+    """Values that lie in a mapped file, to be copied by ``take``, or by whoever is ``looking_at`` it."""
+
     file: MappedFile = field(kw_only=True)
 
     def take(self, rows: IntArray) -> list[Any]:
-        with looking_at([self.file]):
+        with looking_at([self.file], len(rows)):
             return BytesColumn.take(self, rows)
 
 
@@ -91,4 +101,4 @@ def _guard(column: Column, data: memoryview, file: MappedFile) -> Column | None:
         return None
     if column.buffer.obj is not data.obj:
         return column
-    return _MappedColumn(column.buffer, column.starts, column.stops, column.text, column.ascii, file=file)
+    return MappedColumn(column.buffer, column.starts, column.stops, column.text, column.ascii, file=file)

@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 from ...storage import LocalStore
 
-# Of so many looks in a row, more than a quarter were in vain.
+# Of so many values in a row, more than a quarter were looked at in vain.
 _TRIALS = 256
 
 
 class Looks:
     """Whether it pays to look at files in place of reading them. Any thread may call.
 
-    Mutable state: how many looks there were of late, how many were in vain, and whether it pays no more. An update that
-    is lost between two threads matters to nothing.
+    Mutable state: how many values were copied of late, how many of them in vain, and whether it pays no more. An update
+    that is lost between two threads matters to nothing.
     """
 
     def __init__(self) -> None:
         self.pay = True
         self._count = self._in_vain = 0
 
-    def note(self, *, in_vain: bool) -> None:
-        """Of one look. It was in vain if it waited for the disk: what is read is not kept until it is due."""
-        self._count += 1
+    def note(self, values: int, in_vain: int) -> None:
+        """Of one look: those in vain waited for the disk, where what is read is not kept until it is due."""
+        self._count += values
         self._in_vain += in_vain
         if self._count >= _TRIALS:
             self.pay = self.pay and 4 * self._in_vain <= self._count
@@ -48,8 +48,8 @@ class MappedFile:
 
 
 @contextmanager
-def looking_at(files: Collection[MappedFile], *, least_bytes: int = 0, nbytes: int = 0) -> Iterator[None]:
-    """Copy values from the pages of files, which are those that were indexed before and after.
+def looking_at(files: Collection[MappedFile], values: int, *, least_bytes: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Copy so many values from the pages of files, which are those that were indexed before and after.
 
     Where ``nbytes`` are fewer than ``least_bytes`` a file, the look is in vain: to ask costs more than reading.
 
@@ -60,8 +60,9 @@ def looking_at(files: Collection[MappedFile], *, least_bytes: int = 0, nbytes: i
         file.check()
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
     yield
-    waited = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt > before
+    waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
     for file in files:
         file.check()
+    in_vain = values if nbytes < least_bytes * len(files) else min(waits, values)
     for looks in {file.looks for file in files}:
-        looks.note(in_vain=waited or nbytes < least_bytes * len(files))
+        looks.note(values, in_vain)

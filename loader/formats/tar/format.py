@@ -142,6 +142,7 @@ def _key_column(table: NameTable) -> BytesColumn:
         ]
         stops = np.cumsum([len(key) for key in keys])
         return BytesColumn(memoryview(b"".join(keys)), stops - [len(key) for key in keys], stops, text=True)
-    starts = np.arange(len(names), dtype=np.int64) * names.shape[1]
-    data = names.tobytes()
+    width = int(dots.max(initial=1))
+    starts = np.arange(len(names), dtype=np.int64) * width
+    data = names[:, :width].tobytes()
     return BytesColumn(memoryview(data), starts, starts + dots, text=True, ascii=data.decode("ascii"))

@@ -1,0 +1,117 @@
+"""Files on the node that can be made again at any time: in a folder of this user's alone, each sealed with a checksum.
+
+A seal covers a file's content and its key, so that a damaged file, or one of another key, is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+from ...storage.files import TEMPORARY_PREFIX, write_all
+from ...storage.own_folder import OwnFolder
+
+# A suspended builder keeps its lock: after this long, another process builds as well.
+_LOCK_PATIENCE_S = 600.0
+_OURS = re.compile(rf"[0-9a-f]{{32}}(-copy)?\.(arrow|lock)|{re.escape(TEMPORARY_PREFIX)}.*")
+_SEAL_BYTES = 16
+
+
+def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """``cache_dir``, else $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    if os.environ.get("PENSTOCK_CACHE"):
+        return Path(os.environ["PENSTOCK_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "penstock"
+
+
+class SealedFolder:
+    """Files by key, 32 hex digits, of which the ``kept`` that were used last stay.
+
+    Every disk failure means 'not there'; a folder that is not this user's alone is an AccessDeniedError. Files are
+    written atomically; damaged ones, and those of another key, are removed.
+    """
+
+    def __init__(self, name: str, cache_dir: str | os.PathLike[str] | None, *, kept: int) -> None:
+        # The user id separates users of a shared folder: nobody reads what another user could have written.
+        self.path = cache_home(cache_dir) / f"{name}-{os.geteuid()}"
+        self._kept = kept
+
+    def file(self, key: str) -> Path:
+        """Where the file of a key is."""
+        return self.path / f"{key}.arrow"
+
+    def load(self, key: str) -> bytes | None:
+        """The content of a key's file; None where there is none that is whole."""
+        try:
+            data = _read(OwnFolder(self.path), f"{key}.arrow")
+        except OSError:
+            return None
+        if data[-_SEAL_BYTES:] == _seal(key, data[:-_SEAL_BYTES]):
+            return data[:-_SEAL_BYTES]
+        self.forget(key)
+        return None
+
+    def save(self, key: str, data: bytes | memoryview) -> None:
+        with suppress(OSError):
+            folder = OwnFolder(self.path)
+            with folder.replacing(f"{key}.arrow") as fd:
+                write_all(fd, data)
+                write_all(fd, _seal(key, data))
+            self._prune(folder)
+
+    def forget(self, key: str) -> None:
+        """Remove the file of a key."""
+        with suppress(OSError):
+            OwnFolder(self.path).delete(f"{key}.arrow")
+
+    @contextmanager
+    def lock(self, key: str, *, wait_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
+        """Let one process of this node make what ``key`` names; if locking is impossible, each process does."""
+        try:
+            folder = OwnFolder(self.path)
+        except OSError:
+            yield
+            return
+        with folder.lock(f"{key}.lock", wait_s=wait_s):
+            yield
+
+    def _prune(self, folder: OwnFolder) -> None:
+        """Keep the files that were used last, and delete what killed processes left; other files are not touched."""
+        with folder.scan() as entries:
+            files = [
+                (entry.stat(follow_symlinks=False).st_mtime, entry.name)
+                for entry in entries
+                if _OURS.fullmatch(entry.name)
+            ]
+        files.sort(reverse=True)
+        for _, name in [file for file in files if file[1].endswith(".arrow")][self._kept :]:
+            folder.delete(name)
+        long_ago = time.time() - 86_400
+        for modified, name in files:
+            # This includes lock files: a process that still holds one would lock a deleted name, and at worst a file
+            # is made twice.
+            if not name.endswith(".arrow") and modified < long_ago:
+                folder.delete(name)
+
+
+def _seal(key: str, data: bytes | memoryview) -> bytes:
+    digest = xxhash.xxh3_128(key.encode())
+    digest.update(data)
+    return digest.digest()
+
+
+def _read(folder: OwnFolder, name: str) -> bytes:
+    """A file's content; its time is renewed."""
+    with os.fdopen(folder.open(name, os.O_RDONLY), "rb") as file:
+        with suppress(OSError):  # a read-only file system
+            os.utime(file.fileno())
+        return file.read()

@@ -1,0 +1,56 @@
+"""A call that is made once: by a thread of a pool, or by whoever waits for it before one has begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from ...storage.daemon_pool import DaemonPool, PoolClosedError
+
+
+class Call(Future[None]):
+    """What comes of the call. Any thread may ask. Mutable state: the function, until somebody takes it on."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        super().__init__()
+        self._not_begun = [function]
+        self._is_submitted = False
+
+    def begin(self, pool: DaemonPool) -> None:
+        """Have a thread of the pool make it soon; nothing, where that was asked before. Called by one thread."""
+        if not self._is_submitted:
+            self._is_submitted = True
+            with suppress(PoolClosedError):  # whoever waits is told by ``cancel``
+                pool.submit(self._make)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for it, or make it where nobody has begun. Raises what it raised, or CancelledError."""
+        self._make()
+        super().result(timeout)
+
+    def cancel(self) -> bool:
+        """Make it no more; False where somebody has begun."""
+        if self._take() is None:
+            return self.cancelled()
+        super().cancel()
+        self.set_running_or_notify_cancel()  # so that those who wait for several hear of it
+        return True
+
+    def _take(self) -> Callable[[], None] | None:
+        """The function, for one of those who ask."""
+        try:
+            return self._not_begun.pop()
+        except IndexError:
+            return None
+
+    def _make(self) -> None:
+        function = self._take()
+        if function is None:
+            return
+        try:
+            function()
+        except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for
+            self.set_exception(exc)
+        else:
+            self.set_result(None)

@@ -1,0 +1,180 @@
+"""Layouts of chunks on the node's disk, so that a new process does not find out again where values lie.
+
+A file holds those of one manifest, read as one format and with the same columns. Each layout is bound to the checksum
+and the length of the bytes that it was found in (`layouts`): for any others it is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from ...storage.errors import StorageError
+from ..columns import AnyArray, Block, BytesColumn
+from ..dataset.manifest import Manifest
+from ..dataset.sealed_folder import SealedFolder
+
+# What the formats make of the same bytes: to be raised when that changes.
+_VERSION = 1
+_KEPT = 32
+_MOST_BYTES = 64 << 20  # of a file: some two million samples
+_LARGEST = np.iinfo(np.int32).max  # of the chunks
+# Of fewer, headers are walked in the time that a file takes.
+_FEWEST_SAMPLES = 1000
+_LOCK_PATIENCE_S = 1.0  # without the lock, what others found meanwhile may be lost
+
+IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A chunk as it is opened from bytes of this ``checksum`` and ``length``, which ``IN_CHUNK`` stands for."""
+
+    checksum: int
+    length: int
+    block: Block
+
+
+class KeptLayouts:
+    """The layouts that processes of this node found, of one manifest. Any thread may call.
+
+    Mutable state: the file's content, once it is read, under a lock. Every failure means that nothing is kept.
+    """
+
+    def __init__(
+        self, manifest: Manifest, columns: Sequence[str] | None, cache_dir: str | os.PathLike[str] | None
+    ) -> None:
+        self._folder = SealedFolder("layouts", cache_dir, kept=_KEPT)
+        of_manifest = [manifest.fingerprint, manifest.checksums is not None, manifest.format, manifest.config]
+        told = [_VERSION, *of_manifest, manifest.schema, columns]
+        self._key = xxhash.xxh3_128_hexdigest(json.dumps(told, sort_keys=True, default=str).encode())
+        self._table: _Table | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """What is in memory of them."""
+        return 0 if self._table is None else self._table.nbytes
+
+    def find(self, chunk: int, most_bytes: int) -> Layout | None:
+        """The layout of a chunk, for bytes that are yet to be compared with it; of a table no larger than this."""
+        if self._table is None:
+            with self._lock:
+                if self._table is None:
+                    table = self._read()
+                    self._table = table if table.nbytes <= most_bytes else _Table(_SCHEMA.empty_table())
+        return self._table.find(chunk)
+
+    def save(self, found: Mapping[int, Layout]) -> None:
+        """Keep these, too, where there is room. Those of other processes are not lost."""
+        found = {chunk: layout for chunk, layout in found.items() if layout.length <= _LARGEST}
+        if sum(layout.block.samples for layout in found.values()) < _FEWEST_SAMPLES:
+            return
+        with suppress(OSError, StorageError, pa.ArrowException), self._folder.lock(self._key, wait_s=_LOCK_PATIENCE_S):
+            known = self._read()
+            data = _write(pa.concat_tables([known.without(set(found)), _tabulate(found)]))
+            if len(data) <= _MOST_BYTES:
+                self._folder.save(self._key, data)
+
+    def _read(self) -> _Table:
+        with suppress(StorageError, pa.ArrowException):  # a folder that is not this user's alone
+            data = self._folder.load(self._key)
+            if data is not None:
+                return _Table(pa.ipc.open_file(pa.BufferReader(data)).read_all())
+        return _Table(_SCHEMA.empty_table())
+
+
+_SCHEMA = pa.schema(
+    {
+        "chunk": pa.int64(),
+        "checksum": pa.uint64(),
+        "length": pa.int64(),
+        "samples": pa.int64(),
+        "nbytes": pa.int64(),
+        "field": pa.string(),
+        "in_chunk": pa.bool_(),  # that is where the values are
+        "text": pa.bool_(),
+        "ascii": pa.bool_(),
+        "places": pa.list_(pa.int32()),  # the starts, then the stops
+        "data": pa.list_(pa.uint8()),  # the values, where they are not in the chunk
+    }
+)
+_ONE_A_FIELD = _SCHEMA.names[:-2]
+
+
+class _Table:
+    """Layouts in a table of ``_SCHEMA``, one row a field; a chunk's fields stand together."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self._columns = {name: table.column(name).to_pylist() for name in _ONE_A_FIELD}
+        places, self._places_at = _ends(table.column("places"))
+        data, self._data_at = _ends(table.column("data"))
+        self._places, self._data = places.astype(np.int64), data.tobytes()
+        self._rows: dict[int, range] = {}
+        for row, chunk in enumerate(self._columns["chunk"]):
+            self._rows[chunk] = range(self._rows.get(chunk, range(row, row)).start, row + 1)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._table.nbytes)
+
+    def without(self, chunks: set[int]) -> pa.Table:
+        """The table without these chunks."""
+        return self._table.filter(pa.array([chunk not in chunks for chunk in self._columns["chunk"]], pa.bool_()))
+
+    def find(self, chunk: int) -> Layout | None:
+        rows = self._rows.get(chunk)
+        if rows is None:
+            return None
+        told = {name: values[rows.start] for name, values in self._columns.items()}
+        columns = {self._columns["field"][row]: self._column(row) for row in rows}
+        return Layout(told["checksum"], told["length"], Block(told["samples"], told["nbytes"], columns))
+
+    def _column(self, row: int) -> BytesColumn:
+        start, stop = self._places_at[row : row + 2]
+        middle = (start + stop) // 2
+        starts, stops = self._places[start:middle], self._places[middle:stop]
+        if self._columns["in_chunk"][row]:
+            return BytesColumn(IN_CHUNK, starts, stops, text=self._columns["text"][row])
+        data = self._data[self._data_at[row] : self._data_at[row + 1]]
+        text = data.decode("ascii") if self._columns["ascii"][row] else None
+        return BytesColumn(memoryview(data), starts, stops, text=self._columns["text"][row], ascii=text)
+
+
+def _ends(lists: pa.ChunkedArray) -> tuple[AnyArray, list[int]]:
+    """The values of all rows, end to end, and where each row's begin in them, and the last one's end."""
+    one: Any = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], lists.type)
+    return np.asarray(one.values), np.asarray(one.offsets).tolist()
+
+
+def _tabulate(found: Mapping[int, Layout]) -> pa.Table:
+    rows: list[dict[str, Any]] = []
+    for chunk, layout in sorted(found.items()):
+        block = layout.block
+        told = {"chunk": chunk, "checksum": layout.checksum, "length": layout.length}
+        told |= {"samples": block.samples, "nbytes": block.nbytes}
+        for name, column in block.columns.items():
+            assert isinstance(column, BytesColumn)
+            of_field = {"field": name, "text": column.text, "ascii": column.ascii is not None}
+            of_field["in_chunk"] = column.buffer is IN_CHUNK
+            of_field["places"] = np.concatenate([column.starts, column.stops]).astype(np.int32)
+            of_field["data"] = np.frombuffer(column.buffer, np.uint8)
+            rows.append({**told, **of_field})
+    return pa.Table.from_pylist(rows, _SCHEMA)
+
+
+def _write(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA) as writer:
+        writer.write_table(table.combine_chunks())
+    return memoryview(sink.getvalue())
