@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import fields_of
 from .dataset.manifest import Manifest
-from .decoding.batch import BatchOptions
+from .decoding.batch_options import BatchOptions
 from .errors import ConfigError
 from .sequence_cut import PlacedCut, SequenceCut
 from .stages import FieldsByStage, StageFields

@@ -18,7 +18,7 @@ from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
 from .dataset.index import find_manifest
 from .dataset.manifest import Manifest
-from .decoding.batch import BatchOptions
+from .decoding.batch_options import BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.device_codec import DeviceCodec
 from .decoding.first_values import ImageFields

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +20,19 @@ import torch
 from ...storage.daemon_pool import DaemonPool, PoolClosedError
 from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
-from ..errors import ConfigError, LoaderClosedError
+from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
 from .batch_memory import BatchMemory
+from .batch_options import Batch, BatchOptions
 from .byte_views import ByteViews
 from .call import Call
 from .collate import collate_samples
 from .decode import FieldDecoders
-from .gather import Rows
+from .gather import Rows, complete_all
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
-from .row_work import RowWork, Sample
+from .row_work import Sample
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
@@ -45,53 +46,6 @@ else:
     from typing import TypeVar
 
     BatchT = TypeVar("BatchT")
-
-Batch = Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """What happens to gathered rows. ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
-
-    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
-
-    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
-
-    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch. ``goes_on``: a sample
-    that cannot be decoded or transformed is not an error yet, nor is one of ``avoided``, which are not tried.
-
-    ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
-
-    ``finish`` maps each batch, complete, and its number of rows to the batch that is handed out.
-    """
-
-    transform: Callable[..., Sample | None] | None = None
-    collate: Callable[[list[Sample]], Batch] | None = None
-    with_ids: bool = False
-    pad: bool = False
-    seed: int = 0
-    may_drop: bool = False
-    identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
-    finish: Callable[[Batch, int], Batch] | None = None
-    goes_on: bool = False
-    avoided: frozenset[int] = frozenset()
-
-    @property
-    def work(self) -> RowWork:
-        """What is done to each row."""
-        return RowWork(
-            transform=self.transform,
-            seed=self.seed,
-            may_drop=self.may_drop,
-            goes_on=self.goes_on,
-            avoided=self.avoided,
-        )
-
-    def __post_init__(self) -> None:
-        for name in ("transform", "collate"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ConfigError(f"{name}={value!r} cannot be called; pass a function, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +77,26 @@ class BatchMaker:
     def start(
         self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None
     ) -> PendingBatch:
-        """Start a batch of the first ``num_rows`` of ``rows``, of which the first ``num_valid`` count.
+        """Start a batch of the first ``num_rows`` of ``rows``, which are copied; the first ``num_valid`` count.
 
         A batch without rows is made from one row, for its fields, types and shapes, and handed out empty. ``keys`` are
         those of a ``RowTask``.
         """
         return PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
+
+    def start_together(self, steps: Sequence[tuple[Rows, int, int]], epoch: int) -> list[PendingBatch]:
+        """Start a batch of each step's rows, ``num_rows`` and ``num_valid``; one thread copies what is to be copied."""
+        batches = [PendingBatch(self, rows, epoch, num_rows, num_valid) for rows, num_rows, num_valid in steps]
+        late = [batch for batch in batches if batch.rows.late]
+        at_once = [batch for batch in late if batch.rows.keep_chunks or self.works_on(batch.rows)]
+        for batch in late:
+            if batch not in at_once:
+                batch.copy_on_call()
+        if at_once:
+            copied = self.pool.submit(_copy_late, self, at_once)
+            for batch in at_once:
+                batch.copy_with(copied)
+        return batches
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
@@ -234,19 +202,26 @@ class PendingBatch(UnfinishedBatch):
         keys: AnyArray | None = None,
     ) -> None:
         self._maker = maker
-        self._rows = rows
+        self.rows = rows
         self._num_rows = num_rows
         self._num_valid = num_valid
         self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
         self._job: RowJob | None = None if rows.late else self._start(rows)
         self._ids = rows.ids  # of what is delivered
+        self.error: Exception | None = None  # of what was begun
         self._copying: Future[None] | None = None
-        if rows.keep_chunks or (rows.late and maker.works_on(rows)):
-            self._copying = maker.pool.submit(self._copy)  # last: it may be done before this is
-        elif rows.late:
-            # Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only
-            # while it is elsewhere.
-            self._copying = Call(self._copy)
+
+    def copy_with(self, others: Future[None]) -> None:
+        """A thread of the pool copies its rows, and those of others."""
+        self._copying = others
+
+    def copy_on_call(self) -> None:
+        """Rows are copied when the batch is asked for, or ``begin`` is.
+
+        Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while
+        it is elsewhere.
+        """
+        self._copying = Call(self._copy)
 
     @property
     def is_on_call(self) -> bool:
@@ -257,20 +232,28 @@ class PendingBatch(UnfinishedBatch):
             self._copying.begin(self._maker.pool)
 
     def _copy(self) -> None:
-        """Copy the rows that are still in their chunks; on a thread of the pool, or on that of ``result``."""
         started = time.perf_counter()
-        self._rows = self._rows.complete(self._maker.memory)
-        stage = "assemble_s" if isinstance(self._copying, Call) else "decode_s"
-        self._maker.counters.add(**{stage: time.perf_counter() - started})
-        self._job = self._start(self._rows)
+        self.rows = self.rows.complete(self._maker.memory)
+        self._maker.counters.add(assemble_s=time.perf_counter() - started)
+        self._job = self._start(self.rows)
+
+    def go_on(self, copied: Rows) -> None:
+        """The same rows, copied."""
+        self.rows = copied
+        try:
+            self._job = self._start(copied)
+        except Exception as error:  # noqa: BLE001 - as in _copy_late
+            self.error = error
 
     def _started(self) -> RowJob:
         """The work on the rows, once they are copied."""
-        if self._copying is not None:
-            try:
+        try:
+            if self._copying is not None:
                 self._copying.result()
-            except (CancelledError, PoolClosedError) as exc:
-                raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+            if self.error is not None:
+                raise self.error
+        except (CancelledError, PoolClosedError) as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
         assert self._job is not None
         return self._job
 
@@ -281,9 +264,9 @@ class PendingBatch(UnfinishedBatch):
 
     @property
     def replaced(self) -> IntArray | None:
-        if self._ids is self._rows.planned_ids:
+        if self._ids is self.rows.planned_ids:
             return None
-        planned, ids = self._rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
+        planned, ids = self.rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
         if not np.any(planned != ids):
             return None
         pairs: IntArray = np.stack((planned, ids), axis=1)[planned != ids]
@@ -294,7 +277,7 @@ class PendingBatch(UnfinishedBatch):
         job.finish()
         if job.results.failed:
             assert self._maker.replacer is not None
-            self._ids = self._maker.replacer.replace(job.task, self._rows, job.results, self._maker.decoders)
+            self._ids = self._maker.replacer.replace(job.task, self.rows, job.results, self._maker.decoders)
         options = self._maker.options
         if options.transform is None and options.collate is None:
             return self._maker.complete(job.fields(), self._ids, self._num_rows, self._num_valid)
@@ -310,6 +293,23 @@ class PendingBatch(UnfinishedBatch):
     @property
     def is_done(self) -> bool:
         return self.is_on_call or (self._job is not None and self._job.is_done)
+
+
+def _copy_late(maker: BatchMaker, batches: Sequence[PendingBatch]) -> None:
+    """Copy rows that are still in their chunks; where that fails, batch by batch. On a thread of the pool."""
+    started = time.perf_counter()
+    try:
+        copied = complete_all([batch.rows for batch in batches], maker.memory)
+    except Exception as error:  # noqa: BLE001 - raised where the batch is asked for
+        if len(batches) == 1:
+            batches[0].error = error
+            return
+        for batch in batches:
+            _copy_late(maker, [batch])
+        return
+    maker.counters.add(decode_s=time.perf_counter() - started)
+    for batch, rows in zip(batches, copied, strict=True):
+        batch.go_on(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
-from ..reading.mapped_chunks import MappedColumn
+from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
+from ..reading.mapped_files import looking_at
 from .batch_memory import BatchMemory
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .copies import copy_value
@@ -20,8 +21,8 @@ from .decode import FieldDecoder, FieldDecoders
 from .late_bytes import LateBytesOfSpan
 from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 
-# Rows from this size on are copied one by one, straight to their place; many of narrower ones by one call.
-_WIDE_ROW_BYTES = 1024
+# Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
+_LEAST_LOOK_BYTES = 64 << 10
 _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
 _SIZED = {bytes, memoryview, str}
 
@@ -69,6 +70,9 @@ class Rows:
 
     def complete(self, memory: BatchMemory | None = None) -> Rows:
         """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
+        return complete_all([self], memory)[0]
+
+    def _make(self, memory: BatchMemory | None) -> Rows:
         if not self.late:
             return self
         made: dict[str, Values] = {}
@@ -97,6 +101,19 @@ class Rows:
             elif decoder is not None and decoder.is_image:
                 total += _IMAGE_GROWTH * encoded
         return total
+
+
+def complete_all(parts: Sequence[Rows], memory: BatchMemory | None = None) -> list[Rows]:
+    """``Rows.complete`` of each, asking once for all whether the files that they are mapped from are as they were.
+
+    Raises:
+        ObjectChangedError, NotFoundError: one of the files is not.
+    """
+    places = [late.at for rows in parts for late in rows.late if late.at is not None]
+    files = {id(file): file for at in places for file in at.mapped()}.values()  # those of a span are of one list
+    copied = sum(map(len, places)), sum(at.nbytes for at in places)
+    with looking_at(files, copied[0], nbytes=copied[1], least_bytes=_LEAST_LOOK_BYTES):
+        return [rows._make(memory) for rows in parts]
 
 
 def gather(
@@ -163,10 +180,11 @@ def gather(
                     values.extend(_take(column, name, group))
                 continue
             source = column.values
-            if source.itemsize * math.prod(source.shape[1:]) >= _WIDE_ROW_BYTES:
+            file = column.file if isinstance(column, MappedArray) else None
+            if file is not None or source.itemsize * math.prod(source.shape[1:]) >= LEAST_ROW_BYTES:
                 if name not in wide:
                     wide[name] = RowsOfSpan(source, num_rows)
-                wide[name].add(source, group)
+                wide[name].add(source, group, file)
             else:
                 # numpy's take would first copy all of an array that is not contiguous
                 taken = source.take(group.rows, axis=0) if source.flags.c_contiguous else source[group.rows]

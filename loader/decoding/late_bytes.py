@@ -14,7 +14,8 @@ import numpy as np
 
 from ..columns import IntArray
 from ..order.spans import ChunkRows
-from ..reading.mapped_chunks import MappedColumn, looking_at
+from ..reading.mapped_chunks import MappedColumn
+from ..reading.mapped_files import looking_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class LateBytes:
     """
 
     is_mapped: ClassVar[bool] = True
+    at: ClassVar[None] = None
 
     name: str
     columns: Sequence[MappedColumn]
@@ -58,7 +60,8 @@ class LateBytes:
         made, buffers = self.made, [column.buffer for column in self.columns]
         places = zip(self.origins.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
         needed = np.unique(self.origins)
-        with looking_at([self.columns[i] for i in needed[needed >= 0].tolist()], len(self.origins)):
+        files = {self.columns[i].file for i in needed[needed >= 0].tolist()}
+        with looking_at(files, len(self.origins)):
             values = [(buffers[i][a:b].tobytes() if i >= 0 else made[a]) if a >= 0 else None for i, a, b in places]
         return {self.name: values}
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, Records
 from ..order.spans import ChunkRows
+from ..reading.mapped_files import MappedFile, looking_at
 from ..reading.records import fill_columns
 from .batch_memory import BatchMemory, new_array
 
@@ -24,7 +25,8 @@ _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 class LateFields(Protocol):
     """Some fields of n rows. ``nbytes`` is what they take once they are made.
 
-    ``is_mapped``: they lie in files, so that they need no memory before.
+    ``is_mapped``: they lie in files, so that they need no memory before. ``at``: where rows lie that are copied by
+    whoever is ``looking_at`` the files that they are mapped from; None of fields that look by themselves.
     """
 
     @property
@@ -35,6 +37,9 @@ class LateFields(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def at(self) -> RowsAt | None: ...
 
     def cut(self, start: int, stop: int) -> Self: ...
 
@@ -49,18 +54,31 @@ class RowsAt:
     """Rows that lie in chunks: row i is ``rows[places[i]]``, of an array on the memory of ``sources``.
 
     So one call of numpy copies a tile of rows from many chunks, without the GIL. Calls for each row would wait for it
-    again and again, while other threads have it.
+    again and again, while other threads have it. Where sources are mapped, row i lies in ``files[origins[i]]``.
     """
 
     rows: AnyArray
     places: IntArray
     sources: Sequence[AnyArray] = ()
+    origins: IntArray | None = None
+    files: Sequence[MappedFile | None] = ()
 
     def __len__(self) -> int:
         return len(self.places)
 
     def pick(self, rows: IntArray | slice) -> RowsAt:
-        return replace(self, places=self.places[rows])
+        origins = None if self.origins is None else self.origins[rows]
+        return RowsAt(self.rows, self.places[rows], self.sources, origins, self.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows where they lie."""
+        return len(self.places) * math.prod(self.rows.shape[1:]) * self.rows.itemsize
+
+    def mapped(self) -> list[MappedFile]:
+        """The files that these rows are mapped from."""
+        found = [] if self.origins is None else map(self.files.__getitem__, set(self.origins.tolist()))
+        return [file for file in found if file is not None]
 
 
 class WideRows:
@@ -70,7 +88,7 @@ class WideRows:
 
     def __init__(self, name: str, at: RowsAt, dtype: np.dtype[Any]) -> None:
         """``dtype`` is the one to hand the rows out in."""
-        self._name, self._at, self._dtype = name, at, dtype
+        self._name, self.at, self._dtype = name, at, dtype
 
     @property
     def names(self) -> Sequence[str]:
@@ -78,16 +96,16 @@ class WideRows:
 
     @property
     def nbytes(self) -> int:
-        return len(self._at) * math.prod(self._at.rows.shape[1:]) * self._dtype.itemsize
+        return len(self.at) * math.prod(self.at.rows.shape[1:]) * self._dtype.itemsize
 
     def cut(self, start: int, stop: int) -> WideRows:
-        return WideRows(self._name, self._at.pick(slice(start, stop)), self._dtype)
+        return WideRows(self._name, self.at.pick(slice(start, stop)), self._dtype)
 
     def pick(self, rows: IntArray) -> WideRows:
-        return WideRows(self._name, self._at.pick(rows), self._dtype)
+        return WideRows(self._name, self.at.pick(rows), self._dtype)
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
-        rows, places = self._at.rows, self._at.places
+        rows, places = self.at.rows, self.at.places
         shape = rows.shape[1:]
         out = new_array(memory, (len(places), *shape), self._dtype)
         tile = max(1, _TILE_BYTES // (rows.itemsize * math.prod(shape)))
@@ -103,7 +121,7 @@ class RecordRows:
 
     def __init__(self, records: Records, at: RowsAt, dtypes: Sequence[np.dtype[Any]]) -> None:
         """``records`` tells what a row consists of, ``dtypes`` are those to hand the fields out in."""
-        self._records, self._at, self._dtypes = records, at, dtypes
+        self._records, self.at, self._dtypes = records, at, dtypes
 
     @property
     def names(self) -> Sequence[str]:
@@ -111,19 +129,19 @@ class RecordRows:
 
     @property
     def nbytes(self) -> int:
-        return len(self._at) * sum(dtype.itemsize for dtype in self._dtypes)
+        return len(self.at) * sum(dtype.itemsize for dtype in self._dtypes)
 
     def cut(self, start: int, stop: int) -> RecordRows:
-        return RecordRows(self._records, self._at.pick(slice(start, stop)), self._dtypes)
+        return RecordRows(self._records, self.at.pick(slice(start, stop)), self._dtypes)
 
     def pick(self, rows: IntArray) -> RecordRows:
-        return RecordRows(self._records, self._at.pick(rows), self._dtypes)
+        return RecordRows(self._records, self.at.pick(rows), self._dtypes)
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
         records, width = self._records, len(self._records.names)
-        unit = np.dtype(f"u{self._at.rows.itemsize // width}")
-        columns = new_array(memory, (width, len(self._at)), unit)
-        fill_columns(columns, self._at.rows, self._at.places)
+        unit = np.dtype(f"u{self.at.rows.itemsize // width}")
+        columns = new_array(memory, (width, len(self.at)), unit)
+        fill_columns(columns, self.at.rows, self.at.places)
         stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
         return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
 
@@ -134,14 +152,17 @@ class RowsOfSpan:
     def __init__(self, like: AnyArray, num_rows: int) -> None:
         self._like: AnyArray = np.empty((0, *like.shape[1:]), like.dtype)
         self._num_rows = num_rows
-        self._parts: list[tuple[AnyArray, IntArray, IntArray]] = []  # sources, their rows, and where those belong
+        self._parts: list[_Part] = []
 
-    def add(self, source: AnyArray, group: ChunkRows) -> None:
-        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's."""
-        rows = group.rows
+    def add(self, source: AnyArray, group: ChunkRows, file: MappedFile | None = None) -> None:
+        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's.
+
+        ``file``: the one that it is mapped from.
+        """
+        part = _Part(source, group.rows, group.targets, file)
         if source.dtype != self._like.dtype or source.strides[0] < 0 or not source[:1].flags.c_contiguous:
-            source, rows = np.ascontiguousarray(source[rows], self._like.dtype), np.arange(len(rows))
-        self._parts.append((source, rows, group.targets))
+            part = part.copy(self._like.dtype)
+        self._parts.append(part)
 
     def finish(self) -> RowsAt:
         """All rows. Those that no group has given, of chunks without the field, mean nothing."""
@@ -154,25 +175,51 @@ class RowsOfSpan:
         memory may be anybody's: only those at the places may be read, while somebody holds the sources. None where it
         would be larger than numpy allows.
         """
-        starts: list[int] = [source.__array_interface__["data"][0] for source, _, _ in self._parts]
+        starts: list[int] = [part.source.__array_interface__["data"][0] for part in self._parts]
         first = min(starts)
-        lowest = self._parts[starts.index(first)][0]
+        lowest = self._parts[starts.index(first)]
         offsets = np.zeros(self._num_rows, np.int64)
-        for start, (source, rows, targets) in zip(starts, self._parts, strict=True):
-            offsets[targets] = rows * source.strides[0] + (start - first)
+        for start, part in zip(starts, self._parts, strict=True):
+            offsets[part.targets] = part.rows * part.source.strides[0] + (start - first)
         bits = int(np.bitwise_or.reduce(offsets))
         step = bits & -bits or 1  # the largest power of two that divides all
         places: IntArray = offsets // step
         count = int(places.max()) + 1
-        if count * max(1, lowest[:1].nbytes) > _MOST_BYTES:
+        if count * max(1, lowest.source[:1].nbytes) > _MOST_BYTES:
             return None
-        shape, strides = (count, *lowest.shape[1:]), (step, *lowest.strides[1:])
-        spanning = np.lib.stride_tricks.as_strided(lowest, shape, strides, writeable=False)
-        return RowsAt(spanning, places, [source for source, _, _ in self._parts])
+        shape, strides = (count, *lowest.source.shape[1:]), (step, *lowest.source.strides[1:])
+        spanning = np.lib.stride_tricks.as_strided(lowest.source, shape, strides, writeable=False)
+        return RowsAt(spanning, places, [part.source for part in self._parts], *self._files(lowest.file))
+
+    def _files(self, default: MappedFile | None) -> tuple[IntArray | None, list[MappedFile | None]]:
+        """In which file each row lies; ``default`` is that of rows that no group has given."""
+        numbers = {file: number for number, file in enumerate(dict.fromkeys([default, *(p.file for p in self._parts)]))}
+        if list(numbers) == [None]:
+            return None, []
+        origins = np.zeros(self._num_rows, np.int64)
+        for part in self._parts:
+            origins[part.targets] = numbers[part.file]
+        return origins, list(numbers)
 
     def _copy(self) -> RowsAt:
         """The rows in memory of their own, in order."""
         copied: AnyArray = np.empty((self._num_rows, *self._like.shape[1:]), self._like.dtype)
-        for source, rows, targets in self._parts:
-            copied[targets] = source[rows]
+        for part in self._parts:
+            copied[part.targets] = part.copy(self._like.dtype).source
         return RowsAt(copied, np.arange(self._num_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of ``source``, and where they belong."""
+
+    source: AnyArray
+    rows: IntArray
+    targets: IntArray
+    file: MappedFile | None
+
+    def copy(self, dtype: np.dtype[Any]) -> _Part:
+        """The same rows in memory of their own, in order."""
+        with looking_at([] if self.file is None else [self.file], len(self.rows)):
+            copied = np.ascontiguousarray(self.source[self.rows], dtype)
+        return _Part(copied, np.arange(len(copied)), self.targets, None)

@@ -64,6 +64,10 @@ class BaseFormat:
     def is_framed(self) -> bool:
         return False
 
+    @property
+    def opens_in_place(self) -> bool:
+        return False
+
     def open_pieces(
         self,
         chunk: ChunkRef,

@@ -141,6 +141,11 @@ class ShardFormat(Protocol):
         """Whether it depends on the bytes between values alone where these lie, whatever bytes they are made of."""
         ...
 
+    @property
+    def opens_in_place(self) -> bool:
+        """Whether values stay in a chunk's bytes, where opening it does not look at them, until they are copied."""
+        ...
+
     def open_pieces(
         self,
         chunk: ChunkRef,

@@ -98,6 +98,10 @@ class TokensFormat(BaseFormat):
             return read_megatron_index(store, task.hint, task.info)
         return SUFFIX_DTYPES.get(PurePosixPath(task.info.key).suffix.lower(), self.dtype)
 
+    @property
+    def opens_in_place(self) -> bool:
+        return True
+
     def open_chunk(
         self,
         chunk: ChunkRef,

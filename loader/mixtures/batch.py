@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ..columns import AnyArray, IntArray
-from ..decoding.batch import Batch, BatchMaker, UnfinishedBatch
+from ..decoding.batch import BatchMaker, UnfinishedBatch
+from ..decoding.batch_options import Batch
 from ..decoding.byte_views import ByteViews
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import Rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..decoding.batch import BatchOptions
+from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders, RawValues, decodes_on_device
 from ..decoding.first_values import ImageFields
 from ..errors import ConfigError

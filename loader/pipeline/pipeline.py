@@ -17,8 +17,9 @@ from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
 from ...storage.malloc import keep_freed_memory
-from ..decoding.batch import BatchMaker, BatchOptions, UnfinishedBatch
+from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
+from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.replace import Replacer
 from ..decoding.worker_pool import WorkerPool

@@ -28,6 +28,7 @@ from .tuning import mean_row_bytes
 _NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
+_MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
 
 
 class PlainAssembler:
@@ -125,7 +126,11 @@ class PlainAssembler:
         copying = _Copying(spans, int(span.bounds[-1]))
         if not rows.keep_chunks:
             self._release_copied(copying)
-        is_delivered = all(self._emit(span, step, rows, copying) for step in range(span.steps))
+        at_once = _copied_at_once(rows, span)
+        firsts = range(0, span.steps, at_once)
+        is_delivered = all(
+            self._emit(span, range(first, min(first + at_once, span.steps)), rows, copying) for first in firsts
+        )
         if rows.keep_chunks:
             self._release_copied(copying)
         return is_delivered
@@ -168,21 +173,24 @@ class PlainAssembler:
         if done:
             self._reader.release(done)
 
-    def _emit(self, span: Span, step: int, rows: Rows, copying: _Copying) -> bool:
+    def _emit(self, span: Span, steps: range, rows: Rows, copying: _Copying) -> bool:
         started = time.perf_counter()
-        batch_rows, num_rows, num_valid = cut_step(rows, span, step, self._share)
-        pending = self._maker.start(batch_rows, span.epoch, num_rows, num_valid)
-        if pending.copied is not None:
-            copying.copies.append(pending.copied)
-        item = Delivery(
-            epoch=span.epoch,
-            start=int(span.bounds[step]),
-            stop=int(span.bounds[step + 1]),
-            ids=batch_rows.planned_ids[:num_valid],
-            nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
-            batch=pending,
-        )
-        return hand_over(self._equipment, item, started)
+        parts = [cut_step(rows, span, step, self._share) for step in steps]
+        batches = self._maker.start_together(parts, span.epoch)
+        copying.copies.extend({batch.copied for batch in batches if batch.copied is not None})
+        for step, (batch_rows, _, num_valid), pending in zip(steps, parts, batches, strict=True):
+            item = Delivery(
+                epoch=span.epoch,
+                start=int(span.bounds[step]),
+                stop=int(span.bounds[step + 1]),
+                ids=batch_rows.planned_ids[:num_valid],
+                nbytes=batch_rows.count_bytes(self._maker.decoders.settled),
+                batch=pending,
+            )
+            if not hand_over(self._equipment, item, started):
+                return False
+            started = time.perf_counter()
+        return True
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         """Positions at which resident chunks are next used, after the current span."""
@@ -199,6 +207,14 @@ class _Copying:
     spans: EpochSpans
     position: int
     copies: list[Future[None]] = field(default_factory=list)
+
+
+def _copied_at_once(rows: Rows, span: Span) -> int:
+    """Of how many steps rows are copied by one thread: of mapped files several, since each copy asks for the files."""
+    places = [late.at for late in rows.late if late.at is not None]
+    if not any(at.files for at in places):
+        return 1
+    return max(1, _MAPPED_AT_ONCE * span.steps // sum(at.nbytes for at in places))
 
 
 class _LookAhead:

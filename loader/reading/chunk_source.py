@@ -92,8 +92,7 @@ class ChunkSource:
         self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
         # Of a disk a header takes less time than a thread.
         opens: Any = getattr(type(shard_format), "open_shard", None)
-        # A format without frames makes arrays of its bytes, or decodes them at once.
-        self._mapped = MappedChunks.of(store) if maps_files and shard_format.is_framed else None
+        self._mapped = MappedChunks.of(store) if maps_files and shard_format.opens_in_place else None
         self._has_headers = opens is not BaseFormat.open_shard and not reads_locally(store)
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:

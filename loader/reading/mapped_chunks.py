@@ -3,41 +3,37 @@
 Memory for a chunk that is new to the process costs more than all that is done with it: it is cleared page by page, then
 copied into. The pages of a mapping are those of the kernel's cache. They are checked and opened like any other bytes,
 and values are copied out when they are due. Until then the file must stay as it is, which its ETag tells before and
-after each look (`penstock.storage.mapped`). So only what is copied by whoever asks for it is mapped: no views, and no
-arrays, which are read later and elsewhere.
+after each look (`penstock.storage.mapped`). So only what is copied by whoever asks for it is mapped: no views, and
+nothing that a format makes while it opens a chunk.
 """
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from ...storage import ByteRange, LocalStore, ObjectInfo, Store
-from ..columns import Block, BytesColumn, Column, IntArray
+from ...storage import ByteRange, LocalStore, Store
+from ..columns import ArrayColumn, Block, BytesColumn, Column, IntArray
 from ..formats.shard import ChunkRef
+from .mapped_files import Looks, MappedFile, looking_at
 
 # What is smaller than this, malloc has in memory already.
 _LEAST_BYTES = 1 << 20
-# Of so many values in a row, more than a quarter waited for the disk: what was read is not kept until it is due.
-_TRIALS = 256
+# Narrower rows of arrays are copied by many calls, each of which would have to ask.
+LEAST_ROW_BYTES = 1024
 
 
 class MappedChunks:
-    """Maps chunks of one store, as long as that pays. Any thread may call.
-
-    Mutable state: how many values were copied of late, how many of them waited, and whether it is given up. An update
-    that is lost between two threads matters to nothing.
-    """
+    """Maps chunks of one store, as long as that pays. Any thread may call."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
-        self._looks = self._waits = 0
-        self._given_up = False
+        self._looks = Looks()
 
     @staticmethod
     def of(store: Store) -> MappedChunks | None:
@@ -51,68 +47,50 @@ class MappedChunks:
             StorageError.
         """
         is_large = chunk.length >= _LEAST_BYTES and list(ranges) == [chunk.byte_range]
-        if self._given_up or not is_large or chunk.shard.etag is None:
+        if not self._looks.pay or not is_large or chunk.shard.etag is None:
             return None
         return self._store.map(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
 
     def guard(self, chunk: ChunkRef, block: Block, data: memoryview) -> Block | None:
-        """The block, whose values in ``data`` are taken with care; None where others than slices of bytes are there."""
+        """The block, whose values in ``data`` are taken with care; None where that is not possible, or does not pay."""
+        assert chunk.shard.etag is not None
+        file = MappedFile(self._store, chunk.shard.key, chunk.shard.etag, self._looks)
         columns: dict[str, Column] = {}
         for name, column in block.columns.items():
-            if not isinstance(column, BytesColumn) or isinstance(column.buffer.obj, pa.Buffer):
+            guarded = _guard(column, data, file)
+            if guarded is None:
                 return None
-            columns[name] = column
-            if column.buffer.obj is data.obj:
-                values = column.buffer, column.starts, column.stops, column.text, column.ascii
-                columns[name] = MappedColumn(*values, chunk=chunk, mapped=self)
+            columns[name] = guarded
         return None if block.records else replace(block, columns=columns)
 
-    @contextmanager
-    def look(self, files: Iterable[ObjectInfo], values: int) -> Iterator[None]:
-        """Copy so many values of files, which must be those that were checked, before and after.
 
-        Raises:
-            ObjectChangedError, NotFoundError.
-        """
-        known = [(file.key, file.etag) for file in files if file.etag is not None]
-        for key, etag in known:
-            self._store.check_unchanged(key, etag)
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-        yield
-        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
-        for key, etag in known:
-            self._store.check_unchanged(key, etag)
-        self._looks += values
-        self._waits += min(waits, values)
-        if self._looks >= _TRIALS:
-            self._given_up = self._given_up or 4 * self._waits > self._looks
-            self._looks = self._waits = 0
+@dataclass(frozen=True, slots=True)
+class MappedArray(ArrayColumn):
+    """Rows in the pages of a file, to be copied by whoever is ``looking_at`` it."""
+
+    file: MappedFile = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class MappedColumn(BytesColumn):
-    """Values that lie in a mapped file, to be copied by ``take``, or within ``looking_at``."""
+    """Values that lie in a mapped file, to be copied by ``take``, or by whoever is ``looking_at`` it."""
 
-    chunk: ChunkRef = field(kw_only=True)
-    mapped: MappedChunks = field(kw_only=True)
+    file: MappedFile = field(kw_only=True)
 
     def take(self, rows: IntArray) -> list[Any]:
-        with self.mapped.look([self.chunk.shard], len(rows)):
+        with looking_at([self.file], len(rows)):
             return BytesColumn.take(self, rows)
 
 
-@contextmanager
-def looking_at(columns: Iterable[MappedColumn], values: int) -> Iterator[None]:
-    """Copy so many values of columns.
-
-    Raises:
-        ObjectChangedError, NotFoundError: a file is not as it was when it was checked.
-    """
-    of_source: dict[MappedChunks, dict[str, ObjectInfo]] = {}
-    for column in columns:
-        shard = column.chunk.shard
-        of_source.setdefault(column.mapped, {})[shard.key] = shard
-    with ExitStack() as looks:
-        for mapped, files in of_source.items():
-            looks.enter_context(mapped.look(files.values(), values))
-        yield
+def _guard(column: Column, data: memoryview, file: MappedFile) -> Column | None:
+    if isinstance(column, ArrayColumn):
+        values = column.values
+        if not np.may_share_memory(values, np.frombuffer(data, np.uint8)):
+            return column
+        is_wide = values.itemsize * math.prod(values.shape[1:]) >= LEAST_ROW_BYTES
+        return MappedArray(values, file=file) if is_wide else None
+    if not isinstance(column, BytesColumn) or isinstance(column.buffer.obj, pa.Buffer):
+        return None
+    if column.buffer.obj is not data.obj:
+        return column
+    return MappedColumn(column.buffer, column.starts, column.stops, column.text, column.ascii, file=file)

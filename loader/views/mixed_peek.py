@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 from ...storage.daemon_pool import DaemonPool
-from ..decoding.batch import BatchMaker, BatchOptions
+from ..decoding.batch import BatchMaker
+from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
 from ..metrics import Counters
 from ..mixtures.assembler import RowGatherer

@@ -11,7 +11,8 @@ import torch
 
 from ...storage.daemon_pool import DaemonPool
 from ..columns import Block
-from ..decoding.batch import BatchMaker, BatchOptions
+from ..decoding.batch import BatchMaker
+from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
 from ..error_arguments import ErrorPolicy

@@ -74,6 +74,10 @@ class TarFormat(BaseFormat):
     def is_framed(self) -> bool:
         return True  # headers state sizes, and data are skipped
 
+    @property
+    def opens_in_place(self) -> bool:
+        return True
+
     def open_chunk(
         self,
         chunk: ChunkRef,

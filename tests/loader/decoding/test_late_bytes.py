@@ -20,11 +20,11 @@ from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import Rows, gather
 from penstock.loader.decoding.late_bytes import LateBytes
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.formats.shard import ChunkRef
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline import pipeline
 from penstock.loader.reading import mapped_chunks
-from penstock.loader.reading.mapped_chunks import MappedChunks, MappedColumn
+from penstock.loader.reading.mapped_chunks import MappedColumn
+from penstock.loader.reading.mapped_files import Looks, MappedFile
 from penstock.storage import LocalStore, ObjectChangedError, mapped
 
 SAMPLES, BATCH = 64, 4
@@ -145,17 +145,12 @@ def test_values_of_files_and_of_memory_lie_side_by_side(tmp_path: Path) -> None:
     """Also where a chunk in between lacks the field, and of a file that changes until they are made none is."""
     (tmp_path / "a").write_bytes(bytes(range(100)))
     store = LocalStore(tmp_path)
-    info = store.head("a")
     file = memoryview((tmp_path / "a").read_bytes())
     at = np.array([10, -1, 30])
     columns: list[dict[str, BytesColumn]] = [
         {"x": BytesColumn(memoryview(b"memory"), np.array([0, 3, -1]), np.array([3, 6, -1]))},
         {},
-        {
-            "x": MappedColumn(
-                file, at, at + 5, chunk=ChunkRef(info, 0, 100, 3, 100, 1 << 20), mapped=MappedChunks(store)
-            )
-        },
+        {"x": MappedColumn(file, at, at + 5, file=MappedFile(store, "a", store.head("a").etag or "", Looks()))},
         {"x": BytesColumn(memoryview(b"more"), np.array([0]), np.array([4]))},
     ]
     places = [(2, 2), (0, 0), (1, 0), (2, 1), (3, 0), (0, 2), (2, 0), (0, 1)]

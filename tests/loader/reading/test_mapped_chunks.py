@@ -17,7 +17,7 @@ import pytest
 from penstock.loader import DistributedDataLoader, Mixture, Source, TarFormat, open_manifest
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
-from penstock.loader.reading import mapped_chunks
+from penstock.loader.reading import mapped_chunks, mapped_files
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, mapped
 
@@ -218,8 +218,8 @@ def test_chunks_are_read_into_memory_where_the_kernel_does_not_keep_them(
     )
     source.load(1)
     assert maps
-    monkeypatch.setattr(mapped_chunks, "resource", slow)
-    for _ in range(mapped_chunks._TRIALS):
+    monkeypatch.setattr(mapped_files, "resource", slow)
+    for _ in range(mapped_files._TRIALS):
         assert column.take(np.array([1])) == [blob(1)]
     maps.clear()
     block = source.load(1)

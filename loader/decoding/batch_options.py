@@ -1,0 +1,58 @@
+"""What happens to gathered rows on their way into a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..columns import IntArray
+from ..errors import ConfigError
+from .row_work import RowWork, Sample
+
+Batch = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What happens to gathered rows. ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
+
+    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
+
+    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
+
+    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch. ``goes_on``: a sample
+    that cannot be decoded or transformed is not an error yet, nor is one of ``avoided``, which are not tried.
+
+    ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
+
+    ``finish`` maps each batch, complete, and its number of rows to the batch that is handed out.
+    """
+
+    transform: Callable[..., Sample | None] | None = None
+    collate: Callable[[list[Sample]], Batch] | None = None
+    with_ids: bool = False
+    pad: bool = False
+    seed: int = 0
+    may_drop: bool = False
+    identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
+    finish: Callable[[Batch, int], Batch] | None = None
+    goes_on: bool = False
+    avoided: frozenset[int] = frozenset()
+
+    @property
+    def work(self) -> RowWork:
+        """What is done to each row."""
+        return RowWork(
+            transform=self.transform,
+            seed=self.seed,
+            may_drop=self.may_drop,
+            goes_on=self.goes_on,
+            avoided=self.avoided,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("transform", "collate"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name}={value!r} cannot be called; pass a function, or None")
