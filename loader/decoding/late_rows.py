@@ -104,7 +104,11 @@ class RecordRows:
         columns = new_array(memory, (width, len(self._at)), unit)
         fill_columns(columns, self._at.rows, self._at.places)
         stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
-        return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
+        made = ((name, column.view(dtype), wanted) for name, dtype, wanted, column in stored)
+        return {
+            name: column if column.dtype is wanted else column.astype(wanted, copy=False)
+            for name, column, wanted in made
+        }
 
 
 class RowsOfSpan:
