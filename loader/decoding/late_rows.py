@@ -103,12 +103,11 @@ class RecordRows:
         unit = np.dtype(f"u{self._at.rows.itemsize // width}")
         columns = new_array(memory, (width, len(self._at)), unit)
         fill_columns(columns, self._at.rows, self._at.places)
-        stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
-        made = ((name, column.view(dtype), wanted) for name, dtype, wanted, column in stored)
-        return {
-            name: column if column.dtype is wanted else column.astype(wanted, copy=False)
-            for name, column, wanted in made
-        }
+        fields: dict[str, AnyArray] = {}
+        for name, dtype, wanted, column in zip(records.names, records.dtypes, self._dtypes, columns, strict=True):
+            values = column.view(dtype)
+            fields[name] = values if dtype is wanted else values.astype(wanted, copy=False)
+        return fields
 
 
 class RowsOfSpan:
@@ -140,12 +139,11 @@ class RowsOfSpan:
         starts: list[int] = [source.__array_interface__["data"][0] for source, _, _ in self._parts]
         first = min(starts)
         lowest = self._parts[starts.index(first)][0]
-        offsets = np.zeros(self._num_rows, np.int64)
+        # The largest step in which each row begins.
+        step = math.gcd(*(start - first for start in starts), *(source.strides[0] for source, _, _ in self._parts)) or 1
+        places = np.zeros(self._num_rows, np.int64)
         for start, (source, rows, targets) in zip(starts, self._parts, strict=True):
-            offsets[targets] = rows * source.strides[0] + (start - first)
-        bits = int(np.bitwise_or.reduce(offsets))
-        step = bits & -bits or 1  # the largest power of two that divides all
-        places: IntArray = offsets // step
+            places[targets] = rows * (source.strides[0] // step) + (start - first) // step
         count = int(places.max()) + 1
         if count * max(1, lowest[:1].nbytes) > _MOST_BYTES:
             return None

@@ -63,7 +63,7 @@ class RowJob:
         self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
         self._work = crew.work
         self.results = self._work.allocate(self.task)
-        self._is_joint = any(isinstance(values, BatchValues) for values in self.results.values.values())
+        self._is_joint = any(isinstance(self.results.values[name], BatchValues) for name in encoded)
         self._lock = threading.Lock()
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
