@@ -11,6 +11,7 @@ import numpy as np
 from .permutation import IntArray, permutation
 
 _LOOK = 1024
+_FEW_PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,18 @@ class LaneWindow:
         if len(self.chunks) == self.stop - self.start:  # pieces of one row each
             pieces, rows = where, self.first_rows[where]
         else:
-            pieces = np.searchsorted(self.bounds, where, side="right") - 1
+            pieces = self._pieces_at(where)
             rows = where + (self.first_rows - self.bounds[:-1])[pieces]
         return pieces, rows if self.selected is None else self.selected[rows]
+
+    def _pieces_at(self, where: IntArray) -> IntArray:
+        """Which piece each place is in. Among few, a comparison with each takes less than a search."""
+        if len(self.chunks) > _FEW_PIECES:
+            return np.searchsorted(self.bounds, where, side="right") - 1
+        pieces = np.zeros(len(where), np.int64)
+        for edge in self.bounds[1:-1].tolist():
+            pieces += where >= edge
+        return pieces
 
     def first_uses(self, start: int) -> IntArray:
         """The offset, from ``start`` on, at which each piece is first used; -1 where it is not: (pieces,) int64.
