@@ -137,7 +137,7 @@ def gather(
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
-    arrived = np.empty(num_rows, np.int64)  # [i]: where the i-th row to arrive belongs
+    arrived: list[IntArray] = []  # where the rows belong, in the order of arrival
     wide: dict[str, RowsOfSpan] = {}
     narrow: dict[str, AnyArray] = {}
     lists: dict[str, list[Any]] = {}
@@ -148,7 +148,7 @@ def gather(
     done = 0
     for group, block in groups:
         stop = done + len(group.rows)
-        arrived[done:stop] = group.targets
+        arrived.append(group.targets)
         ids[group.targets] = group.rows + first_ids[group.chunk]
         if group.stands_for is not None:
             replaced.append(group)
@@ -200,8 +200,10 @@ def gather(
             else:
                 packed.rows.take(group.rows, out=room[done:stop], mode="clip")  # "raise" would copy twice
         done = stop
-    order = np.empty(num_rows, np.int64)
-    order[arrived] = np.arange(num_rows)
+    is_late = not (narrow or lists or views or ragged) and all(isinstance(room, RowsOfSpan) for _, room in records)
+    order = np.empty(0 if is_late else num_rows, np.int64)
+    if not is_late:
+        order[np.concatenate(arrived)] = np.arange(num_rows)
     due: list[LateFields] = []
     for name, of_span in wide.items():
         at = of_span.finish()

@@ -142,8 +142,11 @@ class RecordRows:
         unit = np.dtype(f"u{self.at.rows.itemsize // width}")
         columns = new_array(memory, (width, len(self.at)), unit)
         fill_columns(columns, self.at.rows, self.at.places)
-        stored = zip(records.names, records.dtypes, self._dtypes, columns, strict=True)
-        return {name: column.view(dtype).astype(wanted, copy=False) for name, dtype, wanted, column in stored}
+        fields: dict[str, AnyArray] = {}
+        for name, dtype, wanted, column in zip(records.names, records.dtypes, self._dtypes, columns, strict=True):
+            values = column.view(dtype)
+            fields[name] = values if dtype is wanted else values.astype(wanted, copy=False)
+        return fields
 
 
 class RowsOfSpan:
@@ -178,12 +181,12 @@ class RowsOfSpan:
         starts: list[int] = [part.source.__array_interface__["data"][0] for part in self._parts]
         first = min(starts)
         lowest = self._parts[starts.index(first)]
-        offsets = np.zeros(self._num_rows, np.int64)
+        # The largest step in which each row begins.
+        widths = (part.source.strides[0] for part in self._parts)
+        step = math.gcd(*(start - first for start in starts), *widths) or 1
+        places = np.zeros(self._num_rows, np.int64)
         for start, part in zip(starts, self._parts, strict=True):
-            offsets[part.targets] = part.rows * part.source.strides[0] + (start - first)
-        bits = int(np.bitwise_or.reduce(offsets))
-        step = bits & -bits or 1  # the largest power of two that divides all
-        places: IntArray = offsets // step
+            places[part.targets] = part.rows * (part.source.strides[0] // step) + (start - first) // step
         count = int(places.max()) + 1
         if count * max(1, lowest.source[:1].nbytes) > _MOST_BYTES:
             return None

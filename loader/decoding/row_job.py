@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...storage.daemon_pool import DaemonPool
@@ -64,7 +65,7 @@ class RowJob:
         self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
         self._work = crew.work
         self.results = self._work.allocate(self.task, crew.memory)
-        self._is_joint = any(isinstance(values, BatchValues) for values in self.results.values.values())
+        self._is_joint = any(isinstance(self.results.values[name], BatchValues) for name in encoded)
         self._lock = threading.Lock()
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
@@ -172,12 +173,12 @@ class RowJob:
 
 
 def _collate(values: ResultValues, *, is_image: bool) -> Any:
+    if isinstance(values, np.ndarray):  # first: a batch may have hundreds
+        return images_to_tensor(values) if is_image else torch.from_numpy(values)
     if isinstance(values, ByteViews):
         return values
     if isinstance(values, BatchValues):
         return values.tensor().movedim(-1, -3) if is_image else values.tensor()
     if isinstance(values, Ragged):
         return list(map(torch.from_numpy, values))
-    if isinstance(values, list):
-        return collate_values(values, is_image=is_image)
-    return images_to_tensor(values) if is_image else torch.from_numpy(values)
+    return collate_values(values, is_image=is_image)

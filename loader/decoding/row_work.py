@@ -109,12 +109,9 @@ class RowWork:
         ``BatchValues`` for a field whose values are decoded together. Arrays come from ``memory`` where it is given.
         """
         count = len(task.ids)
-        values: dict[str, ResultValues] = {}
-        for name, given in task.fields.items():
-            decoder = task.encoded.get(name)
-            if decoder is None:
-                values[name] = given
-            elif (together := batch_values(decoder, count)) is not None:
+        values: dict[str, ResultValues] = dict(task.fields)
+        for name, decoder in task.encoded.items():
+            if (together := batch_values(decoder, count)) is not None:
                 values[name] = together
             elif decoder.slot is None:
                 values[name] = [None] * count

@@ -170,7 +170,7 @@ class BucketedPlan(EpochPlan):
             chunks=chunks,
             first_rows=rows,
             bounds=np.arange(stop - start + 1, dtype=np.int64),
-            permutation=None,
+            key=None,
         )
 
     def _locate(self, lane: int, start: int, stop: int) -> tuple[IntArray, IntArray]:

@@ -186,18 +186,12 @@ class EpochPlan:
         return piece // self.order.window
 
     def open_window(self, lane: int, index: int) -> LaneWindow:
-        """Compute a window: its pieces and the order of its samples; O(samples of the window)."""
+        """Compute a window: its pieces; the order of its samples, which takes a sort, when it is first asked for."""
         first, stop = self._lane_pieces(lane)
         low = first + index * self.order.window
         high = min(stop, low + self.order.window)
         edges = np.clip(self.stream_starts[low : high + 1], self.lane_starts[lane], self.lane_starts[lane + 1])
-        bounds = edges - edges[0]
-        size = int(bounds[-1])
-        if self.order.shuffle and self.order.piece != 1:  # single rows are mixed already
-            key = stream_key(_FOR_WINDOWS, self.order.seed, self.epoch, lane, index)
-            mixed = permutation(size, key).astype(np.uint32)
-        else:
-            mixed = None
+        is_mixed = self.order.shuffle and self.order.piece != 1  # single rows are mixed already
         chunks = self.pieces.chunks[low:high]
         first_rows = self.pieces.first_rows[low:high] + edges[:-1] - self.stream_starts[low:high]
         selected = None
@@ -212,8 +206,8 @@ class EpochPlan:
             stop=int(edges[-1] - self.lane_starts[lane]),
             chunks=chunks,
             first_rows=first_rows,
-            bounds=bounds,
-            permutation=mixed,
+            bounds=edges - edges[0],
+            key=stream_key(_FOR_WINDOWS, self.order.seed, self.epoch, lane, index) if is_mixed else None,
             selected=selected,
         )
 

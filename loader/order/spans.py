@@ -8,7 +8,7 @@ Pure arithmetic over the plan; the open windows are the only state. Used by one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,34 +153,32 @@ class EpochSpans:
         if not len(lengths):
             return []
         by_lane = np.argsort(segments.lane, kind="stable")
-        lanes, lengths = segments.lane[by_lane], lengths[by_lane]
+        lanes, starts, lengths = segments.lane[by_lane], segments.start[by_lane], lengths[by_lane]
         ends = np.cumsum(lengths)
         before = ends - lengths
         places = np.arange(int(ends[-1]), dtype=np.int64)
-        offsets = np.repeat(segments.start[by_lane] - before, lengths) + places
         targets = np.repeat((span.row_starts[segments.step] + segments.slot)[by_lane] - before, lengths) + places
-        lane_ids, firsts = np.unique(lanes, return_index=True)
-        edges = np.append(before[firsts], len(offsets))
-        chunks = np.empty(len(offsets), np.int64)
-        rows = np.empty(len(offsets), np.int64)
-        for lane, low, high in zip(lane_ids.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            for window in (opened.window for opened in self._windows[lane]):
-                if low == high:
-                    break
-                stop = low + int(np.searchsorted(offsets[low:high], window.stop))
-                if stop > low:
-                    pieces, rows[low:stop] = window.locate(offsets[low:stop])
-                    chunks[low:stop] = window.chunks[pieces]
-                    low = stop
-        by_chunk = np.argsort(self._narrow(chunks), kind="stable")
-        chunks, rows, targets = chunks[by_chunk], rows[by_chunk], targets[by_chunk]
-        starts = np.flatnonzero(np.diff(chunks, prepend=-1))
-        by_use = np.argsort(np.minimum.reduceat(targets, starts), kind="stable")
-        lows, highs, names = starts[by_use], np.append(starts[1:], len(rows))[by_use], chunks[starts[by_use]]
-        return [
-            ChunkRows(chunk, rows[low:high], targets[low:high])
-            for chunk, low, high in zip(names.tolist(), lows.tolist(), highs.tolist(), strict=True)
-        ]
+        # A lane's offsets mostly go on from step to step: then they are a few runs, and no array.
+        begins = np.append(True, (lanes[1:] != lanes[:-1]) | (starts[1:] != (starts + lengths)[:-1]))
+        firsts = np.flatnonzero(begins)
+        lows, highs = before[firsts], np.append(before[firsts[1:]], ends[-1])
+        found: list[tuple[int, IntArray | int, IntArray]] = []  # the place of the first, chunks, rows
+        for lane, offset, low, high in zip(
+            lanes[firsts].tolist(), starts[firsts].tolist(), lows.tolist(), highs.tolist(), strict=True
+        ):
+            found += self._locate(lane, offset, low, high)
+        return _group(found, targets, self._narrow)
+
+    def _locate(self, lane: int, offset: int, low: int, high: int) -> Iterator[tuple[int, IntArray | int, IntArray]]:
+        """Chunks and rows of a lane's offsets from ``offset`` on, at the places ``low`` to ``high``, by window."""
+        for window in (opened.window for opened in self._windows[lane]):
+            stop = min(high, low + window.stop - offset)
+            if stop > low:
+                pieces, rows = window.locate_run(offset, offset + stop - low)
+                yield low, int(window.chunks[0]) if pieces is None else window.chunks[pieces], rows
+                offset, low = offset + stop - low, stop
+            if low == high:
+                break
 
     def _narrow(self, chunks: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
         """Numbers of chunks in a type that sorts fast: numpy sorts 16 bits by radix, several times faster than more."""
@@ -213,6 +211,33 @@ class EpochSpans:
                 for chunk, use in zip(entered.chunks.tolist(), entered.first_uses.tolist(), strict=True):
                     uses[chunk] = min(use, uses.get(chunk, use))
         return uses
+
+
+def _group(
+    found: Sequence[tuple[int, IntArray | int, IntArray]],
+    targets: IntArray,
+    narrow: Callable[[IntArray], np.ndarray[tuple[int, ...], np.dtype[Any]]],
+) -> list[ChunkRows]:
+    """Rows by their chunks, in order of first use: of runs of places the chunk, or each place's, and each row."""
+    names = [chunk for _, chunk, _ in found if isinstance(chunk, int)]
+    if len(set(names)) == len(found):  # each run is a chunk: nothing to sort
+        lows = [low for low, _, _ in found]
+        by_use = np.argsort(np.minimum.reduceat(targets, lows), kind="stable").tolist()
+        highs = [*lows[1:], len(targets)]
+        return [ChunkRows(names[i], found[i][2], targets[lows[i] : highs[i]]) for i in by_use]
+    rows = np.concatenate([of_run for _, _, of_run in found])
+    chunks = np.concatenate([np.broadcast_to(chunk, len(of_run)) for _, chunk, of_run in found])
+    by_chunk = np.argsort(narrow(chunks), kind="stable")
+    chunks, rows, targets = chunks[by_chunk], rows[by_chunk], targets[by_chunk]
+    starts = np.flatnonzero(np.diff(chunks, prepend=-1))
+    first_uses = np.argsort(np.minimum.reduceat(targets, starts), kind="stable")
+    stops = np.append(starts[1:], len(rows))
+    return [
+        ChunkRows(chunk, rows[low:high], targets[low:high])
+        for chunk, low, high in zip(
+            chunks[starts[first_uses]].tolist(), starts[first_uses].tolist(), stops[first_uses].tolist(), strict=True
+        )
+    ]
 
 
 def chunks_by_first_use(entered: Sequence[EnteredWindow]) -> list[int]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from .permutation import IntArray
+from .permutation import IntArray, permutation
 
 _LOOK = 1024
+_FEW_PIECES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LaneWindow:
     """A few consecutive pieces of a lane (cut where the lane is cut), and the order of their samples.
 
     Covers the lane's offsets ``start`` to ``stop``. Piece i is of ``chunks[i]``, from its row ``first_rows[i]`` on;
-    ``bounds`` (pieces + 1,) are the pieces' ends laid end to end; ``permutation`` is (stop - start,) or None. Where
-    ``selected`` is not None, first rows are places in it, and what is there are the rows.
+    ``bounds`` (pieces + 1,) are the pieces' ends laid end to end; ``key`` is that of the permutation of all samples, or
+    None. Where ``selected`` is not None, first rows are places in it, and what is there are the rows.
     """
 
     lane: int
@@ -27,20 +30,48 @@ class LaneWindow:
     chunks: IntArray
     first_rows: IntArray
     bounds: IntArray
-    permutation: np.ndarray[tuple[int, ...], np.dtype[np.uint32]] | None
+    key: int | None
     selected: IntArray | None = None
+
+    @cached_property
+    def permutation(self) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]] | None:
+        """(stop - start,), made when it is first asked for: a sort of as many numbers."""
+        return None if self.key is None else permutation(self.stop - self.start, self.key).astype(np.uint32)
 
     def locate(self, offsets: IntArray) -> tuple[IntArray, IntArray]:
         """Piece, and row in the piece's chunk, of some of the lane's offsets: (n,) int64 each."""
         where: IntArray = offsets - self.start
-        if self.permutation is not None:
-            where = self.permutation[where].astype(np.int64)
+        return self._find(where if self.permutation is None else self.permutation[where])
+
+    def locate_run(self, start: int, stop: int) -> tuple[IntArray | None, IntArray]:
+        """``locate`` of the offsets from ``start`` to ``stop``; no pieces where the window has only one."""
+        if self.permutation is None:
+            where: np.ndarray[Any, Any] = np.arange(start - self.start, stop - self.start, dtype=np.int64)
+        else:
+            where = self.permutation[start - self.start : stop - self.start]
+        if len(self.chunks) > 1:
+            return self._find(where)
+        rows = np.add(where, self.first_rows[0], dtype=np.int64)
+        return None, rows if self.selected is None else self.selected[rows]
+
+    def _find(self, places: np.ndarray[Any, Any]) -> tuple[IntArray, IntArray]:
+        """Piece and row of places in the pieces laid end to end."""
+        where: IntArray = places.astype(np.int64)
         if len(self.chunks) == self.stop - self.start:  # pieces of one row each
             pieces, rows = where, self.first_rows[where]
         else:
-            pieces = np.searchsorted(self.bounds, where, side="right") - 1
+            pieces = self._pieces_at(where)
             rows = where + (self.first_rows - self.bounds[:-1])[pieces]
         return pieces, rows if self.selected is None else self.selected[rows]
+
+    def _pieces_at(self, where: IntArray) -> IntArray:
+        """Which piece each place is in. Among few, a comparison with each takes less than a search."""
+        if len(self.chunks) > _FEW_PIECES:
+            return np.searchsorted(self.bounds, where, side="right") - 1
+        pieces = np.zeros(len(where), np.int64)
+        for edge in self.bounds[1:-1].tolist():
+            pieces += where >= edge
+        return pieces
 
     def first_uses(self, start: int) -> IntArray:
         """The offset, from ``start`` on, at which each piece is first used; -1 where it is not: (pieces,) int64.
@@ -48,6 +79,8 @@ class LaneWindow:
         A shuffled window's first samples come from all of its pieces, so a look at a few of them mostly suffices.
         """
         first = np.full(len(self.chunks), -1, np.int64)
+        if len(first) == 1 and start < self.stop:
+            first[0] = start  # whatever the permutation is
         size = _LOOK
         while start < self.stop and (first < 0).any():
             offsets = np.arange(start, min(self.stop, start + size), dtype=np.int64)

@@ -55,6 +55,9 @@ def test_every_chunk_that_a_span_takes_was_asked_for_and_each_window_is_closed_o
         rows = np.concatenate([group.targets for group in groups]) if groups else np.empty(0, np.int64)
         assert sorted(rows.tolist()) == list(range(span.num_rows))
         assert all((group.rows < sizes[group.chunk]).all() and (group.rows >= 0).all() for group in groups)
+        assert len({group.chunk for group in groups}) == len(groups)
+        first_uses = [int(group.targets.min()) for group in groups]
+        assert first_uses == sorted(first_uses)
         for window in spans.close_windows(int(span.bounds[-1])):
             for chunk in window.chunks.tolist():
                 asked[chunk] -= 1
@@ -125,6 +128,20 @@ def test_one_window_of_each_chunk_keeps_chunks_together_and_in_order_of_use():
         list(spans.close_windows(int(span.bounds[-1])))
     assert sorted(chunks) == list(range(8))
     assert chunks == spans.plan.pieces.chunks.tolist()
+
+
+def test_chunks_are_asked_for_before_the_samples_of_windows_of_one_chunk_are_sorted(monkeypatch):
+    """So reading begins at once, and epochs that are planned ahead sort when their turn comes."""
+
+    def refuse(size: int, key: int) -> None:
+        raise AssertionError(f"{size} samples are sorted")
+
+    monkeypatch.setattr("penstock.loader.order.window.permutation", refuse)
+    spans = EpochSpans(EpochPlan(np.full(8, 40, np.int64), Order(lanes=4, window=1), 0), Share(0, 1, 16))
+    _, entered = spans.plan_span(0, 5)
+    by_lane = {opened.window.lane: int(opened.window.chunks[0]) for opened in entered}
+    assert chunks_by_first_use(entered) == [by_lane[lane] for lane in (0, 2, 1, 3)]
+    assert set(spans.next_uses(80).values()) == {80, 81, 82, 83}
 
 
 def test_no_windows_want_no_chunks():
