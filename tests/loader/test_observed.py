@@ -116,7 +116,10 @@ def test_prometheus_gets_every_number_of_the_metrics_and_no_free_words(loader: D
     server = serve_metrics(loader)
     assert server.url == f"http://127.0.0.1:{server.port}/metrics"
     list(loader)
-    found, seen = scrape(server.url), loader.metrics()
+    while True:  # threads work ahead
+        before, found, seen = loader.metrics(), scrape(server.url), loader.metrics()
+        if (before.fetch_s, before.assemble_s, before.decode_s) == (seen.fetch_s, seen.assemble_s, seen.decode_s):
+            break
     assert found["penstock_loader_samples_total"] == ("counter", {"rank": "0"}, seen.samples)
     assert found["penstock_loader_fetch_seconds_total"][2] == seen.fetch_s
     assert found["penstock_loader_ready_batches"][0] == "gauge"
