@@ -16,7 +16,7 @@ from .readers import IMAGE_EXTENSIONS, READERS, read_text
 
 if TYPE_CHECKING:
     from .device_codec import DeviceCodec
-    from .images import ImageDecoder
+    from .images import ImageDecoder, ImagePlan
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -165,6 +165,9 @@ class _Named:
         self.is_image = decoder.is_image
         self.layout = getattr(decoder, "layout", "chw")
         self.codec: DeviceCodec | None = None
+        # What plans images before they are decoded; not of a subclass, which may decode in a way of its own.
+        plans = decoder.slot is not None and "decode_planned" in vars(type(decoder))
+        self.plan = cast("ImageDecoder", decoder).plan if plans else None
 
     @property
     def asks_for_device(self) -> bool:
@@ -191,6 +194,12 @@ class _Named:
     def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
         try:
             self._decoder.decode_into(data, out, rng)
+        except Exception as exc:
+            raise _field_error(self._field, data, exc) from exc
+
+    def decode_planned(self, data: memoryview, plan: ImagePlan, out: AnyArray) -> None:
+        try:
+            cast("ImageDecoder", self._decoder).decode_planned(data, plan, out)
         except Exception as exc:
             raise _field_error(self._field, data, exc) from exc
 
@@ -280,11 +289,7 @@ class FieldDecoders:
     """
 
     def __init__(
-        self,
-        choice: DecodeChoice,
-        raw: RawValues = "bytes",
-        processes: int = 0,
-        codec: DeviceCodec | None = None,
+        self, choice: DecodeChoice, raw: RawValues = "bytes", processes: int = 0, codec: DeviceCodec | None = None
     ) -> None:
         if raw not in get_args(RawValues):
             raise ConfigError(f"raw={raw!r}: must be 'bytes' or 'view'")

@@ -6,10 +6,11 @@ worker process need not wait for that.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from .batch_memory import BatchMemory, new_array
 from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .decode import FieldDecoder, batch_values, has_rng_parameter, is_channels_first
+
+if TYPE_CHECKING:
+    from .images import ImageDecoder, ImagePlan
 
 Sample = dict[str, Any]
 Values = AnyArray | ByteViews | Ragged | list[Any]
@@ -127,6 +131,7 @@ class RowWork:
             CancelledError: ``is_stopped`` says that the results are no longer wanted.
         """
         takes_rng = self.transform is not None and has_rng_parameter(self.transform)
+        plans = self._plan(task, out, start, stop)
         for row in range(start, stop):
             if is_stopped():
                 raise CancelledError
@@ -136,7 +141,7 @@ class RowWork:
                     raise DecodeError("avoid= names it")
                 step = "decode"
                 for name, decoder in task.encoded.items():
-                    self._decode(task, row, name, decoder, out.values[name])
+                    self._decode(task, row, name, decoder, out.values[name], plans.get((row, name)))
                 if self.transform is not None:
                     step = "transform"
                     sample = task.sample(out.values, row)
@@ -166,11 +171,32 @@ class RowWork:
                 out.failed.append(error)
                 known.add(error.row)
 
-    def _decode(self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any) -> None:
+    def _plan(self, task: RowTask, out: RowResults, start: int, stop: int) -> dict[tuple[int, str], ImagePlan]:
+        """Plans of images by row and field, all before one is decoded: that empties the caches of the core.
+
+        Where one cannot be planned there is none: decoding meets the same error, and says so.
+        """
+        plans = {}
+        for name, decoder in task.encoded.items():
+            make_plan = getattr(decoder, "plan", None)
+            if make_plan is None or isinstance(out.values[name], BatchValues):
+                continue
+            for row in range(start, stop):
+                with contextlib.suppress(Exception):
+                    rng = self._rng(task, row, DECODING) if decoder.takes_rng else None
+                    plans[row, name] = make_plan(task.fields[name][row], rng)
+        return plans
+
+    def _decode(
+        self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any, plan: ImagePlan | None
+    ) -> None:
         data: Any = task.fields[name][row]
         if data is None:
             if decoder.slot is not None:
                 raise DecodeError(f"has no field {name!r}, which is decoded into a tensor")
+            return
+        if plan is not None:
+            cast("ImageDecoder", decoder).decode_planned(data, plan, out[row])
             return
         rng = self._rng(task, row, DECODING) if decoder.takes_rng else None
         if isinstance(out, BatchValues):

@@ -9,12 +9,13 @@ from photographs import photograph
 from PIL import Image
 from pil_images import PHOTO, by_pil, encode, photo, psnr
 
+from penstock import DistributedDataLoader, pack
 from penstock.loader.decoding import images
 from penstock.loader.decoding.images import ImageDecoder
 from penstock.loader.decoding.jpeg_region import decode_region, exact_library
 from penstock.loader.decoding.regions import Region, center_region
 from penstock.loader.errors import ConfigError, DecodeError
-from penstock.loader.order.randomness import sample_rng
+from penstock.loader.order.randomness import DECODING, sample_rng
 
 FLOWER = photograph("flower.jpg")
 
@@ -290,3 +291,23 @@ def test_a_decoder_is_frozen_and_equal_to_one_of_the_same_arguments():
     assert ImageDecoder(size=8, crop="center") == ImageDecoder(size=8, crop="center")
     with pytest.raises(AttributeError):
         ImageDecoder().size = 3
+
+
+class Inverted(ImageDecoder):
+    def decode_into(self, data, out, rng=None):
+        super().decode_into(data, out, rng)
+        np.subtract(255, out, out=out)
+
+
+def test_a_loader_asks_a_subclass_that_decodes_in_its_own_way(tmp_path):
+    data = encode(photo(90, 70))
+    pack(({"jpg": data} for _ in range(4)), str(tmp_path), format="tar", progress=False)
+    options = {"batch_size": 4, "shuffle": False, "rank": 0, "world_size": 1}
+    for kind in (ImageDecoder, Inverted):
+        decoder = kind(size=32, crop="random", flip=0.5, layout="hwc")
+        with DistributedDataLoader(str(tmp_path), decode={"jpg": decoder}, with_ids=True, **options) as loader:
+            batch = next(iter(loader))
+        for row, sample_id in enumerate(batch["__id__"].tolist()):
+            out = np.empty((32, 32, 3), np.uint8)
+            decoder.decode_into(data, out, sample_rng(0, 0, sample_id, DECODING))
+            np.testing.assert_array_equal(batch["jpg"][row].numpy(), out)
