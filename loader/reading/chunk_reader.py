@@ -87,7 +87,7 @@ class ChunkReader:
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in.
 
-        As long as those needed ``at_once`` keep half of the threads busy, no others are fetched: the line is theirs.
+        As long as those needed ``at_once`` keep many of the threads busy, no others are fetched: the line is theirs.
         """
         with self._lock:
             if self._closed:

@@ -10,6 +10,8 @@ from .slot import Slot
 # Threads that hide a store's own time for each request. Those beside them are for requests on their way along the line,
 # so they say how long that is.
 SERVED = 16
+# However few threads there are, the line is free once the first batch keeps no more of them busy.
+_BUSY = 2
 
 
 class FetchQueue:
@@ -55,13 +57,14 @@ class FetchQueue:
     def find_ahead(self, threads: int) -> int | None:
         """The first chunk that is asked for ahead; none while those needed at once have the line to themselves.
 
-        That is as long as they keep half of the threads busy; on a long line until so few are still to come that others
-        would come after them.
+        That is as long as they keep more than a quarter of the threads busy; on a long line until so few are still to
+        come that others would come after them.
         """
         while self._ahead:
             slot = self._slots.get(self._ahead[0])
             if slot is not None and slot.queued:
-                is_next = 2 * len(self._at_once) <= threads or len(self._to_come) < (threads - SERVED) // 4
+                is_free = len(self._at_once) <= max(_BUSY, threads // 4)
+                is_next = is_free or len(self._to_come) < (threads - SERVED) // 4
                 return self._ahead[0] if is_next or self._ahead[0] in self._at_once else None
             self._ahead.popleft()
         return None
