@@ -70,8 +70,10 @@ class FieldConfig:
             raise ConfigError(f"--rounds {self.rounds}: must be 1 or more")
         if not 0 < self.scale <= 1000:
             raise ConfigError(f"--scale {self.scale}: must be above 0, and 1000 at most")
-        if min(self.seconds, self.trial_s, self.timeout_s) <= 0:
-            raise ConfigError("--seconds and --timeout must be above 0")
+        if self.seconds <= 0:
+            raise ConfigError(f"--seconds {self.seconds:g}: must be above 0")
+        if min(self.trial_s, self.timeout_s) <= 0:
+            raise ConfigError("trial_s and timeout_s must be above 0")
         if self.drop_slower is not None and self.drop_slower <= 1:
             raise ConfigError(f"--drop-slower {self.drop_slower:g}: must be above 1")
         if self.delay_ms < 0:
