@@ -13,6 +13,7 @@ import torch
 
 from ..storage import EncryptedStore, open_store
 from ..storage.counts import fastest_response_s
+from ..storage.options import MappedReads
 from .arguments import LastBatch, SampleWeights, check_names, make_selection
 from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
@@ -109,9 +110,11 @@ class Common:
         return self.errors.max_bad_chunks
 
     @property
-    def maps_files(self) -> bool:
-        """Whether values may be copied from files when they are due: what is wrong with a chunk then ends the run."""
-        return self.raw == "bytes" and self.errors.on_error == "stop" and not self.max_bad_chunks
+    def maps_files(self) -> MappedReads:
+        """Whether values may be read from files when they are due: what is wrong with a chunk then ends the run."""
+        if self.errors.on_error != "stop" or self.max_bad_chunks:
+            return False
+        return "views" if self.raw == "view" else True
 
     def start_workers(self, work: RowWork, decode: DecodeChoice) -> None:
         if self.processes:

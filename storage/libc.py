@@ -21,15 +21,18 @@ _FAILED = ctypes.c_void_p(-1).value
 HAS_PAGE_CALLS = sys.platform == "linux" and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_longlong)
 
 
-def map_pages(fd: int, offset: int, nbytes: int) -> int:
+def map_pages(fd: int, offset: int, nbytes: int, *, private: bool = False) -> int:
     """The address of a part of a file, mapped read-only, which begins at a whole number of pages.
+
+    ``private``: what is written there all the same goes to a copy of the page; else it ends the process.
 
     Raises:
         OSError: the kernel refuses, or the platform has no such call (ENOSYS).
     """
     if not HAS_PAGE_CALLS:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    address = _LIBC.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
+    access = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE) if private else (mmap.PROT_READ, mmap.MAP_SHARED)
+    address = _LIBC.mmap(None, nbytes, *access, fd, offset)
     if address == _FAILED:
         raise _last_error()
     return int(address)

@@ -16,6 +16,7 @@ from .checks import changed_before_write, check_etag, check_inside, check_key, c
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
 from .files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
 from .mapped import can_map, map_range
+from .options import MappedReads
 from .ranges import read_ranges
 from .store import ByteRange, ObjectInfo
 
@@ -48,9 +49,12 @@ class _OpenFile:
 
 
 class LocalStore:
-    """Files below a folder; without ``maps`` none are mapped. Mutable state: the last open files, under a lock."""
+    """Files below a folder. Mutable state: the last open files, under a lock.
 
-    def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES, maps: bool = True) -> None:
+    ``maps``: whether parts of files may be mapped, to copy from; "views": also to be looked at for long.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES, maps: MappedReads = True) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - keeps links as they are; resolve() would not
         self._base = self._root.rstrip("/") + "/"
         self._open_files = open_files
@@ -63,6 +67,11 @@ class LocalStore:
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
+
+    @property
+    def maps_views(self) -> bool:
+        """Whether what is mapped may be looked at later, when the file may have changed."""
+        return self._maps == "views"
 
     @property
     def url(self) -> str:
@@ -100,7 +109,7 @@ class LocalStore:
             if not self._maps or not can_map(file.identity[3]):
                 return None
             try:
-                return map_range(file.fd, byte_range.start, len(byte_range))
+                return map_range(file.fd, byte_range.start, len(byte_range), private=self.maps_views)
             finally:
                 check_etag(self.url, key, etag, _etag(_identify(os.fstat(file.fd))))
         except OSError as exc:

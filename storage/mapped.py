@@ -41,10 +41,11 @@ def can_map(device: int) -> bool:
     return libc.HAS_PAGE_CALLS and kind_of_disk(device) in _OWN_DISKS
 
 
-def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
+def map_range(fd: int, start: int, nbytes: int, *, private: bool = False) -> memoryview | None:
     """Bytes of a file, read-only, mapped until the last reference to them is gone; None where the kernel cannot.
 
     All of their pages are in memory then, though they may be dropped later, and be read anew when they are touched.
+    ``private``: for those who may be careless: torch has no read-only tensors, and what they write stays theirs.
 
     Raises:
         OSError: there is no memory, the range ends behind the file's last page, or the disk fails.
@@ -53,7 +54,7 @@ def map_range(fd: int, start: int, nbytes: int) -> memoryview | None:
 
     skipped = start % mmap.ALLOCATIONGRANULARITY
     size = skipped + nbytes
-    address = libc.map_pages(fd, start - skipped, size)
+    address = libc.map_pages(fd, start - skipped, size, private=private)
     raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + skipped)
     pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.loans`)
     weakref.finalize(pages, libc.unmap_pages, address, size).atexit = False  # the process's end unmaps it

@@ -8,7 +8,7 @@ cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, 
 ``GOOGLE_*``, ``AZURE_*``), then for S3 from the shared credentials file, and finally from the machine's role.
 
 Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encrypted`), and local files ``mapped_reads``:
-False has them read into memory (`penstock.storage.mapped`).
+False has them read into memory, "views" has views of them handed out, too (`penstock.storage.mapped`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from .errors import UnsupportedURLError
@@ -28,6 +28,8 @@ from .patience import TimeLimit
 DIRECT_OPTION = "direct_reads"
 ENCRYPTION_OPTION = "encryption_key"
 MAPPED_OPTION = "mapped_reads"
+
+MappedReads = bool | Literal["views"]
 
 _FRIENDLY = {
     "endpoint_url": "endpoint",

@@ -74,8 +74,8 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
         return RemoteStore(text, storage_options)
     options = dict(storage_options or {})
     maps = options.pop(MAPPED_OPTION, True) if scheme == "file" else True
-    if not isinstance(maps, bool):
-        raise UnsupportedURLError(f"storage_options={{{MAPPED_OPTION!r}: {maps!r}}}: must be True or False")
+    if not isinstance(maps, bool) and maps != "views":
+        raise UnsupportedURLError(f"storage_options={{{MAPPED_OPTION!r}: {maps!r}}}: must be True, False or 'views'")
     if scheme in {"file", "mem"} and options:
         known = f"takes {MAPPED_OPTION!r} alone" if scheme == "file" else "takes no storage_options"
         raise UnsupportedURLError(f"{text}: {scheme} {known}, got {sorted(options)}")

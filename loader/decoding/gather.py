@@ -13,7 +13,7 @@ from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Objec
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
 from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
-from ..reading.mapped_files import looking_at
+from ..reading.mapped_files import MappedFile, looking_at
 from .batch_memory import BatchMemory
 from .byte_views import ByteViews, Lend, ViewsOfSpan, take_views
 from .copies import copy_value
@@ -145,6 +145,7 @@ def gather(
     views: dict[str, ViewsOfSpan] = {}
     ragged: dict[str, list[tuple[int, Ragged, ChunkRows]]] = {}  # with the number of rows that arrived before
     records: list[tuple[Records, AnyArray | RowsOfSpan]] = []  # copied in the order of arrival, or noted
+    viewed: set[MappedFile] = set()
     done = 0
     for group, block in groups:
         stop = done + len(group.rows)
@@ -153,6 +154,8 @@ def gather(
         if group.stands_for is not None:
             replaced.append(group)
         for name, column in block.columns.items():
+            if isinstance(column, MappedColumn) and decoders.raw == "view":
+                viewed.add(column.file)
             is_raw = isinstance(column, BytesColumn) and not column.text and decoders.of(name, column) is None
             if isinstance(column, BytesColumn) and is_raw and decoders.raw == "view":
                 of_field = views.setdefault(name, ViewsOfSpan())
@@ -200,6 +203,8 @@ def gather(
             else:
                 packed.rows.take(group.rows, out=room[done:stop], mode="clip")  # "raise" would copy twice
         done = stop
+    for file in viewed:
+        file.check()
     is_late = not (narrow or lists or views or ragged) and all(isinstance(room, RowsOfSpan) for _, room in records)
     order = np.empty(0 if is_late else num_rows, np.int64)
     if not is_late:

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ...storage import Store, open_store
+from ...storage.options import MappedReads
 from ..arguments import check_names, make_selection
 from ..columns import Block, IntArray
 from ..dataset.index import find_manifest
@@ -138,7 +139,7 @@ def open_sources(
     *,
     counters: Counters,
     memory_limit: int | None,
-    maps_files: bool,
+    maps_files: MappedReads,
     cache_dir: str | PathLike[str] | None,
     cache_limit: int | None,
     **defaults: Any,
@@ -180,7 +181,7 @@ def _open(
     reshaping: Reshaping | None,
     counters: Counters,
     memory_limit: int | None,
-    maps_files: bool,
+    maps_files: MappedReads,
     cache_dir: str | PathLike[str] | None,
     cache_limit: int | None,
 ) -> OpenSource:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
 from ...storage.daemon_pool import DaemonPool
+from ...storage.options import MappedReads
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
@@ -74,10 +75,13 @@ class ChunkSource:
         memory_limit: int | None = None,
         avoided: frozenset[int] = frozenset(),
         *,
-        maps_files: bool = False,
+        maps_files: MappedReads = False,
         kept: KeptLayouts | None = None,
     ) -> None:
-        """``maps_files``: values may be copied from files when they are due. ``kept``: layouts found before, if any."""
+        """``maps_files``: values may be copied from files when they are due; "views": they will be views of them.
+
+        ``kept``: layouts found before, if any.
+        """
         self.manifest = manifest
         self._avoided = avoided
         self.columns = columns
@@ -92,7 +96,8 @@ class ChunkSource:
         self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
         # Of a disk a header takes less time than a thread.
         opens: Any = getattr(type(shard_format), "open_shard", None)
-        self._mapped = MappedChunks.of(store) if maps_files and shard_format.opens_in_place else None
+        maps = maps_files if shard_format.opens_in_place else False
+        self._mapped = MappedChunks.of(store, views=maps == "views") if maps else None
         self._has_headers = opens is not BaseFormat.open_shard and not reads_locally(store)
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:

@@ -116,6 +116,7 @@ class _Table:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
+        self.nbytes = int(table.nbytes)
         self._columns = {name: table.column(name).to_pylist() for name in _ONE_A_FIELD}
         places, self._places_at = _ends(table.column("places"))
         data, self._data_at = _ends(table.column("data"))
@@ -123,10 +124,6 @@ class _Table:
         self._rows: dict[int, range] = {}
         for row, chunk in enumerate(self._columns["chunk"]):
             self._rows[chunk] = range(self._rows.get(chunk, range(row, row)).start, row + 1)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._table.nbytes)
 
     def without(self, chunks: set[int]) -> pa.Table:
         """The table without these chunks."""

@@ -3,8 +3,8 @@
 Memory for a chunk that is new to the process costs more than all that is done with it: it is cleared page by page, then
 copied into. The pages of a mapping are those of the kernel's cache. They are checked and opened like any other bytes,
 and values are copied out when they are due. Until then the file must stay as it is, which its ETag tells before and
-after each look (`penstock.storage.mapped`). So only what is copied by whoever asks for it is mapped: no views, and
-nothing that a format makes while it opens a chunk.
+after each look (`penstock.storage.mapped`). So only what is copied by whoever asks for it is mapped: nothing that a
+format makes while it opens a chunk, and views only where users say that their files stay as they are.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class MappedChunks:
         self._looks = Looks()
 
     @staticmethod
-    def of(store: Store) -> MappedChunks | None:
-        """None where the store's bytes are not those of files."""
-        return MappedChunks(store) if isinstance(store, LocalStore) else None
+    def of(store: Store, *, views: bool) -> MappedChunks | None:
+        """None where the store's bytes are not those of files, or where it does not let ``views`` of them be kept."""
+        return MappedChunks(store) if isinstance(store, LocalStore) and (store.maps_views or not views) else None
 
     def map(self, chunk: ChunkRef, ranges: Sequence[ByteRange]) -> memoryview | None:
         """All of a chunk's bytes, if they are what is asked for and can be mapped; else None.

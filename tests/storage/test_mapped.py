@@ -117,7 +117,8 @@ def test_a_disk_that_fails_is_told_of(folder: Path, monkeypatch: pytest.MonkeyPa
     store = LocalStore(folder)
     map_range = mapped.map_range
     monkeypatch.setattr(
-        "penstock.storage.local.map_range", lambda fd, start, size: map_range(fd, start, size + 9 * 4096)
+        "penstock.storage.local.map_range",
+        lambda fd, start, size, **options: map_range(fd, start, size + 9 * 4096, **options),
     )
     with pytest.raises(StoreUnavailableError, match=r"x\.tar: the disk or network file system failed"):
         store.map("x.tar", ByteRange(0, SIZE), etag=etag_of(store))
@@ -146,7 +147,7 @@ def test_nothing_is_mapped_where_that_is_unsafe_or_unwanted(folder: Path, monkey
 @pytest.mark.parametrize(
     ("url", "options", "problem"),
     [
-        ("/data", {"mapped_reads": "no"}, "must be True or False"),
+        ("/data", {"mapped_reads": "no"}, "must be True, False or 'views'"),
         ("/data", {"mapped_reads": True, "region": "eu"}, r"takes 'mapped_reads' alone, got \['region'\]"),
         ("mem://a/b", {"mapped_reads": True}, r"takes no storage_options, got \['mapped_reads'\]"),
     ],

@@ -6,13 +6,17 @@ import io
 import os
 import resource
 import tarfile
+import warnings
+from collections import deque
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.loader import DistributedDataLoader, Mixture, Source, TarFormat, open_manifest
 from penstock.loader.formats.detect import make_format
@@ -117,6 +121,51 @@ def test_decoders_and_mixtures_are_given_the_same(folder: Path, maps: list[str])
 @pytest.mark.parametrize("options", [{"raw": "view"}, {"max_bad_chunks": 2}, {"on_error": "skip"}])
 def test_what_is_looked_at_later_or_quarantined_is_read(folder: Path, maps: list[str], options: dict[str, Any]) -> None:
     assert len(rows_of(load(folder, **options))) == SAMPLES
+    assert not maps
+
+
+VIEWS: dict[str, Any] = {"raw": "view", "storage_options": {"mapped_reads": "views"}}
+
+
+def test_views_are_mapped_where_files_are_said_to_stay(folder: Path, maps: list[str]) -> None:
+    expected = rows_of(load(folder, raw="view"))
+    assert not maps
+    kept = rows_of(load(folder, **VIEWS))
+    assert set(maps) == {"0.tar", "1.tar"}
+    assert kept == expected
+    decoded = rows_of(load(folder, **VIEWS, decode={"bin": bytes}))
+    assert [data for _, data, *_ in decoded] == [data for _, data, *_ in expected]
+    for path in folder.iterdir():  # whoever keeps a view keeps the file
+        path.unlink()
+    assert kept == expected
+
+
+def test_files_are_as_they_were_indexed_when_views_of_them_are_made(folder: Path) -> None:
+    def check(batch: Any) -> None:
+        for number, data in zip(batch["cls"], batch["bin"], strict=True):
+            assert data == blob(int(number))
+
+    with load(folder, **VIEWS) as loader:
+        kept = next(iter(loader))
+        for shard in range(2):
+            fresh = folder.parent / "fresh.tar"
+            write_shard(fresh, range(shard * SAMPLES // 2, (shard + 1) * SAMPLES // 2), b"new")
+            fresh.replace(folder / f"{shard}.tar")
+        with pytest.raises(ObjectChangedError):
+            deque(map(check, chain.from_iterable(repeat(loader))), 0)  # some batches were made before
+    check(kept)
+    with warnings.catch_warnings(action="ignore"):  # torch says once a process that it is not writable
+        torch.frombuffer(kept["bin"][0], dtype=torch.uint8).zero_()  # is a page of its own then, and no crash
+    assert not any(kept["bin"][0])
+
+
+def test_bytes_and_bad_data_are_as_ever_where_views_are_mapped(folder: Path, maps: list[str]) -> None:
+    expected = rows_of(load(folder))
+    maps.clear()
+    assert rows_of(load(folder, storage_options=VIEWS["storage_options"])) == expected
+    assert maps
+    maps.clear()
+    assert len(rows_of(load(folder, **VIEWS, max_bad_chunks=2))) == SAMPLES
     assert not maps
 
 
