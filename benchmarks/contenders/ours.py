@@ -23,7 +23,7 @@ class Ours:
             raw="bytes" if job.contender == OURS else "view",
             threads=job.workers or "auto",
             cache_dir=job.cache_dir,
-            storage_options=job.storage_options or None,
+            storage_options=_storage_options(job) or None,
             format=None if job.format is None else make_format(job.format, job.format_config),
             device=job.device,
             rank=job.rank,
@@ -49,6 +49,12 @@ class Ours:
 
     def close(self) -> None:
         self._loader.close()
+
+
+def _storage_options(job: Job) -> dict[str, Any]:
+    """Who asks for views lets local files be mapped for them, as other loaders map theirs."""
+    is_local = isinstance(job.url, str) and "://" not in job.url
+    return {**job.storage_options, **({"mapped_reads": "views"} if is_local and job.contender != OURS else {})}
 
 
 def _gather(batch: Any) -> dict[str, Any]:
