@@ -13,6 +13,7 @@ _PLAIN_FRAMES = (0xC0, 0xC1)  # baseline, and extended sequential with Huffman c
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _EXIF_MARKER, _EXIF = 0xE1, b"Exif\0\0"
 _ADOBE_MARKER, _ADOBE, _ADOBE_YCC = 0xEE, b"Adobe", 1
+_QUANTIZATION, _HUFFMAN = 0xDB, 0xC4
 _MOST_SEGMENTS = 1024
 _COLOURS = 3
 # Of the luminance, relative to a chrominance of (1, 1): 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1.
@@ -24,7 +25,8 @@ class PlainJpeg:
     """A whole JPEG of 8 bits, Huffman codes, one frame that is not progressive, and YCbCr in a usual subsampling.
 
     ``sampling`` is the luminance's (horizontal, vertical) factor, relative to a chrominance of (1, 1). ``exif`` is
-    where its EXIF segments' names begin, which tell decoders to turn the image. ``one_scan``: all colours are in one.
+    where its EXIF segments' names begin, which tell decoders to turn the image. ``one_scan``: all colours are in one,
+    and the tables that they need are in the header.
     """
 
     height: int
@@ -45,7 +47,7 @@ def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
 def _walk(data: bytes | memoryview) -> PlainJpeg | None:
     if bytes(data[:2]) != _START or bytes(data[-2:]) != _END:
         return None
-    at, frame, exif = 2, None, []
+    at, frame, exif, tables = 2, None, [], set[tuple[int, int]]()
     for _ in range(_MOST_SEGMENTS):
         while data[at] == 0xFF and data[at + 1] == 0xFF:  # fill bytes
             at += 1
@@ -54,11 +56,17 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
             return None
         begin = at + 4
         if marker == _SCAN:
-            return None if frame is None else PlainJpeg(*frame, tuple(exif), data[begin] == _COLOURS)
+            if frame is None:
+                return None
+            *told, quantization = frame
+            is_whole = data[begin] == _COLOURS and _scan_tables(data, begin) | quantization <= tables
+            return PlainJpeg(*told, tuple(exif), is_whole)
         if marker in _FRAMES:
             frame = _read_frame(data, begin) if marker in _PLAIN_FRAMES and frame is None else None
             if frame is None:
                 return None
+        elif marker in (_QUANTIZATION, _HUFFMAN):
+            tables |= _read_tables(data, marker, begin, at + 2 + length)
         elif marker == _EXIF_MARKER and bytes(data[begin : begin + len(_EXIF)]) == _EXIF:
             exif.append(begin)
         elif marker == _ADOBE_MARKER and _is_other_colour(data, begin, length):
@@ -67,15 +75,43 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
     return None
 
 
-def _read_frame(data: bytes | memoryview, at: int) -> tuple[int, int, tuple[int, int]] | None:
-    """Height, width and sampling of a frame of three 8-bit components; the first alone is sampled more finely."""
+def _read_tables(data: bytes | memoryview, marker: int, at: int, stop: int) -> set[tuple[int, int]]:
+    """The tables that a segment defines: its marker, and their number, for Huffman codes with their class above it."""
+    found = set()
+    while at < stop:
+        head = data[at]
+        if marker == _HUFFMAN:
+            found.add((marker, head))
+            at += 17 + sum(data[at + 1 : at + 17])
+        else:
+            found.add((marker, head & 15))
+            at += 129 if head >> 4 else 65
+    return found
+
+
+def _scan_tables(data: bytes | memoryview, at: int) -> set[tuple[int, int]]:
+    """The Huffman tables, as in ``_read_tables``, that a scan of three components names: for DC (class 0) and AC."""
+    named = {data[at + 2 + 2 * number] for number in range(_COLOURS)}
+    return {(_HUFFMAN, one >> 4) for one in named} | {(_HUFFMAN, 16 | one & 15) for one in named}
+
+
+_Frame = tuple[int, int, tuple[int, int], set[tuple[int, int]]]
+
+
+def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
+    """Height, width, sampling and quantization tables of a frame of three 8-bit components.
+
+    The first alone is sampled more finely.
+    """
     precision, height, width, components = struct.unpack_from(">BHHB", data, at)
     if precision != 8 or components != _COLOURS or not height or not width:
         return None
     names = bytes(data[at + 6 : at + 15 : 3])
     sampling = [divmod(data[at + 7 + 3 * number], 16) for number in range(3)]
     is_usual = sampling[0] in _SAMPLINGS and sampling[1] == sampling[2] == (1, 1)
-    return (height, width, sampling[0]) if is_usual and names != b"RGB" else None
+    if not is_usual or names == b"RGB":
+        return None
+    return height, width, sampling[0], {(_QUANTIZATION, one) for one in data[at + 8 : at + 17 : 3]}
 
 
 def _is_other_colour(data: bytes | memoryview, at: int, length: int) -> bool:

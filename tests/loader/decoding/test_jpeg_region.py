@@ -134,6 +134,30 @@ def test_damage_above_or_in_the_part_is_an_error_and_below_it_changes_no_pixel()
         decode_without_library(decoder.decode_planned, damaged, before, out)
 
 
+def without_segments(data: bytes, marker: int) -> bytes:
+    kept, at = data[:2], 2
+    while data[at + 1] != 0xDA:
+        stop = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        kept, at = kept + (b"" if data[at + 1] == marker else data[at:stop]), stop
+    return kept + data[at:]
+
+
+def test_a_jpeg_without_tables_is_not_decoded_by_those_of_the_one_before():
+    before, data = encode(photo(300, 240), quality=30, optimize=True), encode(photo(300, 240), quality=90)
+    plan, decoder = ImagePlan(240, 300, Region(20, 20, 90, 100), flip=False), ImageDecoder(size=(90, 100))
+    out, expected = np.empty((2, 90, 100, 3), np.uint8)
+    decoder.decode_planned(data, plan, expected)
+    decoder.decode_planned(before, plan, out)
+    decoder.decode_planned(without_segments(data, 0xC4), plan, out)  # the standard's are meant, as in Motion JPEG
+    np.testing.assert_array_equal(out, expected)
+    for number in (b"\0", b"\1"):
+        at = data.index(b"\xff\xdb\0\x43" + number) + 1
+        damaged = data[:at] + b"\xef" + data[at + 1 :]
+        decoder.decode_planned(before, plan, out)
+        with pytest.raises(DecodeError, match="damaged JPEG"):
+            decoder.decode_planned(damaged, plan, out)
+
+
 @pytest.mark.parametrize("top", [0, 150])
 def test_warnings_that_cost_no_pixel_change_none(top):
     good = encode(photo(300, 240))
