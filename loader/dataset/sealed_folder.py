@@ -21,29 +21,52 @@ from ...storage.own_folder import OwnFolder
 _LOCK_PATIENCE_S = 600.0
 _OURS = re.compile(rf"[0-9a-f]{{32}}(-copy)?\.(arrow|lock)|{re.escape(TEMPORARY_PREFIX)}.*")
 _SEAL_BYTES = 16
+_NO_HOME = "this user has no home folder: give cache_dir=, or set PENSTOCK_CACHE"
 
 
 def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """``cache_dir``, else $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock."""
+    """``cache_dir``, else $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock.
+
+    Raises:
+        FileNotFoundError: none of these is there, as in a container whose user has no home.
+    """
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     if os.environ.get("PENSTOCK_CACHE"):
         return Path(os.environ["PENSTOCK_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "penstock"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "penstock"
+    try:
+        return Path("~/.cache/penstock").expanduser()
+    except RuntimeError as exc:
+        raise FileNotFoundError(_NO_HOME) from exc
 
 
 class SealedFolder:
     """Files by key, 32 hex digits, of which the ``kept`` that were used last stay.
 
-    Every disk failure means 'not there'; a folder that is not this user's alone is an AccessDeniedError. Files are
-    written atomically; damaged ones, and those of another key, are removed.
+    Every disk failure means 'not there', as does a user without a home; a folder that is not this user's alone is an
+    AccessDeniedError. Files are written atomically; damaged ones, and those of another key, are removed.
     """
 
     def __init__(self, name: str, cache_dir: str | os.PathLike[str] | None, *, kept: int) -> None:
         # The user id separates users of a shared folder: nobody reads what another user could have written.
-        self.path = cache_home(cache_dir) / f"{name}-{os.geteuid()}"
+        self._name = f"{name}-{os.geteuid()}"
+        self._home: Path | None = None
+        with suppress(FileNotFoundError):
+            self._home = cache_home(cache_dir)
         self._kept = kept
+
+    @property
+    def path(self) -> Path:
+        """The folder.
+
+        Raises:
+            FileNotFoundError: there is none (see ``cache_home``).
+        """
+        if self._home is None:
+            raise FileNotFoundError(_NO_HOME)
+        return self._home / self._name
 
     def file(self, key: str) -> Path:
         """Where the file of a key is."""

@@ -226,3 +226,15 @@ def test_layouts_take_no_more_room_than_they_may(tmp_path: Path, folder: Path, m
     monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", 5)
     KeptLayouts(manifest, ["bin"], tmp_path).save({0: layout_of(0)})
     assert list(tmp_path.glob("layouts-*/*.arrow")) == [file]
+
+
+def test_a_user_without_a_home_reads_all_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rows_of(folder)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for name in ("HOME", "PENSTOCK_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert rows_of(folder) == first
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
