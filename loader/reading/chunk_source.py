@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
@@ -39,14 +40,14 @@ class Fetched:
     """A chunk's bytes, not yet checked: the ``parts`` that ``ranges`` of its shard hold.
 
     ``bytes_on_disk``: what it takes once opened, where that is too much for memory: then the parts lie on the disk.
-    ``is_mapped``: its only part is the file itself.
+    ``mapped``: what its only part, the file itself, was mapped by.
     """
 
     header: Any
     ranges: Sequence[ByteRange]
     parts: Sequence[memoryview]
     bytes_on_disk: int | None
-    is_mapped: bool
+    mapped: MappedChunks | None
 
 
 class AvoidedError(FormatError):
@@ -187,8 +188,8 @@ class ChunkSource:
         is_large = needed > chunk.memory_limit
         if is_large and not self._onto_disk:
             refuse_large(chunk, needed)
-        files = self._mapped
-        mapped = None if is_large or files is None else files.map(chunk, ranges)
+        files = None if is_large else self._mapped
+        mapped = None if files is None else files.map(chunk, ranges)
         if is_large:
             parts = fetch_onto_disk(self._store, chunk, ranges, needed, _PIECE_BYTES)
         elif mapped is not None:
@@ -200,7 +201,7 @@ class ChunkSource:
         else:
             parts = self._store.get_ranges(chunk.shard.key, ranges, etag=chunk.shard.etag)
         self._counters.add(fetch_s=time.perf_counter() - started)
-        return Fetched(header, ranges, parts, needed if is_large else None, mapped is not None)
+        return Fetched(header, ranges, parts, needed if is_large else None, None if mapped is None else files)
 
     def _open_fetched(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
         started = time.perf_counter()
@@ -220,9 +221,8 @@ class ChunkSource:
                 "rebuild the manifest with `penstock index`",
                 offset=chunk.offset,
             )
-        if fetched.is_mapped:
-            files = self._mapped  # None where another thread has found out what follows
-            guarded = None if files is None else files.guard(chunk, block, fetched.parts[0])
+        if fetched.mapped is not None:
+            guarded = fetched.mapped.guard(chunk, block, fetched.parts[0])
             if guarded is None:  # and will be for the others
                 self._mapped = None
                 return self._open_fetched(index, chunk, self._fetch(chunk))
@@ -264,7 +264,8 @@ class ChunkSource:
         if block is None:
             block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
             if is_whole:
-                self._layouts.keep(index, block, parts[0], checksum)
+                check = None if fetched.mapped is None else partial(fetched.mapped.check, chunk)
+                self._layouts.keep(index, block, parts[0], checksum, check=check)
             block = pack_records(block)
         return block
 

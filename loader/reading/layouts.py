@@ -8,7 +8,7 @@ as in an archive whose headers state sizes, the checksum is that of the bytes be
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -71,10 +71,19 @@ class Layouts:
         if self._kept is not None and found:
             self._kept.save(found)
 
-    def keep(self, chunk: int, block: Block, data: memoryview, checksum: int | None) -> None:
+    def keep(
+        self,
+        chunk: int,
+        block: Block,
+        data: memoryview,
+        checksum: int | None,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """Remember where the values are that ``block`` has in ``data``, if there is room, and nothing of ``data``.
 
         Blocks with other values than bytes are passed over: what is made of a chunk's bytes may refer to all of them.
+        ``check`` raises an error where ``data`` may be other bytes by now: such a layout is not kept.
         """
         columns = [column for column in block.columns.values() if isinstance(column, BytesColumn)]
         if block.records or len(columns) < len(block.columns) or all(c.buffer is not data for c in columns):
@@ -84,6 +93,8 @@ class Layouts:
         if self._nbytes + nbytes > self._budget:
             return
         found = self._sum(kept, IN_CHUNK, data) if checksum is None else checksum
+        if check is not None:
+            check()
         with self._lock:
             if chunk not in self._layouts and self._nbytes + nbytes <= self._budget:
                 self._layouts[chunk] = Layout(found, len(data), kept)

@@ -52,16 +52,30 @@ class MappedChunks:
         return self._store.map(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
 
     def guard(self, chunk: ChunkRef, block: Block, data: memoryview) -> Block | None:
-        """The block, whose values in ``data`` are taken with care; None where that is not possible, or does not pay."""
-        assert chunk.shard.etag is not None
-        file = MappedFile(self._store, chunk.shard.key, chunk.shard.etag, self._looks)
+        """The block, whose values in ``data`` are taken with care; None where that is not possible, or does not pay.
+
+        What the format has copied of it, such as small values, is that of the indexed file.
+
+        Raises:
+            ObjectChangedError, NotFoundError: the file is not as it was when it was indexed.
+        """
+        file = self._file(chunk)
         columns: dict[str, Column] = {}
         for name, column in block.columns.items():
             guarded = _guard(column, data, file)
             if guarded is None:
                 return None
             columns[name] = guarded
+        file.check()
         return None if block.records else replace(block, columns=columns)
+
+    def check(self, chunk: ChunkRef) -> None:
+        """Raise ObjectChangedError where a chunk's file is another one now, NotFoundError where there is none."""
+        self._file(chunk).check()
+
+    def _file(self, chunk: ChunkRef) -> MappedFile:
+        assert chunk.shard.etag is not None
+        return MappedFile(self._store, chunk.shard.key, chunk.shard.etag, self._looks)
 
 
 @dataclass(frozen=True, slots=True)

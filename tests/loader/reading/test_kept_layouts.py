@@ -17,10 +17,11 @@ from penstock.loader import DistributedDataLoader, TarFormat, open_manifest
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.formats.tar import format as tar_format
-from penstock.loader.reading import kept_layouts
+from penstock.loader.reading import kept_layouts, mapped_chunks
 from penstock.loader.reading.checksum import sum_chunks
 from penstock.loader.reading.kept_layouts import IN_CHUNK, KeptLayouts, Layout
 from penstock.loader.reading.layouts import Layouts
+from penstock.storage import ObjectChangedError
 
 FORMAT = TarFormat(chunk_bytes=32 << 10)
 FIELDS = ("__id__", "__key__", "bin", "cls", "note")
@@ -79,7 +80,7 @@ def index(data: Path) -> Manifest:
     return manifest
 
 
-def rows_of(data: Path, **options: Any) -> list[tuple[Any, ...]]:
+def rows_of(data: Path | Manifest, **options: Any) -> list[tuple[Any, ...]]:
     settings: dict[str, Any] = {"batch_size": 4, "format": FORMAT, "decode": None, "with_ids": True, "seed": 3}
     with DistributedDataLoader(data, **settings | options) as loader:
         names = [name for name in FIELDS if name in ("__id__", *(options.get("columns") or FIELDS))]
@@ -238,3 +239,34 @@ def test_a_user_without_a_home_reads_all_the_same(
     monkeypatch.chdir(tmp_path)
     assert rows_of(folder) == first
     assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_of_a_mapped_file_that_is_written_to_while_it_is_opened_nothing_is_delivered_or_kept(
+    has_sums: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_chunks, "_LEAST_BYTES", 1)
+    shard, read_members, before = tmp_path / "1.tar", tar_format.read_members, tar_of(20, 1)
+    shard.write_bytes(before)
+    status = shard.stat()
+    manifest = open_manifest(shard, progress=False)
+    if has_sums:
+        manifest = sum_chunks(manifest, progress=False)
+    assert manifest.num_chunks == 1
+
+    def write_first(run: memoryview, key: str, base: int, *, whole: bool) -> Any:
+        with shard.open("r+b") as file:  # a label, which nobody looks at again
+            file.seek(before.index(b"7".ljust(512, b"\0")))
+            file.write(b"8")
+        os.utime(shard, ns=(1, 1))  # whatever the clock's steps are
+        return read_members(run, key, base, whole=whole)
+
+    for columns in (["cls"], None):
+        with monkeypatch.context() as patch:
+            patch.setattr(tar_format, "read_members", write_first)
+            with pytest.raises(ObjectChangedError):
+                rows_of(manifest, columns=columns, format=None)
+        shard.write_bytes(before)
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+        labels = [row[1 if columns else 3] for row in rows_of(manifest, columns=columns, format=None)]
+        assert sorted(labels) == sorted(b"%d" % n for n in range(20))
