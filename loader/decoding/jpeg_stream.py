@@ -58,9 +58,9 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
         if marker == _SCAN:
             if frame is None:
                 return None
-            *told, quantization = frame
+            height, width, sampling, quantization = frame
             is_whole = data[begin] == _COLOURS and _scan_tables(data, begin) | quantization <= tables
-            return PlainJpeg(*told, tuple(exif), is_whole)
+            return PlainJpeg(height, width, sampling, tuple(exif), is_whole)
         if marker in _FRAMES:
             frame = _read_frame(data, begin) if marker in _PLAIN_FRAMES and frame is None else None
             if frame is None:
