@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from penstock.loader import DistributedDataLoader, TarFormat, open_manifest
 from penstock.loader.columns import Block, BytesColumn
@@ -270,3 +271,23 @@ def test_of_a_mapped_file_that_is_written_to_while_it_is_opened_nothing_is_deliv
         os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
         labels = [row[1 if columns else 3] for row in rows_of(manifest, columns=columns, format=None)]
         assert sorted(labels) == sorted(b"%d" % n for n in range(20))
+
+
+def test_what_is_made_of_the_same_bytes_is_that_of_the_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[int, Layout] = {}
+    monkeypatch.setattr(KeptLayouts, "save", lambda self, layouts: found.update(layouts))
+    rows_of(folder)
+    told = [
+        (chunk, layout.length, layout.block.samples, name, column.text, column.ascii)
+        for chunk, layout in sorted(found.items())
+        for name, column in sorted(layout.block.columns.items())
+    ]
+    places = [
+        (column.starts.tolist(), column.stops.tolist(), column.buffer is IN_CHUNK or column.buffer.tobytes())
+        for _, layout in sorted(found.items())
+        for _, column in sorted(layout.block.columns.items())
+    ]
+    digest = xxhash.xxh3_64_hexdigest(repr((told, places)))
+    assert (kept_layouts._VERSION, digest) == (1, "dfb585943cc3de32"), (
+        "raise _VERSION: what older releases kept is read as this"
+    )
