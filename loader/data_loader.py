@@ -24,8 +24,7 @@ from .control import Control
 from .cost_arguments import CostArguments
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
-from .decoding.batch import BatchT
-from .decoding.batch_options import BatchOptions
+from .decoding.batch_options import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
 from .device_arguments import open_image_codec

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from .decoding.batch import BatchT
+from .decoding.batch_options import BatchT
 from .errors import ConfigError
 from .metrics import Counters
 from .order.plan import Order, Share

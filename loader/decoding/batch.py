@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,16 +36,6 @@ from .row_work import Sample
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    # What collate= returns; without one a dict of name -> tensor or list.
-    BatchT = TypeVar("BatchT", default=dict[str, Any])
-else:
-    from typing import TypeVar
-
-    BatchT = TypeVar("BatchT")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..columns import IntArray
 from ..errors import ConfigError
 from .row_work import RowWork, Sample
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # What collate= returns; without one a dict of name -> tensor or list.
+    BatchT = TypeVar("BatchT", default=dict[str, Any])
+else:
+    from typing import TypeVar
+
+    BatchT = TypeVar("BatchT")
 
 Batch = Any
 

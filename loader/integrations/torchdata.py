@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..data_loader import DistributedDataLoader
-from ..decoding.batch import BatchT
+from ..decoding.batch_options import BatchT
 
 try:
     from torchdata.nodes import BaseNode

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import cv2
@@ -26,6 +27,7 @@ FACTORS = ("444", "422", "440", "420", "411")
 @pytest.fixture(scope="module", autouse=True)
 def library():
     if turbojpeg.find_turbojpeg() is None:
+        assert find_spec("turbojpeg") is None, "the package is installed, and its library is not found"
         pytest.skip("no libturbojpeg of version 3.0 or newer; where there is a wheel: pip install turbojpeg")
     found = jpeg_region.exact_library()
     assert found is not None, "the library that was found decodes other pixels than simplejpeg"

@@ -27,6 +27,7 @@ from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, mapp
 
 SAMPLES, BATCH = 96, 8
 FORMAT = TarFormat(chunk_bytes=64 << 10)
+pytestmark = pytest.mark.usefixtures("small_chunks_too")
 
 
 def blob(number: int) -> bytes:
@@ -46,11 +47,6 @@ def write_shard(path: Path, numbers: range, salt: bytes = b"") -> None:
                 archive.addfile(member, io.BytesIO(data))
 
 
-@pytest.fixture(autouse=True)
-def small_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_chunks, "_LEAST_BYTES", 1)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     if not mapped.can_map(tmp_path.stat().st_dev):
@@ -60,21 +56,6 @@ def folder(tmp_path: Path) -> Path:
     for shard in range(2):
         write_shard(data / f"{shard}.tar", range(shard * SAMPLES // 2, (shard + 1) * SAMPLES // 2))
     return data
-
-
-@pytest.fixture
-def maps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of what is mapped."""
-    found: list[str] = []
-    map_file = LocalStore.map
-
-    def note(self: LocalStore, key: str, *args: Any, **kwargs: Any) -> memoryview | None:
-        view = map_file(self, key, *args, **kwargs)
-        found.extend([key] if view is not None else [])
-        return view
-
-    monkeypatch.setattr(LocalStore, "map", note)
-    return found
 
 
 def load(url: Any, **options: Any) -> DistributedDataLoader:

@@ -21,12 +21,13 @@ from penstock.loader.decoding.late_rows import RowsOfSpan, WideRows
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
-from penstock.loader.reading import mapped_chunks, mapped_files
+from penstock.loader.reading import mapped_files
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, libc, mapped
 
 LENGTH, PER_FILE, FILES, BATCH = 512, 60, 3, 8
 FORMAT = TokensFormat(seq_len=LENGTH, chunk_bytes=16 << 10)
+pytestmark = pytest.mark.usefixtures("small_chunks_too")
 Harm = Callable[[Path], object]
 
 
@@ -34,11 +35,6 @@ def write_file(path: Path, number: int) -> None:
     """Sequences of one number each: that of the sequence."""
     first = number * PER_FILE
     np.repeat(np.arange(first, first + PER_FILE, dtype=np.uint16), LENGTH).tofile(path)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_chunks, "_LEAST_BYTES", 1)
 
 
 @pytest.fixture
@@ -50,21 +46,6 @@ def folder(tmp_path: Path) -> Path:
     for number in range(FILES):
         write_file(data / f"{number}.bin", number)
     return data
-
-
-@pytest.fixture
-def maps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of what is mapped."""
-    found: list[str] = []
-    map_file = LocalStore.map
-
-    def note(self: LocalStore, key: str, *args: Any, **kwargs: Any) -> memoryview | None:
-        view = map_file(self, key, *args, **kwargs)
-        found.extend([key] if view is not None else [])
-        return view
-
-    monkeypatch.setattr(LocalStore, "map", note)
-    return found
 
 
 def load(url: Any, **options: Any) -> DistributedDataLoader:
