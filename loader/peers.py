@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
+from ..storage.interruptible import Condition
 from .calls import Calls
 from .dataset.exchange import RemoteError
 from .errors import RankStoppedError
@@ -107,7 +108,7 @@ class PeerWatch:
         self._group = weakref.ref(store)
         self._rank, world_size = _place()
         self._look_s = max(LOOK_S, world_size / RANKS_A_SECOND)
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._members: dict[int, tuple[Interrupt, Calls | None]] = {}
         self._own: BaseException | None = None
         self._is_over = False

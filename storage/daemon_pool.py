@@ -10,9 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
+
+from .interruptible import Future
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .errors import StorageError
+from .interruptible import Condition
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class Race(Generic[T]):
         """``submit`` runs a function in another thread."""
         self._submit = submit
         self._run = run
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = Condition()
         self._started = 0
         self._failed = 0
         self._error: BaseException | None = None

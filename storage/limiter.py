@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import AccessDeniedError, StorageError
+from .interruptible import Condition
 from .node_budget import COOLDOWN_S, MOST_PLACES, NodeBudget
 from .own_folder import OwnFolder
 
@@ -60,7 +61,7 @@ class Limiter:
         self._reset()
 
     def _reset(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = Condition()
         self._running = self._waiting = self._successes = self._node_successes = 0
         self._spare = 0  # places of the node's that wait for a thread of this process
         self._without_place = 0

@@ -24,6 +24,7 @@ from .errors import (
     ThrottledError,
 )
 from .hedge import HedgeBudget, LatencyBook, Race
+from .interruptible import Event
 from .limiter import limiter_of
 from .patience import Patience, TimedStore, TimeLimit
 from .ranges import coalesce, split
@@ -75,7 +76,7 @@ class RetryStore:
         self._reached = self._granted = False
         self._warned_at = float("-inf")
         self._pool = DaemonPool(f"penstock-requests {inner.url}")
-        self._closing = threading.Event()
+        self._closing = Event()
         self._lock = threading.Lock()
         self._requests = self._retries = self._throttled = 0
 

@@ -234,6 +234,19 @@ def test_storage_does_without_torch(imports: list[Import]) -> None:
     assert with_torch == []
 
 
+def test_no_lock_can_be_left_taken_by_an_interrupt() -> None:
+    makes = re.compile(r"\b(threading\.(Condition|Event)|queue\.Queue)\((?!self\._lock\))|[= ]futures\.Future\(\)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: use storage/interruptible.py, or queue.SimpleQueue"
+        for room in ("storage", "loader", "trainer")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if path.name != "interruptible.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if makes.search(line)
+    ]
+    assert found == []
+
+
 def test_rooms_are_imported_as_parts_of_penstock(imports: list[Import]) -> None:
     assert [one for one in imports if one.target.partition(".")[0] in ROOMS] == []
 

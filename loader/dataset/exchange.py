@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from ...storage import PenstockError
+from ...storage.interruptible import Event
 from ..errors import DatasetError, FormatError
 
 BEAT_S = 1.0
@@ -60,7 +61,7 @@ class Exchange:
         self._namespace = namespace
         self._rank = rank
         self._dead_after_s = dead_after_s
-        self._stop = threading.Event()
+        self._stop = Event()
         self._thread: threading.Thread | None = None
         self.builds = False
 

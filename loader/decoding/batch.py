@@ -5,7 +5,6 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from ...storage.daemon_pool import DaemonPool, PoolClosedError
+from ...storage.interruptible import Event
 from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
@@ -53,7 +53,7 @@ class BatchMaker:
     pool: DaemonPool
     workers: WorkerPool | None
     counters: Counters
-    stopping: threading.Event
+    stopping: Event
     replacer: Replacer | None = None
     bad: BadSamples | None = None
     seed: int | None = None

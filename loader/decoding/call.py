@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 
 from ...storage.daemon_pool import DaemonPool, PoolClosedError
+from ...storage.interruptible import Future
 
 
 class Call(Future[None]):

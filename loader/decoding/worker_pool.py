@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import process
 from pathlib import Path
 from typing import Any
 
+from ...storage.interruptible import Future
 from ..errors import ConfigError, DecodeError, WorkerError
 from . import worker_main
 from .decode import DecodeChoice, FieldDecoder

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ...storage.interruptible import Event
 from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..decoding.gather import Rows
@@ -62,7 +62,7 @@ class Equipment:
     leases: Leases | None
     options: PipelineOptions
     counters: Counters
-    stopping: threading.Event
+    stopping: Event
     deliver: Callable[[Delivery], bool]
 
 

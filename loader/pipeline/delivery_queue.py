@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from ...storage.interruptible import Condition
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
@@ -57,7 +57,7 @@ class DeliveryQueue:
         self._error: BaseException | None = None
         self._interruption: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     def limit(self, max_bytes: int) -> None:
         """Hold so many bytes at most from now on; what is in the queue stays there."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
+from ...storage.interruptible import Event
 from ...storage.malloc import keep_freed_memory
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
@@ -64,7 +65,7 @@ class Pipeline:
         if tuner is not None:
             options = tuner.begin(options, source.mean_reserve)
         self._counters = counters
-        self._stopping = threading.Event()
+        self._stopping = Event()
         # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
         self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
         self.interrupt = self._out.interrupt  # by any thread: an error that the next ``get`` raises

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
+from ...storage.interruptible import Event
 from .autotune import Bounds, Measured, Settings, State, step
 from .tuning import PipelineOptions, TuningChoice
 
@@ -115,7 +115,7 @@ class Tuner:
         self._state = replace(known, settings=settings, trial=None, taken_back=None, given_back=None)
         return replace(options, **asdict(settings))
 
-    def run(self, pipeline: Tunable, stopping: threading.Event) -> None:
+    def run(self, pipeline: Tunable, stopping: Event) -> None:
         """Tune until the pipeline stops. What goes wrong here ends the tuning, and not the training."""
         before = pipeline.sums()
         while not stopping.wait(TICK_S):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NoReturn
 
 import torch
 
 from ...storage.daemon_pool import DaemonPool
+from ...storage.interruptible import Event
 from ..decoding.batch import BatchMaker
 from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
@@ -63,7 +63,7 @@ class MixedLook:
                 pool=pool,
                 workers=None,
                 counters=Counters(),
-                stopping=threading.Event(),
+                stopping=Event(),
             )
             check_fields(parts.sources, kinds, maker)
             rows = gatherer.gather(span, list(groups.values()), load_ahead(chunks.load, chunks.reserve, groups))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from ...storage.daemon_pool import DaemonPool
+from ...storage.interruptible import Event
 from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..decoding.batch_options import BatchOptions
@@ -113,7 +113,7 @@ def first_batch(
             pool=pool,
             workers=None,
             counters=Counters(),
-            stopping=threading.Event(),
+            stopping=Event(),
             replacer=policy.replacer(chunks, batch_options.work, counts=False),
         )
         batch = maker.start(rows, epoch, num_rows, num_valid).result()

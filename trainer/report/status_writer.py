@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage.files import write_whole
+from ...storage.interruptible import Event
 from ...storage.process_usage import read_traffic
 from ..ranks.world import World
 from ..stopwatch import Stopwatch
@@ -83,7 +84,7 @@ class StatusWriter:
         self._looks_at_s = 0.0  # by time.monotonic(): when rank 0 reads all files again
         self.survey: Survey | None = None
         self._timelines = TimelineRecorder(output_dir, world.rank, stopwatch, loader)
-        self._closing = threading.Event()
+        self._closing = Event()
         self._thread = threading.Thread(target=self._run, name="penstock-status", daemon=True)
         self._thread.start()
 

@@ -7,7 +7,6 @@ import queue
 import secrets
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,24 +127,23 @@ class InBackground:
         self._observer = observer
         self._error: Exception | None = None
         self._dropped = 0
-        self._records: queue.Queue[tuple[str, int, Values] | None] = queue.Queue(_QUEUED_RECORDS)
+        self._records: queue.SimpleQueue[tuple[str, int, Values] | None] = queue.SimpleQueue()  # Ctrl-C cannot lock it
         self._thread = threading.Thread(target=self._run, name=f"penstock-{self._name}", daemon=True)
         self._thread.start()
 
     def record(self, kind: str, step: int, values: Values) -> None:
         if self._error is not None:
             raise self._error
-        try:
-            self._records.put_nowait((kind, step, values))
-        except queue.Full:
+        if self._records.qsize() >= _QUEUED_RECORDS:
             self._dropped += 1
+        else:
+            self._records.put((kind, step, values))
 
     def close(self) -> None:
         """Wait for what is queued, at most half a minute."""
         deadline_s = time.monotonic() + _PATIENCE_S
         if self._error is None:
-            with suppress(queue.Full):
-                self._records.put(None, timeout=_PATIENCE_S)
+            self._records.put(None)
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._error is None and self._thread.is_alive():
             raise TrainerError(f"{self._name} is {self._records.qsize()} records behind and is not waited for")

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from ...storage.interruptible import Event
 from ..errors import StallError, TrainerConfigError, WorldError
 from ..ranks.world import World
 from .blame import is_of_a_collective
@@ -81,10 +82,10 @@ class Watchdog:
         self._sightings = {rank: Sighting(beat=None, changed_at_s=now_s) for rank in watched}
         self._excused_at_s = float("-inf")
         self._verdict: str | None = None
-        self._stopping = threading.Event()  # the main thread is on its way out with an error
-        self._closing = threading.Event()
-        self._released = threading.Event()  # nothing is left to guard
-        self._wake = threading.Event()
+        self._stopping = Event()  # the main thread is on its way out with an error
+        self._closing = Event()
+        self._released = Event()  # nothing is left to guard
+        self._wake = Event()
         # A clone has a connection of its own, so that the main thread's use of the store cannot hold ours up.
         connection = _get_default_store().clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
         self._reads_many: bool = connection.has_extended_api()

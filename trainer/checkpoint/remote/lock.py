@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ....storage.errors import NotFoundError, ObjectChangedError, StorageError
+from ....storage.interruptible import Event
 from ....storage.store import Store
 from ...errors import CheckpointError
 from ..lock import start_ticks
@@ -52,7 +53,7 @@ class StoreLock:
         self._etag: str | None = None
         self._taken_by: dict[str, Any] | None = None
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = Event()
         self._acquire()
         self._thread = threading.Thread(target=self._beat_on, name="penstock-checkpoint-lock", daemon=True)
         self._thread.start()

@@ -1,0 +1,76 @@
+"""Conditions, events and futures that Ctrl-C cannot leave locked.
+
+``threading.Condition`` takes its lock in a function of Python: if a signal's exception is raised as that function
+returns, the lock stays taken, and whoever asks for it waits for ever. Here ``with`` meets the lock itself: between its
+taking and the protection of the block the interpreter looks for no signals.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent import futures
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_RLock: Any = type(threading.RLock())
+
+
+class Condition(_RLock, threading.Condition):  # type: ignore[misc]
+    """As ``threading.Condition()``, but that whoever waits must have taken it once, not twice."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[Any] = deque()  # what the methods of threading.Condition work on, beside the lock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As that of ``threading.Condition``; the lock is taken again, however it ends."""
+        if not self._is_owned():
+            raise RuntimeError("only the thread that has taken a condition's lock can wait for it")
+        waiter, is_told = threading.Lock(), False
+        waiter.acquire()
+        taken_once = (1, threading.get_ident())
+        self._waiters.append(waiter)
+        try:
+            self._release_save()
+            is_told = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            self._acquire_restore(taken_once)  # which no signal interrupts
+            if not is_told:
+                with suppress(ValueError):
+                    self._waiters.remove(waiter)
+        return is_told
+
+
+class Event:
+    """As ``threading.Event``."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        with self._changed:
+            self._is_set = True
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        with self._changed:
+            self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most for ``timeout`` seconds; whether it was."""
+        with self._changed:
+            return self._is_set or self._changed.wait(timeout)
+
+
+class Future(futures.Future[T]):
+    """As ``concurrent.futures.Future``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()

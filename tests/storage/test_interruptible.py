@@ -1,0 +1,149 @@
+"""Whatever instant Ctrl-C strikes at, no lock stays taken that nobody would release."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from penstock.storage.interruptible import Condition, Event, Future
+
+STRUCK_S = 0.4
+EVERY_S = 0.00013
+
+
+class StruckError(BaseException):
+    """What the signal's handler raises, as Ctrl-C's does KeyboardInterrupt."""
+
+
+class Strikes:
+    """Thousands of signals a second, which raise in the main thread, wherever it is in a function."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._is_armed = False
+
+    def handle(self, number: int, frame: object) -> None:
+        if self._is_armed:
+            raise StruckError
+
+    def strike(self, function: Callable[[], object]) -> None:
+        """Call it over and over until it is struck."""
+        try:
+            self._is_armed = True
+            while True:
+                function()
+        except StruckError:
+            self._is_armed = False
+            self.count += 1
+
+
+@pytest.fixture
+def strikes() -> Iterator[Strikes]:
+    strikes = Strikes()
+    before = signal.signal(signal.SIGALRM, strikes.handle)
+    signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
+    yield strikes
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def uses_of_condition(condition: Condition) -> dict[str, Callable[[], None]]:
+    def enter() -> None:
+        with condition:
+            pass
+
+    def wait() -> None:
+        with condition:
+            condition.wait(0.00005)
+
+    def tell() -> None:
+        with condition:
+            condition.notify_all()
+
+    return {"enter": enter, "wait": wait, "tell": tell}
+
+
+@pytest.mark.parametrize("use", ["enter", "wait", "tell"])
+def test_a_condition_is_free_after_its_user_was_struck(strikes: Strikes, use: str) -> None:
+    until = time.monotonic() + STRUCK_S
+    condition = Condition()
+    while time.monotonic() < until:
+        strikes.strike(uses_of_condition(condition)[use])
+        assert not condition._is_owned(), f"after {strikes.count} strikes"
+    assert strikes.count > 10
+
+
+def uses_of_event(event: Event) -> dict[str, Callable[[], object]]:
+    return {"set": event.set, "clear": event.clear, "wait": lambda: event.wait(0.00005)}
+
+
+@pytest.mark.parametrize("use", ["set", "clear", "wait"])
+def test_an_event_is_free_after_its_user_was_struck(strikes: Strikes, use: str) -> None:
+    until = time.monotonic() + STRUCK_S
+    event = Event()
+    while time.monotonic() < until:
+        strikes.strike(uses_of_event(event)[use])
+        assert not event._changed._is_owned(), f"after {strikes.count} strikes"
+    assert strikes.count > 10
+
+
+def wait_for(future: Future[int]) -> None:
+    with suppress(TimeoutError):
+        future.result(0.00005)
+
+
+@pytest.mark.parametrize("use", [Future.done, Future.running, Future.cancelled, wait_for])
+def test_a_future_is_free_after_its_user_was_struck(strikes: Strikes, use: Callable[[Future[int]], object]) -> None:
+    until = time.monotonic() + STRUCK_S
+    while time.monotonic() < until:
+        future: Future[int] = Future()
+        strikes.strike(partial(use, future))
+        setter = threading.Thread(target=future.set_result, args=[7], daemon=True)
+        setter.start()
+        setter.join(10)
+        assert not setter.is_alive(), f"after {strikes.count} strikes"
+        assert future.result() == 7
+    assert strikes.count > 10
+
+
+def test_who_waits_for_a_condition_is_told() -> None:
+    condition, told = Condition(), []
+
+    def listen() -> None:
+        with condition:
+            told.append(condition.wait_for(lambda: len(told) > 0, 10))
+
+    with condition:
+        assert not condition.wait(0.001)
+        listeners = [threading.Thread(target=listen) for _ in range(3)]
+        for listener in listeners:
+            listener.start()
+    with condition:
+        told.append(True)
+        condition.notify_all()
+    for listener in listeners:
+        listener.join(10)
+    assert told == [True] * 4
+
+
+def test_only_its_owner_waits_for_a_condition_or_notifies() -> None:
+    condition = Condition()
+    for method in (condition.wait, condition.notify):
+        with pytest.raises(RuntimeError):
+            method()
+
+
+def test_an_event_wakes_those_who_wait() -> None:
+    event = Event()
+    assert not event.wait(0.001)
+    threading.Timer(0.01, event.set).start()
+    assert event.wait(10)
+    assert event.is_set()
+    event.clear()
+    assert not event.is_set()
