@@ -29,10 +29,10 @@ from .byte_views import ByteViews
 from .call import Call
 from .collate import collate_samples
 from .decode import FieldDecoders
-from .gather import Rows, complete_all
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
 from .row_work import Sample
+from .rows import Rows, complete_all
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"

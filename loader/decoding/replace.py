@@ -22,9 +22,10 @@ from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .copies import copy_sample, copy_value
 from .decode import FieldDecoders
-from .gather import Rows, gather
+from .gather import gather
 from .row_errors import describe_row
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
+from .rows import Rows
 
 _KEPT_BLOCKS = 4
 

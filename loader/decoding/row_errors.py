@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..columns import KEY_COLUMN
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError
-from .gather import Rows
 from .row_work import RowError
+from .rows import Rows
 
 
 def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Exception:

@@ -24,10 +24,10 @@ from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .collate import collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
-from .gather import Rows
 from .replace import tell_bad
 from .row_errors import explain_row_error
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample
+from .rows import Rows
 from .worker_pool import WorkerPool
 
 

@@ -14,9 +14,9 @@ from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_options import Batch
 from ..decoding.byte_views import ByteViews
 from ..decoding.decode import FieldDecoders
-from ..decoding.gather import Rows
 from ..decoding.row_job import RowJob
 from ..decoding.row_work import Sample
+from ..decoding.rows import Rows
 from ..errors import ConfigError
 from .sources import OpenSource, OpenSources
 

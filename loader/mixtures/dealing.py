@@ -10,8 +10,8 @@ import numpy as np
 
 from ..columns import IntArray
 from ..decoding.batch import BatchMaker, UnfinishedBatch
-from ..decoding.gather import Rows
 from ..decoding.row_job import RowJob
+from ..decoding.rows import Rows
 from ..metrics import Counters
 from ..order.mixed_spans import pick_segments
 from ..order.plan import Share, column_segments, share_bounds

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...storage.interruptible import Event
 from ..columns import Block
 from ..decoding.batch import BatchMaker
-from ..decoding.gather import Rows
+from ..decoding.rows import Rows
 from ..metrics import Counters
 from ..order.cursors import Cursors
 from ..order.plan import Order, Share

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..columns import Block, IntArray
 from ..decoding.decode import WIDENED
-from ..decoding.gather import Rows, gather
+from ..decoding.gather import gather
+from ..decoding.rows import Rows
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
 from ..order.selection import Selection

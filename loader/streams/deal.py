@@ -9,7 +9,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..decoding.batch import BatchMaker, UnfinishedBatch
-from ..decoding.gather import Rows
+from ..decoding.rows import Rows
 from ..order.plan import Share
 from ..order.spans import Span
 from ..pipeline.assembler import cut_step

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..decoding.decode import FieldDecoders
-from ..decoding.gather import Rows
+from ..decoding.rows import Rows
 from ..errors import ConfigError
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]

@@ -12,9 +12,9 @@ import numpy as np
 from ..columns import IntArray, Ragged
 from ..decoding.batch import UnfinishedBatch
 from ..decoding.batch_values import BatchValues
-from ..decoding.gather import Values
 from ..decoding.row_job import RowJob
 from ..decoding.row_work import RowError
+from ..decoding.rows import Values
 from ..errors import LoaderClosedError
 from ..order.spans import ChunkRows
 from ..packing.packed import Packed

@@ -10,8 +10,9 @@ import numpy as np
 from ..columns import Block, IntArray
 from ..decoding.byte_views import Lend
 from ..decoding.decode import FieldDecoders
-from ..decoding.gather import Rows, gather
+from ..decoding.gather import gather
 from ..decoding.row_errors import describe_row
+from ..decoding.rows import Rows
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..reading.quarantine import ReplacesChunks

@@ -11,8 +11,8 @@ import numpy as np
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..decoding.copies import copy_sample
-from ..decoding.gather import Rows
 from ..decoding.row_job import RowJob
+from ..decoding.rows import Rows
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes

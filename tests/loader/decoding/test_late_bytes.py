@@ -17,8 +17,9 @@ from penstock.loader import DistributedDataLoader, TarFormat
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
-from penstock.loader.decoding.gather import Rows, gather
+from penstock.loader.decoding.gather import gather
 from penstock.loader.decoding.late_bytes import LateBytes
+from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline import pipeline

@@ -16,8 +16,9 @@ import pytest
 from penstock.loader import DistributedDataLoader, Mixture, Source, TokensFormat, open_manifest
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
-from penstock.loader.decoding.gather import Rows, gather
+from penstock.loader.decoding.gather import gather
 from penstock.loader.decoding.late_rows import RowsOfSpan, WideRows
+from penstock.loader.decoding.rows import Rows
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
@@ -143,7 +144,7 @@ def test_files_of_which_little_is_copied_at_once_are_read_after_some_time(
     least_bytes: int,
     is_mapped: bool,
 ) -> None:
-    monkeypatch.setattr("penstock.loader.decoding.gather._LEAST_LOOK_BYTES", least_bytes)
+    monkeypatch.setattr("penstock.loader.decoding.rows._LEAST_LOOK_BYTES", least_bytes)
     for _ in range(mapped_files._TRIALS):
         gathered.complete()
     maps.clear()

@@ -1,0 +1,124 @@
+"""Gathered rows of a span of batches, or of one: their ids, and the values of their fields, some still in chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..columns import AnyArray, IntArray, Ragged
+from ..reading.mapped_files import looking_at
+from .batch_memory import BatchMemory
+from .byte_views import ByteViews
+from .copies import copy_value
+from .decode import FieldDecoder
+from .late_rows import LateFields
+
+# Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
+_LEAST_LOOK_BYTES = 64 << 10
+_IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
+_SIZED = {bytes, memoryview, str}
+
+
+Values = AnyArray | ByteViews | Ragged | list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n.
+
+    ``planned``: (n,) the ids that the order asked for, where others take the place of some; None where it is ``ids``.
+    ``late``: fields that are still in their chunks, which these keep in memory, until ``complete`` copies them.
+    ``names``: where those have places among the others, all of both in the order of batches.
+    """
+
+    ids: IntArray
+    fields: Mapping[str, Values]
+    planned: IntArray | None = None
+    late: Sequence[LateFields] = ()
+    names: Sequence[str] = ()
+
+    @property
+    def keep_chunks(self) -> bool:
+        """Whether chunks must stay in memory until these are copied."""
+        return not all(late.is_mapped for late in self.late)
+
+    @property
+    def planned_ids(self) -> IntArray:
+        """(n,) int64: the ids that the order asked for."""
+        return self.ids if self.planned is None else self.planned
+
+    def cut(self, start: int, stop: int) -> Rows:
+        fields = {name: _cut(values, start, stop) for name, values in self.fields.items()}
+        planned = None if self.planned is None else self.planned[start:stop]
+        late = [each.cut(start, stop) for each in self.late]
+        return Rows(self.ids[start:stop], fields, planned, late, self.names)
+
+    def pick(self, indices: Sequence[int]) -> Rows:
+        """Some rows, in any order and more than once, with values of their own: a transform may change each."""
+        fields = {name: _pick(values, indices) for name, values in self.fields.items()}
+        rows = np.asarray(indices, np.int64)
+        planned = None if self.planned is None else self.planned[rows]
+        return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late], self.names)
+
+    def complete(self, memory: BatchMemory | None = None) -> Rows:
+        """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
+        return complete_all([self], memory)[0]
+
+    def _make(self, memory: BatchMemory | None) -> Rows:
+        if not self.late:
+            return self
+        made: dict[str, Values] = {}
+        for late in self.late:
+            made.update(late.make(memory))
+        made |= self.fields
+        return Rows(self.ids, {name: made[name] for name in self.names or made}, self.planned)
+
+    def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
+        """Bytes of the rows and of what they will be decoded into.
+
+        Of lists of Python values, only those that have a length in bytes are counted.
+        """
+        total = sum(late.nbytes for late in self.late)
+        for name, values in self.fields.items():
+            if not isinstance(values, list):
+                total += values.nbytes
+                continue
+            sized = values if set(map(type, values)) <= _SIZED else [value for value in values if type(value) in _SIZED]
+            encoded = sum(map(len, sized))
+            total += encoded
+            decoder = decoders.get(name)
+            if decoder is not None and decoder.slot is not None:
+                shape, dtype = decoder.slot
+                total += len(values) * math.prod(shape) * np.dtype(dtype).itemsize
+            elif decoder is not None and decoder.is_image:
+                total += _IMAGE_GROWTH * encoded
+        return total
+
+
+def complete_all(parts: Sequence[Rows], memory: BatchMemory | None = None) -> list[Rows]:
+    """``Rows.complete`` of each, asking once for all whether the files that they are mapped from are as they were.
+
+    Raises:
+        ObjectChangedError, NotFoundError: one of the files is not.
+    """
+    places = [late.at for rows in parts for late in rows.late if late.at is not None]
+    files = {id(file): file for at in places for file in at.mapped()}.values()  # those of a span are of one list
+    copied = sum(map(len, places)), sum(at.nbytes for at in places)
+    with looking_at(files, copied[0], nbytes=copied[1], least_bytes=_LEAST_LOOK_BYTES):
+        return [rows._make(memory) for rows in parts]
+
+
+def _cut(values: Values, start: int, stop: int) -> Values:
+    return values.cut(start, stop) if isinstance(values, Ragged) else values[start:stop]
+
+
+def _pick(values: Values, rows: Sequence[int]) -> Values:
+    if isinstance(values, ByteViews):
+        return values.pick(rows)
+    if isinstance(values, Ragged):
+        return values.take(np.asarray(rows, np.int64))
+    return values[list(rows)] if isinstance(values, np.ndarray) else [copy_value(values[i]) for i in rows]

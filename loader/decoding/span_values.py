@@ -1,0 +1,71 @@
+"""Collect a field's values chunk by chunk: stored in the order of arrival, and put in order at the end, all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..columns import AnyArray, IntArray, Ragged
+from ..order.spans import ChunkRows
+
+
+class ArrayOfSpan:
+    """Collects rows of one shape by copying them."""
+
+    def __init__(self, like: AnyArray, num_rows: int, dtype: np.dtype[Any]) -> None:
+        """Rows of ``like``'s shape, to be handed out in ``dtype``."""
+        self._values: AnyArray = np.empty((num_rows, *like.shape[1:]), dtype)
+
+    def add(self, source: AnyArray, rows: IntArray, arrived: int) -> None:
+        """Some rows of ``source``, after ``arrived`` others."""
+        # numpy's take would first copy all of an array that is not contiguous
+        taken = source.take(rows, axis=0) if source.flags.c_contiguous else source[rows]
+        self._values[arrived : arrived + len(rows)] = taken
+
+    def finish(self, order: IntArray) -> AnyArray:
+        """All rows: row i is the ``order[i]``-th that arrived."""
+        return self._values.take(order, axis=0)
+
+
+class ListOfSpan:
+    """Collects Python values; ``values`` are those so far, which end with the last that was added."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def pad(self, count: int) -> None:
+        """Missing values, until there are ``count``: chunks before had no such field."""
+        self.values.extend([None] * (count - len(self.values)))
+
+    def add(self, values: list[Any], arrived: int) -> None:
+        """Values of rows that come after ``arrived`` others."""
+        self.pad(arrived)
+        self.values.extend(values)
+
+    def finish(self, order: IntArray) -> list[Any]:
+        """All values: value i is that of the ``order[i]``-th row that arrived."""
+        self.pad(len(order))
+        return list(map(self.values.__getitem__, order.tolist()))
+
+
+class RaggedOfSpan:
+    """Collects lists of integers, without a Python object a value, where they lie in chunks."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Ragged, ChunkRows]] = []
+        self.count = 0
+
+    def add(self, arrays: Ragged, group: ChunkRows, arrived: int) -> None:
+        """The rows of ``group``, after ``arrived`` others."""
+        self._parts.append((arrived, arrays, group))
+        self.count += len(group.rows)
+
+    def finish(self) -> Ragged:
+        """All ``count`` of them, where no row lacks its own."""
+        return Ragged.merge(self.count, [(group.targets, arrays, group.rows) for _, arrays, group in self._parts])
+
+    def put_into(self, values: list[Any]) -> None:
+        """Into the places of their rows in the order of arrival, beside values that are no lists of integers."""
+        for arrived, arrays, group in self._parts:
+            values[arrived : arrived + len(group.rows)] = map(arrays.__getitem__, group.rows.tolist())
