@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
+from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from ..errors import DecodeError
 from ..order.spans import ChunkRows
 from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
@@ -19,6 +20,7 @@ from .decode import FieldDecoders
 from .late_bytes import LateBytesOfSpan
 from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 from .rows import Rows, Values
+from .span_values import ArrayOfSpan, ListOfSpan, RaggedOfSpan
 
 
 def gather(
@@ -34,117 +36,160 @@ def gather(
     """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
 
     Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied. Lists of
-    integers in fields named ``flat`` come as ``Ragged``, without a Python object a value.
-
-    Values are stored in the order in which chunks arrive and reordered at the end, all at once. Of wide rows only the
-    places are noted; they, and records, are copied and converted at the end. With ``memory`` only the places of records
-    and of raw bytes in files are noted, too, and all that is left to who calls ``Rows.complete``.
+    integers in fields named ``flat`` come as ``Ragged``, without a Python object a value. With ``memory``, what can be
+    copied late is left to who calls ``Rows.complete``.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
-    arrived: list[IntArray] = []  # where the rows belong, in the order of arrival
-    wide: dict[str, RowsOfSpan] = {}
-    narrow: dict[str, AnyArray] = {}
-    lists: dict[str, list[Any]] = {}
-    in_files: dict[str, LateBytesOfSpan] = {}  # of fields that have a list, too
-    views: dict[str, ViewsOfSpan] = {}
-    ragged: dict[str, list[tuple[int, Ragged, ChunkRows]]] = {}  # with the number of rows that arrived before
-    records: list[tuple[Records, AnyArray | RowsOfSpan]] = []  # copied in the order of arrival, or noted
-    viewed: set[MappedFile] = set()
-    done = 0
+    fields = FieldsOfSpan(num_rows, decoders, lend, flat, is_late=memory is not None)
     for group, block in groups:
-        stop = done + len(group.rows)
-        arrived.append(group.targets)
         ids[group.targets] = group.rows + first_ids[group.chunk]
         if group.stands_for is not None:
             replaced.append(group)
-        for name, column in block.columns.items():
-            if isinstance(column, MappedColumn) and decoders.raw == "view":
-                viewed.add(column.file)
-            is_raw = isinstance(column, BytesColumn) and not column.text and decoders.of(name, column) is None
-            if isinstance(column, BytesColumn) and is_raw and decoders.raw == "view":
-                of_field = views.setdefault(name, ViewsOfSpan())
-                of_field.pad(done)
-                of_field.add(column, group.rows, lend)
-                continue
-            if isinstance(column, MappedColumn) and is_raw and memory is not None:
-                lists.setdefault(name, [])
-                in_files.setdefault(name, LateBytesOfSpan()).add(column, group)
-                continue
-            if isinstance(column, ObjectColumn) and name in flat:
-                arrays = column.as_ragged()
-                if arrays is not None:
-                    ragged.setdefault(name, []).append((done, arrays, group))
-                    continue
-            if not isinstance(column, ArrayColumn):
-                values = lists.setdefault(name, [])
-                values.extend([None] * (done - len(values)))  # earlier chunks had no such field
-                # Text columns have a decoder too, if the user named one: it is called with str.
-                is_encoded = isinstance(column, BytesColumn) and decoders.of(name, column) is not None
-                if isinstance(column, BytesColumn) and is_encoded and not column.text:
-                    as_views = decoders.raw == "view"
-                    values.extend(take_views(column, group.rows, lend) if as_views else column.copies(group.rows))
-                else:
-                    values.extend(_take(column, name, group))
-                continue
-            source = column.values
-            file = column.file if isinstance(column, MappedArray) else None
-            if file is not None or source.itemsize * math.prod(source.shape[1:]) >= LEAST_ROW_BYTES:
-                if name not in wide:
-                    wide[name] = RowsOfSpan(source, num_rows)
-                wide[name].add(source, group, file)
-            else:
-                # numpy's take would first copy all of an array that is not contiguous
-                taken = source.take(group.rows, axis=0) if source.flags.c_contiguous else source[group.rows]
-                _array(narrow, name, source, num_rows, decoders)[done:stop] = taken
-        for i, packed in enumerate(block.records):
-            if i == len(records):
-                like = packed.rows
-                room = np.empty(num_rows, like.dtype) if memory is None else RowsOfSpan(like, num_rows)
-                records.append((packed, room))
-            assert packed.rows.dtype == records[i][0].rows.dtype, "chunks of one data set have the same records"
-            if isinstance(room := records[i][1], RowsOfSpan):
-                room.add(packed.rows, group)
-            else:
-                packed.rows.take(group.rows, out=room[done:stop], mode="clip")  # "raise" would copy twice
-        done = stop
-    for file in viewed:
-        file.check()
-    is_late = not (narrow or lists or views or ragged) and all(isinstance(room, RowsOfSpan) for _, room in records)
-    order = np.empty(0 if is_late else num_rows, np.int64)
-    if not is_late:
-        order[np.concatenate(arrived)] = np.arange(num_rows)
-    due: list[LateFields] = []
-    for name, of_span in wide.items():
-        at = of_span.finish()
-        due.append(WideRows(name, at, decoders.dtype_of(at.rows)))
-    for packed, room in records:
-        at = room.finish() if isinstance(room, RowsOfSpan) else RowsAt(room, order)
-        due.append(RecordRows(packed, at, [decoders.dtype_of(np.empty(0, kind)) for kind in packed.dtypes]))
-    fields: dict[str, Values] = {}
-    fields |= {name: values.take(order, axis=0) for name, values in narrow.items()}
-    names = [name for late in due for name in late.names] if in_files else []
-    for name, parts in ragged.items():
-        if name not in lists and sum(len(group.rows) for _, _, group in parts) == num_rows:
-            fields[name] = Ragged.merge(num_rows, [(group.targets, part, group.rows) for _, part, group in parts])
-            continue
-        values = lists.setdefault(name, [])  # some chunks have others
-        values.extend([None] * (num_rows - len(values)))
-        for start, part, group in parts:
-            values[start : start + len(group.rows)] = map(part.__getitem__, group.rows.tolist())
-    for name, values in lists.items():
-        if name in in_files:
-            due.append(in_files[name].finish(name, order, values))
-            continue
-        values.extend([None] * (num_rows - len(values)))
-        fields[name] = list(map(values.__getitem__, order.tolist()))
-    for name, of_field in views.items():
-        of_field.pad(num_rows)
-        fields[name] = of_field.finish(order)
-    if in_files:
-        names += dict.fromkeys([*narrow, *ragged, *lists, *views])
-    rows = Rows(ids, fields, _planned(ids, replaced), due, names)
+        fields.add(block, group)
+    rows = fields.finish(ids, _planned(ids, replaced))
     return rows.complete() if memory is None else rows
+
+
+class FieldsOfSpan:
+    """Collects all fields of a span's rows, chunk by chunk: for each field one collector a kind of column.
+
+    Of records and wide rows only the places are noted, and they are copied and converted late, as are raw bytes in
+    mapped files with ``is_late``; without it, records are copied at once.
+    A field may be of one kind in some chunks and of another in others, or in some chunks alone.
+    """
+
+    def __init__(
+        self, num_rows: int, decoders: FieldDecoders, lend: Lend | None, flat: Collection[str], *, is_late: bool
+    ) -> None:
+        self._num_rows = num_rows
+        self._decoders = decoders
+        self._lend = lend
+        self._flat = flat
+        self._is_late = is_late
+        self._as_views = decoders.raw == "view"
+        self._arrived = 0  # rows of the chunks so far
+        self._targets: list[IntArray] = []  # where these belong
+        self._wide: dict[str, RowsOfSpan] = {}
+        self._records: list[tuple[Records, AnyArray | RowsOfSpan]] = []  # copied in the order of arrival, or noted
+        self._narrow: dict[str, ArrayOfSpan] = {}
+        self._ragged: dict[str, RaggedOfSpan] = {}
+        self._lists: dict[str, ListOfSpan] = {}
+        self._in_files: dict[str, LateBytesOfSpan] = {}  # of fields that have a list, too
+        self._views: dict[str, ViewsOfSpan] = {}
+        self._viewed: set[MappedFile] = set()
+
+    def add(self, block: Block, group: ChunkRows) -> None:
+        """The rows of ``group``, which lie in ``block``."""
+        for name, column in block.columns.items():
+            if isinstance(column, ArrayColumn):
+                self._add_array(name, column, group)
+            elif isinstance(column, BytesColumn):
+                self._add_bytes(name, column, group)
+            else:
+                self._add_objects(name, column, group)
+        for number, records in enumerate(block.records):
+            self._add_records(number, records, group)
+        self._targets.append(group.targets)
+        self._arrived += len(group.rows)
+
+    def _add_array(self, name: str, column: ArrayColumn, group: ChunkRows) -> None:
+        source = column.values
+        file = column.file if isinstance(column, MappedArray) else None
+        if file is not None or source.itemsize * math.prod(source.shape[1:]) >= LEAST_ROW_BYTES:
+            if name not in self._wide:
+                self._wide[name] = RowsOfSpan(source, self._num_rows)
+            self._wide[name].add(source, group, file)
+            return
+        if name not in self._narrow:
+            self._narrow[name] = ArrayOfSpan(source, self._num_rows, self._decoders.dtype_of(source))
+        self._narrow[name].add(source, group.rows, self._arrived)
+
+    def _add_bytes(self, name: str, column: BytesColumn, group: ChunkRows) -> None:
+        if isinstance(column, MappedColumn) and self._as_views:
+            self._viewed.add(column.file)
+        decoder = self._decoders.of(name, column)
+        if column.text:  # text has a decoder too, if the user named one: it is called with str
+            self._list(name).add(_take(name, column, group), self._arrived)
+        elif decoder is not None:
+            self._list(name).add(self._encoded(column, group), self._arrived)
+        elif self._as_views:
+            views = self._views.setdefault(name, ViewsOfSpan())
+            views.pad(self._arrived)
+            views.add(column, group.rows, self._lend)
+        elif isinstance(column, MappedColumn) and self._is_late:
+            self._list(name)
+            self._in_files.setdefault(name, LateBytesOfSpan()).add(column, group)
+        else:
+            self._list(name).add(column.take(group.rows), self._arrived)
+
+    def _encoded(self, column: BytesColumn, group: ChunkRows) -> list[memoryview | None]:
+        return take_views(column, group.rows, self._lend) if self._as_views else column.copies(group.rows)
+
+    def _add_objects(self, name: str, column: ObjectColumn, group: ChunkRows) -> None:
+        arrays = column.as_ragged() if name in self._flat else None
+        if arrays is not None:
+            self._ragged.setdefault(name, RaggedOfSpan()).add(arrays, group, self._arrived)
+        else:
+            self._list(name).add(_take(name, column, group), self._arrived)
+
+    def _list(self, name: str) -> ListOfSpan:
+        return self._lists.setdefault(name, ListOfSpan())
+
+    def _add_records(self, number: int, records: Records, group: ChunkRows) -> None:
+        source = records.rows
+        if number == len(self._records):
+            noted = RowsOfSpan(source, self._num_rows) if self._is_late else np.empty(self._num_rows, source.dtype)
+            self._records.append((records, noted))
+        first, room = self._records[number]
+        assert source.dtype == first.rows.dtype, "chunks of one data set have the same records"
+        if isinstance(room, RowsOfSpan):
+            room.add(source, group)
+        else:
+            out = room[self._arrived : self._arrived + len(group.rows)]
+            source.take(group.rows, out=out, mode="clip")  # "raise" would copy twice
+
+    def finish(self, ids: IntArray, planned: IntArray | None) -> Rows:
+        """All rows, whose ids these are.
+
+        Raises:
+            ObjectChangedError, NotFoundError: a file that views are of is not as it was when it was indexed.
+        """
+        for file in self._viewed:
+            file.check()
+        late = [*self._late_rows()]
+        names = [name for of_rows in late for name in of_rows.names]
+        fields: dict[str, Values] = {name: array.finish(self._order) for name, array in self._narrow.items()}
+        for name, ragged in self._ragged.items():
+            if name not in self._lists and ragged.count == self._num_rows:
+                fields[name] = ragged.finish()
+            else:
+                ragged.put_into(self._list(name), self._num_rows)
+        for name, listed in self._lists.items():
+            if name in self._in_files:
+                late.append(self._in_files[name].finish(name, self._order, listed.so_far))
+            else:
+                fields[name] = listed.finish(self._order)
+        for name, views in self._views.items():
+            views.pad(self._num_rows)
+            fields[name] = views.finish(self._order)
+        names += dict.fromkeys([*self._narrow, *self._ragged, *self._lists, *self._views])
+        return Rows(ids, fields, planned, late, names if self._in_files else [])
+
+    def _late_rows(self) -> Iterator[LateFields]:
+        for name, of_span in self._wide.items():
+            at = of_span.finish()
+            yield WideRows(name, at, self._decoders.dtype_of(at.rows))
+        for records, room in self._records:
+            at = room.finish() if isinstance(room, RowsOfSpan) else RowsAt(room, self._order)
+            yield RecordRows(records, at, [self._decoders.dtype_of(np.empty(0, kind)) for kind in records.dtypes])
+
+    @cached_property
+    def _order(self) -> IntArray:
+        """(n,) int64: which of the rows in the order of arrival comes i-th."""
+        order = np.empty(self._num_rows, np.int64)
+        order[np.concatenate(self._targets)] = np.arange(self._num_rows)
+        return order
 
 
 def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:
@@ -156,7 +201,7 @@ def _planned(ids: IntArray, replaced: Sequence[ChunkRows]) -> IntArray | None:
     return planned
 
 
-def _take(column: BytesColumn | ObjectColumn, name: str, group: ChunkRows) -> list[Any]:
+def _take(name: str, column: BytesColumn | ObjectColumn, group: ChunkRows) -> list[Any]:
     try:
         return column.take(group.rows)
     except UnicodeDecodeError as exc:
@@ -164,9 +209,3 @@ def _take(column: BytesColumn | ObjectColumn, name: str, group: ChunkRows) -> li
             f"field {name!r} of chunk {group.chunk}: text that is not UTF-8 ({exc}); read it raw with decode=None, or "
             "leave it out with columns="
         ) from exc
-
-
-def _array(arrays: dict[str, AnyArray], name: str, like: AnyArray, num_rows: int, decoders: FieldDecoders) -> AnyArray:
-    if name not in arrays:
-        arrays[name] = np.empty((num_rows, *like.shape[1:]), decoders.dtype_of(like))
-    return arrays[name]

@@ -29,24 +29,24 @@ class ArrayOfSpan:
 
 
 class ListOfSpan:
-    """Collects Python values; ``values`` are those so far, which end with the last that was added."""
+    """Collects Python values; ``so_far`` are those in the order of arrival, up to the last that was added."""
 
     def __init__(self) -> None:
-        self.values: list[Any] = []
+        self.so_far: list[Any] = []
 
     def pad(self, count: int) -> None:
         """Missing values, until there are ``count``: chunks before had no such field."""
-        self.values.extend([None] * (count - len(self.values)))
+        self.so_far.extend([None] * (count - len(self.so_far)))
 
     def add(self, values: list[Any], arrived: int) -> None:
         """Values of rows that come after ``arrived`` others."""
         self.pad(arrived)
-        self.values.extend(values)
+        self.so_far.extend(values)
 
     def finish(self, order: IntArray) -> list[Any]:
         """All values: value i is that of the ``order[i]``-th row that arrived."""
         self.pad(len(order))
-        return list(map(self.values.__getitem__, order.tolist()))
+        return list(map(self.so_far.__getitem__, order.tolist()))
 
 
 class RaggedOfSpan:
@@ -65,7 +65,8 @@ class RaggedOfSpan:
         """All ``count`` of them, where no row lacks its own."""
         return Ragged.merge(self.count, [(group.targets, arrays, group.rows) for _, arrays, group in self._parts])
 
-    def put_into(self, values: list[Any]) -> None:
-        """Into the places of their rows in the order of arrival, beside values that are no lists of integers."""
+    def put_into(self, listed: ListOfSpan, num_rows: int) -> None:
+        """Into the places of their rows, among values that are no lists of integers, or missing."""
+        listed.pad(num_rows)
         for arrived, arrays, group in self._parts:
-            values[arrived : arrived + len(group.rows)] = map(arrays.__getitem__, group.rows.tolist())
+            listed.so_far[arrived : arrived + len(group.rows)] = map(arrays.__getitem__, group.rows.tolist())
