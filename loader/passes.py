@@ -71,21 +71,22 @@ class Passes:
     def pipeline(self) -> Pipeline:
         """The running pipeline, or a new one from the position on."""
         self.resources.check_open()
-        running = self.resources.pipeline
-        if running is not None and running.is_stopped:  # an interrupt came before it was forgotten
+        pipeline = self.resources.pipeline
+        if pipeline is not None and pipeline.is_stopped:  # an interrupt came before it was forgotten
             self.resources.stop_pipeline()
-        if self.resources.pipeline is None:
+            pipeline = None
+        if pipeline is None:
             if self.share.world_size > 1:
                 self.resources.join_peers()
             if self.resources.workers is not None:
                 self.resources.workers.start()
             # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
-            self.resources.pipeline = self._make_pipeline(
+            pipeline = self.resources.pipeline = self._make_pipeline(
                 options=self.tune(self.position.order),
                 start=self.start(self.position.epoch, self.position.consumed),
             )
-            self.resources.pipeline.start()
-        return self.resources.pipeline
+            pipeline.start()
+        return pipeline  # another thread may have closed the loader meanwhile
 
 
 class Pass(Iterator[BatchT]):

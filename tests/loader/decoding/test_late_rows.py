@@ -187,6 +187,21 @@ def test_a_batch_whose_rows_are_being_copied_ends_with_the_loader(tokens, monkey
     assert len(errors) == 1
 
 
+def test_a_loader_that_another_thread_closes_while_a_pass_starts_says_so(tokens, monkeypatch):
+    start = Pipeline.start
+    loader = open_tokens(tokens)
+
+    def start_and_close(pipeline: Pipeline) -> None:
+        start(pipeline)
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        closer.join(60)
+
+    monkeypatch.setattr(Pipeline, "start", start_and_close)
+    with pytest.raises(LoaderClosedError):
+        next(iter(loader))
+
+
 class _Spans:
     """An epoch's spans, as far as planning ahead looks at them."""
 
