@@ -5,19 +5,17 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...storage.daemon_pool import DaemonPool, PoolClosedError
-from ...storage.interruptible import Event
+from ...storage.interruptible import Event, Future
 from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
@@ -29,10 +27,11 @@ from .byte_views import ByteViews
 from .call import Call
 from .collate import collate_samples
 from .decode import FieldDecoders
+from .late_jobs import start_on_call, start_together, started
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
 from .row_work import Sample
-from .rows import Rows, complete_all
+from .rows import Rows
 from .worker_pool import WorkerPool
 
 IDS, VALID = "__id__", "__valid__"
@@ -72,21 +71,28 @@ class BatchMaker:
         A batch without rows is made from one row, for its fields, types and shapes, and handed out empty. ``keys`` are
         those of a ``RowTask``.
         """
-        return PendingBatch(self, rows, epoch, num_rows, num_valid, keys)
+        return PendingBatch(self, rows, started(RowJob(self.crew, rows, epoch, keys)), num_rows, num_valid)
 
-    def start_together(self, steps: Sequence[tuple[Rows, int, int]], epoch: int) -> list[PendingBatch]:
-        """Start a batch of each step's rows, ``num_rows`` and ``num_valid``; one thread copies what is to be copied."""
-        batches = [PendingBatch(self, rows, epoch, num_rows, num_valid) for rows, num_rows, num_valid in steps]
-        late = [batch for batch in batches if batch.rows.late]
-        at_once = [batch for batch in late if batch.rows.keep_chunks or self.works_on(batch.rows)]
-        for batch in late:
-            if batch not in at_once:
-                batch.copy_on_call()
-        if at_once:
-            copied = self.pool.submit(_copy_late, self, at_once)
-            for batch in at_once:
-                batch.copy_with(copied)
-        return batches
+    def start_together(
+        self, steps: Sequence[tuple[Rows, int, int]], epoch: int
+    ) -> tuple[list[PendingBatch], Future[None] | None]:
+        """Start a batch of each step's rows, ``num_rows`` and ``num_valid``.
+
+        Where one thread copies some batches' rows, the future is done once these need their chunks no longer.
+        """
+        crew = self.crew
+        batches: list[PendingBatch] = []
+        together: list[tuple[Rows, Future[RowJob]]] = []
+        for rows, num_rows, num_valid in steps:
+            if not rows.late:
+                job = started(RowJob(crew, rows, epoch))
+            elif rows.keep_chunks or self.works_on(rows):
+                job = Future()
+                together.append((rows, job))
+            else:
+                job = start_on_call(crew, rows, epoch)
+            batches.append(PendingBatch(self, rows, job, num_rows, num_valid))
+        return batches, self.pool.submit(start_together, crew, together, epoch) if together else None
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
@@ -180,94 +186,43 @@ class UnfinishedBatch(ABC):
 
 
 class PendingBatch(UnfinishedBatch):
-    """A batch whose rows are being decoded and transformed."""
+    """A batch of rows that are being decoded and transformed, or copied before that."""
 
-    def __init__(
-        self,
-        maker: BatchMaker,
-        rows: Rows,
-        epoch: int,
-        num_rows: int,
-        num_valid: int,
-        keys: AnyArray | None = None,
-    ) -> None:
+    def __init__(self, maker: BatchMaker, rows: Rows, job: Future[RowJob], num_rows: int, num_valid: int) -> None:
         self._maker = maker
-        self.rows = rows
+        self._job = job
         self._num_rows = num_rows
         self._num_valid = num_valid
-        self._start = partial(RowJob, maker.crew, epoch=epoch, keys=keys)
-        self._job: RowJob | None = None if rows.late else self._start(rows)
+        self._planned_ids = rows.planned_ids
         self._ids = rows.ids  # of what is delivered
-        self.error: Exception | None = None  # of what was begun
-        self._copying: Future[None] | None = None
-
-    def copy_with(self, others: Future[None]) -> None:
-        """A thread of the pool copies its rows, and those of others."""
-        self._copying = others
-
-    def copy_on_call(self) -> None:
-        """Rows are copied when the batch is asked for, or ``begin`` is.
-
-        Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while
-        it is elsewhere.
-        """
-        self._copying = Call(self._copy)
 
     @property
     def is_on_call(self) -> bool:
-        return isinstance(self._copying, Call)
+        return isinstance(self._job, Call)
 
     def begin(self) -> None:
-        if isinstance(self._copying, Call):
-            self._copying.begin(self._maker.pool)
-
-    def _copy(self) -> None:
-        started = time.perf_counter()
-        self.rows = self.rows.complete(self._maker.memory)
-        self._maker.counters.add(assemble_s=time.perf_counter() - started)
-        self._job = self._start(self.rows)
-
-    def go_on(self, copied: Rows) -> None:
-        """The same rows, copied."""
-        self.rows = copied
-        try:
-            self._job = self._start(copied)
-        except Exception as error:  # noqa: BLE001 - as in _copy_late
-            self.error = error
-
-    def _started(self) -> RowJob:
-        """The work on the rows, once they are copied."""
-        try:
-            if self._copying is not None:
-                self._copying.result()
-            if self.error is not None:
-                raise self.error
-        except (CancelledError, PoolClosedError) as exc:
-            raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
-        assert self._job is not None
-        return self._job
-
-    @property
-    def copied(self) -> Future[None] | None:
-        """Done, or cancelled, once the rows need their chunks no longer; None where they never did."""
-        return None if isinstance(self._copying, Call) else self._copying
+        if isinstance(self._job, Call):
+            self._job.begin(self._maker.pool)
 
     @property
     def replaced(self) -> IntArray | None:
-        if self._ids is self.rows.planned_ids:
+        if self._ids is self._planned_ids:
             return None
-        planned, ids = self.rows.planned_ids[: self._num_valid], self._ids[: self._num_valid]
+        planned, ids = self._planned_ids[: self._num_valid], self._ids[: self._num_valid]
         if not np.any(planned != ids):
             return None
         pairs: IntArray = np.stack((planned, ids), axis=1)[planned != ids]
         return pairs
 
     def result(self) -> Batch:
-        job = self._started()
+        try:
+            job = self._job.result()
+        except (CancelledError, PoolClosedError) as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
         job.finish()
         if job.results.failed:
             assert self._maker.replacer is not None
-            self._ids = self._maker.replacer.replace(job.task, self.rows, job.results, self._maker.decoders)
+            self._ids = self._maker.replacer.replace(job.task, job.rows, job.results, self._maker.decoders)
         options = self._maker.options
         if options.transform is None and options.collate is None:
             return self._maker.complete(job.fields(), self._ids, self._num_rows, self._num_valid)
@@ -275,31 +230,18 @@ class PendingBatch(UnfinishedBatch):
         return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
-        if self._copying is not None:
-            self._copying.cancel()
-        if self._job is not None:
-            self._job.cancel()
+        if not self._job.cancel() and (job := self._started) is not None:
+            job.cancel()
 
     @property
     def is_done(self) -> bool:
-        return self.is_on_call or (self._job is not None and self._job.is_done)
+        return self.is_on_call or ((job := self._started) is not None and job.is_done)
 
-
-def _copy_late(maker: BatchMaker, batches: Sequence[PendingBatch]) -> None:
-    """Copy rows that are still in their chunks; where that fails, batch by batch. On a thread of the pool."""
-    started = time.perf_counter()
-    try:
-        copied = complete_all([batch.rows for batch in batches], maker.memory)
-    except Exception as error:  # noqa: BLE001 - raised where the batch is asked for
-        if len(batches) == 1:
-            batches[0].error = error
-            return
-        for batch in batches:
-            _copy_late(maker, [batch])
-        return
-    maker.counters.add(decode_s=time.perf_counter() - started)
-    for batch, rows in zip(batches, copied, strict=True):
-        batch.go_on(rows)
+    @property
+    def _started(self) -> RowJob | None:
+        """The work on its rows, if it has begun."""
+        job = self._job
+        return job.result() if job.done() and not job.cancelled() and job.exception() is None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from ...storage.daemon_pool import DaemonPool, PoolClosedError
 from ...storage.interruptible import Future
 
+T = TypeVar("T")
 
-class Call(Future[None]):
+
+class Call(Future[T]):
     """What comes of the call. Any thread may ask. Mutable state: the function, until somebody takes it on."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], T]) -> None:
         super().__init__()
         self._not_begun = [function]
         self._is_submitted = False
@@ -24,10 +27,10 @@ class Call(Future[None]):
             with suppress(PoolClosedError):  # whoever waits is told by ``cancel``
                 pool.submit(self._make)
 
-    def result(self, timeout: float | None = None) -> None:
+    def result(self, timeout: float | None = None) -> T:
         """Wait for it, or make it where nobody has begun. Raises what it raised, or CancelledError."""
         self._make()
-        super().result(timeout)
+        return super().result(timeout)
 
     def cancel(self) -> bool:
         """Make it no more; False where somebody has begun."""
@@ -37,7 +40,7 @@ class Call(Future[None]):
         self.set_running_or_notify_cancel()  # so that those who wait for several hear of it
         return True
 
-    def _take(self) -> Callable[[], None] | None:
+    def _take(self) -> Callable[[], T] | None:
         """The function, for one of those who ask."""
         try:
             return self._not_begun.pop()
@@ -49,8 +52,8 @@ class Call(Future[None]):
         if function is None:
             return
         try:
-            function()
+            result = function()
         except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for
             self.set_exception(exc)
         else:
-            self.set_result(None)
+            self.set_result(result)

@@ -177,8 +177,9 @@ class PlainAssembler:
     def _emit(self, span: Span, steps: range, rows: Rows, copying: _Copying) -> bool:
         started = time.perf_counter()
         parts = [cut_step(rows, span, step, self._share) for step in steps]
-        batches = self._maker.start_together(parts, span.epoch)
-        copying.copies.extend({batch.copied for batch in batches if batch.copied is not None})
+        batches, copied = self._maker.start_together(parts, span.epoch)
+        if copied is not None:
+            copying.copies.append(copied)
         for step, (batch_rows, _, num_valid), pending in zip(steps, parts, batches, strict=True):
             item = Delivery(
                 epoch=span.epoch,

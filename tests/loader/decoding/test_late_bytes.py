@@ -122,7 +122,7 @@ def test_a_loop_that_is_elsewhere_meanwhile_finds_the_next_two_made(
             assert time.monotonic() < until
             time.sleep(0.001)
         found.append(next(batches))
-        calls = [item.batch._copying for item in list(queue._items)[:3]]
+        calls = [item.batch._job for item in list(queue._items)[:3]]
         for call in calls[:2]:
             super(type(call), call).result(60)
         assert not calls[2].done()

@@ -135,7 +135,7 @@ def test_rows_may_be_copied_before_whoever_asked_for_it_goes_on(tokens, monkeypa
 
     def submit_and_wait(pool, function, *args):
         future = submit(pool, function, *args)
-        if getattr(function, "__name__", "") == "_copy_late":
+        if getattr(function, "__name__", "") == "start_together":
             future.result(60)
         return future
 
@@ -155,7 +155,11 @@ def test_a_batch_whose_rows_are_being_copied_ends_with_the_loader(tokens, monkey
             go_on.wait(60)
             return function(*args)
 
-        return submit(pool, run) if getattr(function, "__name__", "") == "_copy_late" else submit(pool, function, *args)
+        return (
+            submit(pool, run)
+            if getattr(function, "__name__", "") == "start_together"
+            else submit(pool, function, *args)
+        )
 
     def stopping(pipeline: Pipeline) -> None:
         stop(pipeline)

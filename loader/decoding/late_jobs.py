@@ -1,0 +1,66 @@
+"""Work on rows, as a future of its ``RowJob``: it starts once the rows are copied, of which there are three ways.
+
+Rows that lie in no chunk are there at once (``started``). Others are copied by a thread of the pool, those of several
+batches together (``start_together``), or by whoever asks for their batch (``start_on_call``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ...storage.interruptible import Future
+from .call import Call
+from .row_job import RowCrew, RowJob
+from .rows import Rows, complete_all
+
+
+def started(job: RowJob) -> Future[RowJob]:
+    """A job whose rows lie in no chunk."""
+    future: Future[RowJob] = Future()
+    future.set_result(job)
+    return future
+
+
+def start_on_call(crew: RowCrew, rows: Rows, epoch: int) -> Call[RowJob]:
+    """Copy rows when the job is asked for, or its call begun.
+
+    Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while it is
+    elsewhere.
+    """
+
+    def copy() -> RowJob:
+        since = time.perf_counter()
+        copied = rows.complete(crew.memory)
+        crew.counters.add(assemble_s=time.perf_counter() - since)
+        return RowJob(crew, copied, epoch)
+
+    return Call(copy)
+
+
+def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
+    """Copy the rows of jobs that nobody has cancelled, none where the crew is stopped; on a thread of the pool."""
+    if crew.is_stopped():
+        for _, job in late:
+            job.cancel()
+    _start(crew, [(rows, job) for rows, job in late if job.set_running_or_notify_cancel()], epoch)
+
+
+def _start(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
+    """Where copying all fails, job by job."""
+    since = time.perf_counter()
+    try:
+        copied = complete_all([rows for rows, _ in late], crew.memory)
+    except BaseException as error:  # noqa: BLE001 - raised where the job is asked for
+        if len(late) == 1:
+            late[0][1].set_exception(error)
+            return
+        for one in late:
+            _start(crew, [one], epoch)
+        return
+    crew.counters.add(decode_s=time.perf_counter() - since)
+    for (_, job), rows in zip(late, copied, strict=True):
+        try:
+            job.set_result(RowJob(crew, rows, epoch))
+        except BaseException as error:  # noqa: BLE001 - as above
+            job.set_exception(error)
