@@ -9,18 +9,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Self, TypeVar, TypeVarTuple
 
-from .interruptible import Future
+from .interruptible import Future, Thread
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 Ts = TypeVarTuple("Ts")
 
 _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 _LOOK = object()  # wakes a thread, so that it looks whether it is one too many
+_INTERRUPTED_S = 1.0
 
 
 class PoolClosedError(RuntimeError):
@@ -31,6 +33,8 @@ class DaemonPool:
     """Daemon threads that run jobs in the order in which they were submitted.
 
     Threads start when jobs need them. Mutable state: the threads and the number of unfinished jobs, under a lock.
+    As a context manager it is closed when the block ends; if that is by an error, jobs that have not begun are
+    cancelled, and after Ctrl-C those that run are waited for one second only.
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
@@ -40,13 +44,14 @@ class DaemonPool:
         self._name = name
         self._max_threads = max_threads
         self._closed = False
+        self._is_cancelled = False
         self._forget_threads()
         _POOLS.add(self)
 
     def _forget_threads(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Any] = SimpleQueue()  # of jobs, _LOOK, and None, which ends a thread
-        self._threads: list[threading.Thread] = []
+        self._jobs: SimpleQueue[Any] = SimpleQueue()  # of jobs, _LOOK, and None, which ends all threads
+        self._threads: list[Thread] = []
         self._unfinished = 0
 
     def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
@@ -67,9 +72,27 @@ class DaemonPool:
 
     def _start_thread(self) -> None:
         if self._max_threads is None or len(self._threads) < self._max_threads:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            thread = Thread(target=self._work, name=self._name)
+            try:
+                self._threads.append(thread)  # before it runs: whatever happens, ``close`` knows of it
+                thread.start()
+            except BaseException:
+                if not thread.is_alive():
+                    self._threads = [one for one in self._threads if one is not thread]
+                raise
+
+    def map(self, function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
+        """Call a function with each item; yields what it returns, in order, and raises what it raises.
+
+        When the iterator ends early, calls that have not begun are cancelled.
+        """
+        futures = [self.submit(function, item) for item in items]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
 
     @property
     def max_threads(self) -> int | None:
@@ -89,20 +112,28 @@ class DaemonPool:
             while len(self._threads) < min(max_threads, self._unfinished):
                 self._start_thread()
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, *, cancel: bool = False) -> None:
         """End the threads when the jobs submitted so far are done or cancelled; wait at most ``timeout_s`` in total.
 
-        ``timeout_s=None`` waits as long as the jobs take. A job may call this; further calls do nothing.
+        ``timeout_s=None`` waits as long as the jobs take; with ``cancel`` those that have not begun are cancelled.
+        A job may call this; further calls do nothing, but go on where an interrupt ended one.
         """
         with self._lock:
-            threads, self._threads = self._threads, []
             self._closed = True
-            for _ in threads:
-                self._jobs.put(None)
+            self._is_cancelled |= cancel
+            self._jobs.put(None)
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in threads:
+        for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        self._threads = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        is_interrupt = kind is not None and not issubclass(kind, Exception)
+        self.close(_INTERRUPTED_S if is_interrupt else None, cancel=kind is not None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -111,6 +142,8 @@ class DaemonPool:
                     return
                 continue
             future, function, args = job
+            if self._is_cancelled:
+                future.cancel()
             if future.set_running_or_notify_cancel():
                 try:
                     result = function(*args)
@@ -124,13 +157,14 @@ class DaemonPool:
                 self._unfinished -= 1
             if self._leave():
                 return
+        self._jobs.put(None)  # for the next thread
 
     def _leave(self) -> bool:
         """Whether the calling thread is one too many, and belongs to the pool no longer."""
         with self._lock:
             if self._closed or self._max_threads is None or len(self._threads) <= self._max_threads:
                 return False
-            self._threads.remove(threading.current_thread())
+            self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
             return True
 
 
