@@ -124,10 +124,10 @@ class PeerWatch:
         with self._changed:
             if self._is_over:
                 return False
-            self._members[id(key)] = interrupt, calls
-            if self._thread is None:
+            if self._thread is None or self._thread.ident is None:  # an interrupt came before it began
                 self._thread = Thread(target=self._watch, name="penstock-peers")
                 self._thread.start()
+            self._members[id(key)] = interrupt, calls  # now only: who is interrupted before this cannot leave
             return True
 
     def leave(self, key: object) -> None:

@@ -119,6 +119,9 @@ class Thread(threading.Thread):
         return self._started.is_set() and not self._ended.is_set() and self._process == os.getpid()
 
     def join(self, timeout: float | None = None) -> None:
+        """As that of ``threading.Thread``; returns at once where it never began, as after an interrupt."""
+        if not self._started.is_set():
+            return
         if self.is_alive() and self is not threading.current_thread() and not self._ended.wait(timeout):
             return
         super().join(timeout)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,20 @@ def test_an_interrupt_while_processes_start_is_forgotten_with_them(
         assert begun[0].process.poll() is not None
         assert len(list(batches)) == SAMPLES // 5
     assert loader_threads() == []
+
+
+def test_ctrl_c_as_signals_are_held_back_for_a_new_process_does_not_hold_them_back_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_back, mask = {signal.SIGINT, signal.SIGTERM}, signal.pthread_sigmask
+
+    def interrupted(how: int, signals: Iterable[int]) -> set[Any]:
+        before = mask(how, signals)
+        if set(signals) == held_back:
+            raise KeyboardInterrupt  # as the function does if the signal came before it was blocked
+        return before
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_process()
+    assert not mask(signal.SIG_BLOCK, ()) & held_back
