@@ -32,7 +32,8 @@ class PoolClosedError(RuntimeError):
 class DaemonPool:
     """Daemon threads that run jobs in the order in which they were submitted.
 
-    Threads start when jobs need them. Mutable state: the threads and the number of unfinished jobs, under a lock.
+    Threads start when jobs need them, and end with the pool's last reference, if it was not closed before. Mutable
+    state: the threads and the number of unfinished jobs, under a lock.
     As a context manager it is closed when the block ends; if that is by an error, jobs that have not begun are
     cancelled, and after Ctrl-C those that run are waited for one second only.
     """
@@ -53,6 +54,7 @@ class DaemonPool:
         self._jobs: SimpleQueue[Any] = SimpleQueue()  # of jobs, _LOOK, and None, which ends all threads
         self._threads: list[Thread] = []
         self._unfinished = 0
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, function: Callable[[*Ts], T], *args: *Ts) -> Future[T]:
         """Call a function in a thread; the future holds what it returns or raises, and can cancel it before it starts.
@@ -72,7 +74,7 @@ class DaemonPool:
 
     def _start_thread(self) -> None:
         if self._max_threads is None or len(self._threads) < self._max_threads:
-            thread = Thread(target=self._work, name=self._name)
+            thread = Thread(target=_work, args=(weakref.ref(self), self._jobs), name=self._name)
             try:
                 self._threads.append(thread)  # before it runs: whatever happens, ``close`` knows of it
                 thread.start()
@@ -135,30 +137,6 @@ class DaemonPool:
         is_interrupt = kind is not None and not issubclass(kind, Exception)
         self.close(_INTERRUPTED_S if is_interrupt else None, cancel=kind is not None)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job is _LOOK:
-                if self._leave():
-                    return
-                continue
-            future, function, args = job
-            if self._is_cancelled:
-                future.cancel()
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = function(*args)
-                except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for
-                    future.set_exception(exc)
-                else:
-                    future.set_result(result)
-                    del result
-            del job, future, function, args  # an idle thread must not keep what they refer to alive
-            with self._lock:
-                self._unfinished -= 1
-            if self._leave():
-                return
-        self._jobs.put(None)  # for the next thread
-
     def _leave(self) -> bool:
         """Whether the calling thread is one too many, and belongs to the pool no longer."""
         with self._lock:
@@ -169,6 +147,34 @@ class DaemonPool:
 
 
 _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
+
+
+def _work(pool_of: weakref.ref[DaemonPool], jobs: SimpleQueue[Any]) -> None:
+    """Run jobs in a thread, which keeps no pool alive that nobody can close any more."""
+    while (job := jobs.get()) is not None:
+        pool = pool_of()
+        if job is not _LOOK:
+            future, function, args = job
+            if pool is not None and pool._is_cancelled:
+                future.cancel()
+            del pool
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function(*args)
+                except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for
+                    future.set_exception(exc)
+                else:
+                    future.set_result(result)
+                    del result
+            del job, future, function, args  # an idle thread must not keep what they refer to alive
+            pool = pool_of()
+            if pool is not None:
+                with pool._lock:
+                    pool._unfinished -= 1
+        if pool is not None and pool._leave():
+            return
+        del pool
+    jobs.put(None)  # for the next thread
 
 
 def _forget_threads_in_child() -> None:

@@ -234,6 +234,20 @@ def test_a_pool_that_was_interrupted_at_any_line_does_its_jobs_and_leaves_no_thr
     assert number > 5
 
 
+def test_a_pool_that_nobody_can_close_any_more_ends_its_threads_when_its_jobs_are_done() -> None:
+    let_go = threading.Event()
+    pool = DaemonPool("test-pool")
+    jobs = [pool.submit(let_go.wait, WAIT_S) for _ in range(3)]
+    del pool
+    assert len(own_threads()) == 3
+    let_go.set()
+    assert [job.result(WAIT_S) for job in jobs] == [True] * 3
+    until = time.monotonic() + WAIT_S
+    while own_threads():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_a_map_that_ends_early_begins_no_more_calls(make_pool: MakePool) -> None:
     pool, called, let_go = make_pool(1), list[int](), threading.Event()
 
