@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -120,6 +121,8 @@ class DaemonPool:
         ``timeout_s=None`` waits as long as the jobs take; with ``cancel`` those that have not begun are cancelled.
         A job may call this; further calls do nothing, but go on where an interrupt ended one.
         """
+        if sys.is_finalizing():  # a generator that closes it ends with the interpreter, when no other thread runs
+            return
         with self._lock:
             self._closed = True
             self._is_cancelled |= cancel

@@ -8,6 +8,7 @@ taking and the protection of the block the interpreter looks for no signals.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -119,8 +120,8 @@ class Thread(threading.Thread):
         return self._started.is_set() and not self._ended.is_set() and self._process == os.getpid()
 
     def join(self, timeout: float | None = None) -> None:
-        """As that of ``threading.Thread``; returns at once where it never began, as after an interrupt."""
-        if not self._started.is_set():
+        """As that of ``threading.Thread``; returns at once where it never began, or ends with the interpreter."""
+        if not self._started.is_set() or sys.is_finalizing():
             return
         if self.is_alive() and self is not threading.current_thread() and not self._ended.wait(timeout):
             return

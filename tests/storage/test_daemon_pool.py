@@ -294,3 +294,26 @@ def test_ctrl_c_in_a_pools_block_does_not_wait_for_a_job_that_hangs() -> None:
     assert not job.done()
     let_go.set()
     assert job.result(WAIT_S)
+
+
+@pytest.mark.slow
+def test_a_generator_that_closes_its_pool_as_the_interpreter_ends_holds_nothing_up() -> None:
+    script = """
+        import time
+        from penstock.storage.daemon_pool import DaemonPool
+
+        def work():
+            pool = DaemonPool("test-pool", 1)
+            try:
+                yield pool.submit(time.sleep, 600)
+            finally:
+                pool.close(cancel=True)
+
+        held = work()
+        next(held)
+        raise KeyboardInterrupt
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert ended.stderr.endswith("KeyboardInterrupt\n")
