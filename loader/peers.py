@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
-from ..storage.interruptible import Condition
+from ..storage.interruptible import Condition, Thread
 from .calls import Calls
 from .dataset.exchange import RemoteError
 from .errors import RankStoppedError
@@ -112,7 +112,7 @@ class PeerWatch:
         self._members: dict[int, tuple[Interrupt, Calls | None]] = {}
         self._own: BaseException | None = None
         self._is_over = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self.pending: RankStoppedError | None = None
 
     def is_of(self, store: Any) -> bool:
@@ -124,10 +124,10 @@ class PeerWatch:
         with self._changed:
             if self._is_over:
                 return False
-            self._members[id(key)] = interrupt, calls
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="penstock-peers", daemon=True)
+            if self._thread is None or self._thread.ident is None:  # an interrupt came before it began
+                self._thread = Thread(target=self._watch, name="penstock-peers")
                 self._thread.start()
+            self._members[id(key)] = interrupt, calls  # now only: who is interrupted before this cannot leave
             return True
 
     def leave(self, key: object) -> None:

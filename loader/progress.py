@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..storage.interruptible import Event, Thread
+
 PATIENCE_S = 2.0
 
 Advance = Callable[[int], None]
@@ -32,7 +34,7 @@ def show_progress(label: str, total: int | None, *, unit: str, enabled: bool = T
 
 
 class _Bar:
-    """Owns one timer and one live display; the lock guards ``_display`` and ``_done``."""
+    """Owns one thread and one live display; the lock guards ``_display`` and ``_done``."""
 
     def __init__(self, label: str, total: int | None, unit: str) -> None:
         self._label, self._total, self._unit = label, total, unit
@@ -40,15 +42,19 @@ class _Bar:
         self._done = 0
         self._display: Any = None
         self._task: Any = None
-        self._timer = threading.Timer(PATIENCE_S, self._appear)
-        self._timer.daemon = True
-        self._timer.start()
+        self._closing = Event()
+        self._thread = Thread(target=self._wait, name="penstock-progress")
+        self._thread.start()
 
     def advance(self, count: int) -> None:
         with self._lock:
             self._done += count
             if self._display is not None:
                 self._display.advance(self._task, count)
+
+    def _wait(self) -> None:
+        if not self._closing.wait(PATIENCE_S):
+            self._appear()
 
     def _appear(self) -> None:
         from rich.console import Console
@@ -82,8 +88,8 @@ class _Bar:
             display.start()
 
     def close(self) -> None:
-        self._timer.cancel()
-        self._timer.join()
+        self._closing.set()
+        self._thread.join()
         with self._lock:
             if self._display is not None:
                 self._display.stop()

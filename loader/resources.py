@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from ..storage.counts import StoreCounts, count_running, count_store
+from ..storage.interruptible import Thread
 from ..storage.process_usage import resident_bytes
 from .calls import Calls
 from .decoding.worker_pool import WorkerPool
@@ -128,9 +129,16 @@ class Resources:
         and may hold a lock that closing needs, leaves it to a thread that ends with it.
         """
         if threading.current_thread().name.startswith("penstock-"):
-            threading.Thread(target=self.close, name="penstock-close", daemon=True).start()
-        else:
+            self._close_elsewhere()
+            return
+        try:
             self.close()
+        except BaseException:  # an interrupt, which nobody will see: it is raised in a finalizer
+            self._close_elsewhere()
+            raise
+
+    def _close_elsewhere(self) -> None:
+        Thread(target=self.close, name="penstock-close").start()
 
     def close(self) -> None:
         """Release everything; safe at any time, and twice. Waits where another thread is closing."""
@@ -183,8 +191,8 @@ class Owner:
 
     def close(self) -> None:
         """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""
-        self._finalizer()
         self._resources.close()  # waits where another thread is closing it
+        self._finalizer.detach()  # now only: if an interrupt came before this, it does the rest
 
     def __enter__(self) -> Self:
         return self

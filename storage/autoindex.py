@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
+from .daemon_pool import DaemonPool
 from .errors import NotFoundError, UnsupportedURLError
 from .store import ObjectInfo
 
@@ -108,5 +108,5 @@ def list_index(
                 f"or {MAX_FILES} files (at {folder[:100]!r}); give a folder further down, a brace pattern or a list "
                 "of URLs"
             )
-    with ThreadPoolExecutor(HEAD_THREADS) as pool:
+    with DaemonPool("penstock-head", HEAD_THREADS) as pool:
         return list(pool.map(head, files))

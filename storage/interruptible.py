@@ -1,4 +1,4 @@
-"""Conditions, events and futures that Ctrl-C cannot leave locked.
+"""Conditions, events, futures and threads that Ctrl-C cannot leave locked, or half begun.
 
 ``threading.Condition`` takes its lock in a function of Python: if a signal's exception is raised as that function
 returns, the lock stays taken, and whoever asks for it waits for ever. Here ``with`` meets the lock itself: between its
@@ -7,13 +7,18 @@ taking and the protection of the block the interpreter looks for no signals.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_BEGINNING_S = 1.0  # for a thread to say that it runs, where who started it is interrupted
 
 _RLock: Any = type(threading.RLock())
 
@@ -67,6 +72,10 @@ class Event:
         with self._changed:
             return self._is_set or self._changed.wait(timeout)
 
+    def _at_fork_reinit(self) -> None:
+        """Called by ``threading`` in a forked child, where another thread may have held the lock."""
+        self._changed = Condition()
+
 
 class Future(futures.Future[T]):
     """As ``concurrent.futures.Future``."""
@@ -74,3 +83,46 @@ class Future(futures.Future[T]):
     def __init__(self) -> None:
         super().__init__()
         self._condition = Condition()
+
+
+class Thread(threading.Thread):
+    """As ``threading.Thread(daemon=True)``.
+
+    That of CPython waits for an event when it is started, whose lock an interrupt could keep from the new thread, and
+    takes a thread for ended, up to version 3.12, when ``join`` or ``is_alive`` is interrupted.
+    """
+
+    _started: Any
+
+    def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._started = Event()
+        self._ended = Event()
+        self._process = os.getpid()
+
+    def start(self) -> None:
+        """As that of ``threading.Thread``; after an interrupt, too, ``is_alive`` says whether it runs."""
+        try:
+            super().start()
+        except RuntimeError:  # the machine gives no more threads
+            raise
+        except BaseException:
+            self._started.wait(_BEGINNING_S)
+            raise
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._ended.set()
+
+    def is_alive(self) -> bool:
+        return self._started.is_set() and not self._ended.is_set() and self._process == os.getpid()
+
+    def join(self, timeout: float | None = None) -> None:
+        """As that of ``threading.Thread``; returns at once where it never began, or ends with the interpreter."""
+        if not self._started.is_set() or sys.is_finalizing():
+            return
+        if self.is_alive() and self is not threading.current_thread() and not self._ended.wait(timeout):
+            return
+        super().join(timeout)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 from .daemon_pool import DaemonPool, PoolClosedError
@@ -118,7 +119,7 @@ class RetryStore:
         buffers: list[memoryview | None] = [None] * len(requests)
         errors: list[BaseException] = []
         waiting = iter(range(len(requests)))
-        lock, ended = threading.Lock(), threading.Semaphore(0)
+        lock, ended = threading.Lock(), SimpleQueue[None]()
 
         def read_some() -> None:
             try:
@@ -131,14 +132,14 @@ class RetryStore:
             except BaseException as exc:  # noqa: BLE001 - raised again in the caller's thread
                 errors.append(exc)
             finally:
-                ended.release()
+                ended.put(None)
 
         readers = min(RANGES_AT_ONCE, len(requests))
         for _ in range(readers - 1):
             self._submit(read_some)
         read_some()
         for _ in range(readers):
-            ended.acquire()
+            ended.get()
         if errors:
             raise errors[0]
         return split(requests, [buffer for buffer in buffers if buffer is not None], ranges)

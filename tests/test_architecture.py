@@ -235,9 +235,12 @@ def test_storage_does_without_torch(imports: list[Import]) -> None:
 
 
 def test_no_lock_can_be_left_taken_by_an_interrupt() -> None:
-    makes = re.compile(r"\b(threading\.(Condition|Event)|queue\.Queue)\((?!self\._lock\))|[= ]futures\.Future\(\)")
+    of_threading = r"threading\.(Condition|Event|Thread|Timer|Barrier|(Bounded)?Semaphore)"
+    makes = re.compile(
+        rf"\b({of_threading}|queue\.Queue|ThreadPoolExecutor)\((?!self\._lock\))|[= ]futures\.Future\(\)"
+    )
     found = [
-        f"{path.relative_to(ROOT)}:{number}: use storage/interruptible.py, or queue.SimpleQueue"
+        f"{path.relative_to(ROOT)}:{number}: use storage/interruptible.py, daemon_pool.py, or queue.SimpleQueue"
         for room in ("storage", "loader", "trainer")
         for path in sorted((ROOT / room).rglob("*.py"))
         if path.name != "interruptible.py"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from ...storage import DecryptionError, ObjectInfo, StorageError, Store
+from ...storage.daemon_pool import DaemonPool
 from ..errors import DatasetError, FormatError
 from ..formats.detect import detect_format, make_format
 from ..formats.failures import explain_failures
@@ -182,18 +184,14 @@ def index_shards(
         advance(1)
         return index
 
-    pool = ThreadPoolExecutor(min(threads, max(1, len(tasks))), "penstock-index")
-    patient = True
-    try:
+    ended: SimpleQueue[Future[ShardIndex]] = SimpleQueue()
+    with DaemonPool("penstock-index", threads) as pool:
         futures = [pool.submit(index_next, task) for task in tasks]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((future for future in futures if future.done() and future.exception()), None)
-        return [failed.result()] if failed is not None else [future.result() for future in futures]
-    except KeyboardInterrupt:
-        patient = False  # do not wait for requests that are being retried
-        raise
-    finally:
-        pool.shutdown(wait=patient, cancel_futures=True)
+        for future in futures:
+            future.add_done_callback(ended.put)
+        for _ in futures:
+            ended.get().result()  # in the order in which they end, so that the first error is the last that is awaited
+        return [future.result() for future in futures]
 
 
 def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex], *, rebuilt: bool = False) -> Manifest:

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import Any
 import xxhash
 
 from ...storage import PenstockError
-from ...storage.interruptible import Event
+from ...storage.interruptible import Event, Thread
 from ..errors import DatasetError, FormatError
 
 BEAT_S = 1.0
@@ -62,14 +61,14 @@ class Exchange:
         self._rank = rank
         self._dead_after_s = dead_after_s
         self._stop = Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self.builds = False
 
     def __enter__(self) -> Exchange:
         self.builds = int(self._call("add", "arrived", 1)) == 1
         if self.builds:
             self._beat(0)
-            self._thread = threading.Thread(target=self._keep_beating, name="penstock-index-beat", daemon=True)
+            self._thread = Thread(target=self._keep_beating, name="penstock-index-beat")
             self._thread.start()
         return self
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError
+from ...storage.daemon_pool import DaemonPool
 from ..formats.mds import MdsFormat
 from ..formats.names import has_suffix
 from ..formats.tokens import index_keys
@@ -46,7 +46,7 @@ def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
         except StorageError:
             single += together  # plain web servers do not list
     if single:
-        with ThreadPoolExecutor(min(_HEAD_THREADS, len(single)), "penstock-head") as pool:
+        with DaemonPool("penstock-head", _HEAD_THREADS) as pool:
             found.update((info.key, info) for info in pool.map(lambda key: _head(store, key), single) if info)
     return found
 

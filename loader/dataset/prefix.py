@@ -23,9 +23,11 @@ class Prefix:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None, *, with_manifest: bool) -> None:
         store = self.store = open_store(url.rstrip("/") + "/", storage_options=storage_options)
         pool = DaemonPool(f"penstock-open {store.url}")
-        self.listing: Future[list[ObjectInfo]] = pool.submit(lambda: list(store.list()))
-        self.manifest: Future[memoryview] | None = pool.submit(store.get, MANIFEST_NAME) if with_manifest else None
-        pool.close(0)
+        try:
+            self.listing: Future[list[ObjectInfo]] = pool.submit(lambda: list(store.list()))
+            self.manifest: Future[memoryview] | None = pool.submit(store.get, MANIFEST_NAME) if with_manifest else None
+        finally:
+            pool.close(0)
 
     def close(self) -> None:
         self.store.close()

@@ -8,9 +8,9 @@ idle, and every lane is left idle.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -53,22 +53,22 @@ class TorchcodecCodec:
     def __init__(self, device: torch.device, decode_jpeg: Callable[..., Any]) -> None:
         self.device = device
         self._decode_jpeg = decode_jpeg
-        self._free = threading.Semaphore(_LANES)
-        self._streams = [torch.cuda.Stream(device=device) for _ in range(_LANES)]  # type: ignore[no-untyped-call]
+        self._free: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        for _ in range(_LANES):
+            self._free.put(torch.cuda.Stream(device=device))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def lane(self) -> Iterator[Wait]:
-        with self._free:
-            stream = self._streams.pop()
-            try:
-                with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                    wait = functools.partial(_wait_for, stream)
-                    try:
-                        yield wait
-                    finally:
-                        wait()
-            finally:
-                self._streams.append(stream)
+        stream = self._free.get()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                wait = functools.partial(_wait_for, stream)
+                try:
+                    yield wait
+                finally:
+                    wait()
+        finally:
+            self._free.put(stream)
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         images: list[torch.Tensor] = self._decode_jpeg(list(streams), mode="RGB", device=self.device)

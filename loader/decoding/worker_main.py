@@ -7,7 +7,6 @@ import pickle
 import select
 import signal
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
 
+from ...storage.interruptible import Thread
 from ..columns import AnyArray, IntArray
 from .decode import FieldDecoder
 from .row_work import RowError, RowResults, RowTask, RowWork, Step, Values
@@ -82,7 +82,7 @@ def main(descriptor: int) -> None:
         signal.signal(name, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    threading.Thread(target=_end_with_parent, args=(descriptor, os.getppid()), daemon=True).start()
+    Thread(target=_end_with_parent, args=(descriptor, os.getppid()), name="penstock-parent").start()
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         work = _load(channel.receive())

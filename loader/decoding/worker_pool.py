@@ -20,7 +20,7 @@ from multiprocessing import process
 from pathlib import Path
 from typing import Any
 
-from ...storage.interruptible import Future
+from ...storage.interruptible import Future, Thread
 from ..errors import ConfigError, DecodeError, WorkerError
 from . import worker_main
 from .decode import DecodeChoice, FieldDecoder
@@ -57,31 +57,39 @@ class WorkerPool:
         self._decoders: dict[str, bytes] = {}
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._workers: list[Worker] = []
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
+        self._is_whole = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
         """Start the processes, unless they are running. Called by one thread at a time."""
-        if self._workers or self._error is not None:
+        if self._is_whole or isinstance(self._error, CancelledError):
             return
+        self._undo_start()  # of one that was interrupted, and so was its end
         code = Code(_preparation(needs_main=self._needs_main), self._work)
         try:
             for number in range(self.processes):
                 worker = start_process()
                 self._workers.append(worker)
                 # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
-                thread = threading.Thread(
-                    target=self._feed, args=(worker, code), name=f"penstock-worker-{number}", daemon=True
-                )
+                thread = Thread(target=self._feed, args=(worker, code), name=f"penstock-worker-{number}")
                 self._threads.append(thread)
                 thread.start()
+            self._is_whole = True
         except BaseException:  # an interrupt, too: half of a pool is not taken for a whole one
-            for _ in self._threads:
-                self._jobs.put(None)
-            self._end()
-            self._jobs = queue.SimpleQueue()
+            self._undo_start()
             raise
+
+    def _undo_start(self) -> None:
+        """End what runs of a pool that is not whole, and forget how its workers took that."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        self._end()
+        self._jobs = queue.SimpleQueue()
+        with self._lock:
+            if not isinstance(self._error, CancelledError):
+                self._error = None
 
     def submit(
         self, task: RowTask, place: Callable[[RowResults, float], None], is_stopped: Callable[[], bool]

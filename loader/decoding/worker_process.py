@@ -71,12 +71,15 @@ def start_process() -> Worker:
     # The flags of `python` itself, so that warnings and -O are the same in the worker.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(_module_path())]
-    # A signal that is blocked here is blocked in the child from its first instruction on.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        # A signal that is blocked here is blocked in the child from its first instruction on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # which raises what came just before
         started = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    except OSError as exc:
+    except BaseException as exc:
         ours.close()
+        if not isinstance(exc, OSError):
+            raise
         raise WorkerError(f"a worker process cannot be started: {exc}; use fewer processes=, or 0") from exc
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol
 
 from ...storage import ByteRange, ObjectInfo, Store
+from ...storage.daemon_pool import DaemonPool
 
 WINDOW_BYTES = 4 << 20
 # Reading on is cheaper than a request of its own up to about this gap (20 ms of latency at 100 MB/s).
@@ -69,7 +70,7 @@ class ShardWindows:
         self._stop = 0
         self._window = memoryview(b"")
         self._ahead: dict[int, Future[memoryview]] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: DaemonPool | None = None
 
     @property
     def end(self) -> int:
@@ -119,7 +120,7 @@ class ShardWindows:
         start = max((begin + self._full for begin in self._ahead), default=start)
         while len(self._ahead) < READ_AHEAD and start < self._shard.size:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="penstock-window")
+                self._pool = DaemonPool("penstock-window", READ_AHEAD)
             self._ahead[start] = self._pool.submit(self._get, start, min(start + self._full, self._shard.size))
             start += self._full
 
@@ -132,7 +133,7 @@ class ShardWindows:
         """Wait for the requests in flight, and end the threads."""
         self._drop()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.close(cancel=True)
             self._pool = None
 
     def __enter__(self) -> ShardWindows:

@@ -8,7 +8,6 @@ loop's thread.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...storage.daemon_pool import DaemonPool
-from ...storage.interruptible import Event
+from ...storage.interruptible import Event, Thread
 from ...storage.malloc import keep_freed_memory
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
@@ -113,13 +112,13 @@ class Pipeline:
             deliver=self._host_out.put,
         )
         self._assembler = make_assembler(equipment, start)
-        self._threads = [threading.Thread(target=self._assemble, name="penstock-assemble", daemon=True)]
+        self._threads = [Thread(target=self._assemble, name="penstock-assemble")]
         if self._feeder is not None:
-            self._threads.append(threading.Thread(target=self._feed, name="penstock-copy", daemon=True))
+            self._threads.append(Thread(target=self._feed, name="penstock-copy"))
         self._set_read_ahead(options.read_ahead_bytes)
         if tuner is not None and tuner.is_on:
             tune = partial(tuner.run, self, self._stopping)
-            self._threads.append(threading.Thread(target=tune, name="penstock-tune", daemon=True))
+            self._threads.append(Thread(target=tune, name="penstock-tune"))
 
     def start(self) -> None:
         """Start the threads; called once. Whoever holds the pipeline can close it, however far this came."""

@@ -6,13 +6,13 @@ import bisect
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ...storage import ByteRange, Store, open_store
+from ...storage.daemon_pool import DaemonPool
 from ...storage.hashing import xxh3_64
 from ..columns import Block
 from ..dataset.manifest import Manifest
@@ -58,7 +58,7 @@ def sum_chunks(
     try:
         with (
             show_progress("reading", manifest.num_bytes, unit="B", enabled=progress) as advance,
-            ThreadPoolExecutor(threads, "penstock-sum") as pool,
+            DaemonPool("penstock-sum", threads) as pool,
         ):
             for _ in pool.map(sum_one, range(manifest.num_chunks)):
                 pass

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ...storage.interruptible import Thread
+
 
 class FetchThreads:
     """Daemon threads that all run ``loop``. Every method but ``start`` and ``join`` is called under the owner's lock.
@@ -16,7 +18,7 @@ class FetchThreads:
     def __init__(self, loop: Callable[[], None], wanted: int) -> None:
         self._loop = loop
         self.wanted = wanted
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._is_started = False
         self._busy = 0
         self._busy_s = 0.0  # summed over the threads, until _counted_until
@@ -35,7 +37,7 @@ class FetchThreads:
         self.wanted = wanted
         while self._is_started and len(self._threads) < wanted:
             name = f"penstock-fetch-{len(self._threads)}"
-            thread = threading.Thread(target=self._loop, name=name, daemon=True)
+            thread = Thread(target=self._loop, name=name)
             self._threads.append(thread)  # before it runs, so that it finds itself here
             try:
                 thread.start()

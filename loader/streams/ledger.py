@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from ...storage.interruptible import Thread
 from ..columns import IntArray
 from ..dataset.exchange import RemoteError
 from ..errors import ConfigError, DatasetError, LoaderClosedError
@@ -326,7 +327,7 @@ class Ledgers:
                 channel.post(_LEFT, json.dumps(asdict(_in_transit(error, self._rank))).encode())
 
         with suppress(RuntimeError):  # the interpreter ends, and starts no more threads
-            thread = threading.Thread(target=leave, name="penstock-leave", daemon=True)
+            thread = Thread(target=leave, name="penstock-leave")
             thread.start()
             thread.join(_LEAVE_S)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...storage import ObjectInfo, PenstockError, Store, open_store
+from ...storage.daemon_pool import DaemonPool
 from ..dataset.build import (
     PendingIndex,
     assemble,
@@ -161,7 +161,7 @@ def _index_tolerantly(
     found = {}
     with (
         show_progress("indexing", len(pending.missing), unit="shards", enabled=progress) as advance,
-        ThreadPoolExecutor(threads, "penstock-verify") as pool,
+        DaemonPool("penstock-verify", threads) as pool,
     ):
         futures = {
             position: pool.submit(index_one, store, pending.shard_format, pending.tasks[position])

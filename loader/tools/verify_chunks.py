@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from queue import SimpleQueue
 
 import pyarrow as pa
 
 from ...storage import Store
+from ...storage.daemon_pool import DaemonPool
 from ..columns import Block, BytesColumn, ObjectColumn
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
@@ -29,33 +30,31 @@ def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool,
     shard_format = make_format(manifest.format, manifest.config)
     skipped = {flaw.shard for flaw in flaws if flaw.offset is None}
     headers = HeaderCache(shard_format, store, Counters(), budget_bytes=_HEADER_BYTES)
-    pool = ThreadPoolExecutor(threads, "penstock-verify")
-    patient = True
-    try:
-        with show_progress("verifying", manifest.num_bytes, unit="B", enabled=progress) as advance:
-            running: dict[Any, int] = {}
-            waiting = iter(range(manifest.num_chunks))
-            exhausted = False
-            while running or not exhausted:
-                # A few chunks ahead of the threads, not all of them: a data set may have a million.
-                while not exhausted and len(running) < 4 * threads:
-                    index = next(waiting, None)
-                    if index is None:
-                        exhausted = True
-                    elif manifest.shards[int(manifest.shard_index[index])].key not in skipped:
-                        running[pool.submit(_check_chunk, store, manifest, shard_format, headers, index)] = index
-                done = wait(running, return_when=FIRST_COMPLETED).done if running else ()
-                for future in done:
-                    chunk = manifest.chunk(running.pop(future))
-                    problem = future.result()
-                    if problem is not None:
-                        flaws.append(problem)
-                    advance(chunk.length)
-    except KeyboardInterrupt:
-        patient = False
-        raise
-    finally:
-        pool.shutdown(wait=patient, cancel_futures=True)
+    with (
+        show_progress("verifying", manifest.num_bytes, unit="B", enabled=progress) as advance,
+        DaemonPool("penstock-verify", threads) as pool,
+    ):
+        running: dict[Future[Flaw | None], int] = {}
+        ended: SimpleQueue[Future[Flaw | None]] = SimpleQueue()
+        waiting = iter(range(manifest.num_chunks))
+        exhausted = False
+        while running or not exhausted:
+            # A few chunks ahead of the threads, not all of them: a data set may have a million.
+            while not exhausted and len(running) < 4 * threads:
+                index = next(waiting, None)
+                if index is None:
+                    exhausted = True
+                elif manifest.shards[int(manifest.shard_index[index])].key not in skipped:
+                    begun = pool.submit(_check_chunk, store, manifest, shard_format, headers, index)
+                    running[begun] = index
+                    begun.add_done_callback(ended.put)
+            if running:
+                done = ended.get()
+                chunk = manifest.chunk(running.pop(done))
+                problem = done.result()
+                if problem is not None:
+                    flaws.append(problem)
+                advance(chunk.length)
 
 
 def _check_chunk(

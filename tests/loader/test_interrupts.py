@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import sys
+import gc
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from interrupt import Interrupt
+from row_functions import rest_a_moment
 from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
 from penstock.loader import DatasetError, Manifest, open_manifest
+from penstock.loader.decoding import worker_pool
+from penstock.loader.decoding.worker_process import Worker, start_process
 from penstock.loader.passes import Pass, Passes
 from penstock.loader.pipeline.delivery_log import DeliveryLog
 from penstock.loader.pipeline.pipeline import Pipeline
@@ -43,33 +47,6 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     folder = tmp_path_factory.mktemp("tars")
     write_tars(folder, [11, 12, 7])
     return open_manifest(str(folder), progress=False)
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt once, before the nth line that this thread executes in some functions."""
-
-    def __init__(self, functions: list[Callable[..., Any]], number: int) -> None:
-        self._codes: set[CodeType] = {function.__code__ for function in functions}
-        self._left = number
-        self.was_raised = False
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code in self._codes else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not self.was_raised:
-            self._left -= 1
-            if self._left < 0:
-                self.was_raised = True
-                raise KeyboardInterrupt
-        return self._line
 
 
 def loader_threads() -> list[str]:
@@ -161,3 +138,63 @@ def test_a_batch_whose_delivery_cannot_be_logged_is_not_lost(
                 continue
     assert sorted(seen) == list(range(SAMPLES))
     assert audit(tmp_path).is_exact
+
+
+def test_a_close_that_was_interrupted_ends_with_the_loaders_last_reference(
+    tars: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Pipeline) -> None:
+        raise KeyboardInterrupt
+
+    loader = DistributedDataLoader(tars, batch_size=5, rank=0, world_size=1)
+    next(iter(loader))
+    monkeypatch.setattr(Pipeline, "stop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+    monkeypatch.undo()
+    assert loader_threads() != []
+    del loader
+    gc.collect()
+    assert loader_threads() == []
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_processes_start_is_forgotten_with_them(
+    tars: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Worker] = []
+
+    def interrupted() -> Worker:
+        if begun:  # of which the first, not yet up, is told to end
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        begun.append(start_process())
+        return begun[0]
+
+    with DistributedDataLoader(
+        tars, batch_size=5, rank=0, world_size=1, processes=2, transform=rest_a_moment
+    ) as loader:
+        batches = iter(loader)
+        monkeypatch.setattr(worker_pool, "start_process", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert begun[0].process.poll() is not None
+        assert len(list(batches)) == SAMPLES // 5
+    assert loader_threads() == []
+
+
+def test_ctrl_c_as_signals_are_held_back_for_a_new_process_does_not_hold_them_back_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_back, mask = {signal.SIGINT, signal.SIGTERM}, signal.pthread_sigmask
+
+    def interrupted(how: int, signals: Iterable[int]) -> set[Any]:
+        before = mask(how, signals)
+        if set(signals) == held_back:
+            raise KeyboardInterrupt  # as the function does if the signal came before it was blocked
+        return before
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_process()
+    assert not mask(signal.SIG_BLOCK, ()) & held_back

@@ -19,6 +19,7 @@ from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, LoaderClosedError, RankStoppedError
 from penstock.loader.peers import TOLD_WITHIN_S
 from penstock.storage import NotFoundError
+from penstock.storage.interruptible import Thread
 
 SCRIPT = Path(__file__).with_name("stopping_rank.py")
 SOON_S = 20.0  # on a busy machine; without being told, rank 0 trains for 30 s and rank 2 waits for ten minutes
@@ -263,3 +264,24 @@ def test_a_group_that_is_destroyed_ends_the_watch_and_not_the_pass(data):
         dist.destroy_process_group()
         wait_until(lambda: watching() == [])
         assert sum(1 for _ in iterator) == 49
+
+
+def test_ctrl_c_before_the_watch_begins_does_not_leave_the_rank_unwatched(
+    group: Any, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Thread.start
+
+    def interrupted(self: Thread) -> None:
+        if self.name != "penstock-peers":
+            return start(self)
+        monkeypatch.setattr(Thread, "start", start)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(open_loader(data)))
+    assert watching() == []
+    with open_loader(data) as loader:
+        next(iter(loader))
+        assert len(watching()) == 1
+    assert watching() == []

@@ -12,10 +12,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
+from interrupt import Interrupt
 
 from penstock.storage.daemon_pool import DaemonPool, PoolClosedError
+from penstock.storage.interruptible import Thread
 
 WAIT_S = 60
 
@@ -213,3 +216,104 @@ def test_after_a_fork_an_open_pool_works_and_a_closed_one_stays_closed() -> None
         print(busy.result(30), opened.submit(os.getpid).result(30) == os.getpid())
     """
     assert run_python(program) == "True\nclosed\nTrue True\n"
+
+
+def test_a_pool_that_was_interrupted_at_any_line_does_its_jobs_and_leaves_no_thread() -> None:
+    functions = [DaemonPool._start_thread, Thread.start, Thread.join]
+    number, was_raised = 0, True
+    while was_raised:
+        pool, interrupt = DaemonPool("test-pool", 2), Interrupt(functions, number)
+        with suppress(KeyboardInterrupt), interrupt:
+            assert pool.submit(int).result(WAIT_S) == 0
+            pool.close()
+        with suppress(PoolClosedError):
+            assert pool.submit(int).result(WAIT_S) == 0, f"line {number}"
+        pool.close()
+        assert own_threads() == [], f"line {number}"
+        number, was_raised = number + 1, interrupt.was_raised
+    assert number > 5
+
+
+def test_a_pool_that_nobody_can_close_any_more_ends_its_threads_when_its_jobs_are_done() -> None:
+    let_go = threading.Event()
+    pool = DaemonPool("test-pool")
+    jobs = [pool.submit(let_go.wait, WAIT_S) for _ in range(3)]
+    del pool
+    assert len(own_threads()) == 3
+    let_go.set()
+    assert [job.result(WAIT_S) for job in jobs] == [True] * 3
+    until = time.monotonic() + WAIT_S
+    while own_threads():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_map_that_ends_early_begins_no_more_calls(make_pool: MakePool) -> None:
+    pool, called, let_go = make_pool(1), list[int](), threading.Event()
+
+    def call(number: int) -> int:
+        called.append(number)
+        assert number == 0 or let_go.wait(WAIT_S)
+        return number
+
+    results = pool.map(call, range(50))
+    assert next(results) == 0
+    results.close()  # type: ignore[attr-defined]
+    let_go.set()
+    pool.close()
+    assert len(called) <= 2
+
+
+def test_an_error_in_a_pools_block_cancels_what_has_not_begun() -> None:
+    running, let_go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        running.set()
+        assert let_go.wait(WAIT_S)
+
+    with suppress(ArithmeticError), DaemonPool("test-pool", 1) as pool:
+        jobs = [pool.submit(work) for _ in range(3)]
+        assert running.wait(WAIT_S)
+        threading.Timer(0.05, let_go.set).start()
+        raise ArithmeticError
+    assert jobs[0].result(WAIT_S) is None
+    assert [job.cancelled() for job in jobs] == [False, True, True]
+
+
+def test_ctrl_c_in_a_pools_block_does_not_wait_for_a_job_that_hangs() -> None:
+    running, let_go = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        running.set()
+        return let_go.wait(WAIT_S)
+
+    with suppress(KeyboardInterrupt), DaemonPool("test-pool", 1) as pool:
+        job = pool.submit(work)
+        assert running.wait(WAIT_S)
+        raise KeyboardInterrupt
+    assert not job.done()
+    let_go.set()
+    assert job.result(WAIT_S)
+
+
+@pytest.mark.slow
+def test_a_generator_that_closes_its_pool_as_the_interpreter_ends_holds_nothing_up() -> None:
+    script = """
+        import time
+        from penstock.storage.daemon_pool import DaemonPool
+
+        def work():
+            pool = DaemonPool("test-pool", 1)
+            try:
+                yield pool.submit(time.sleep, 600)
+            finally:
+                pool.close(cancel=True)
+
+        held = work()
+        next(held)
+        raise KeyboardInterrupt
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert ended.stderr.endswith("KeyboardInterrupt\n")

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from penstock.storage.interruptible import Condition, Event, Future
+from penstock.storage.interruptible import Condition, Event, Future, Thread
 
 STRUCK_S = 0.4
 EVERY_S = 0.00013
@@ -147,3 +147,56 @@ def test_an_event_wakes_those_who_wait() -> None:
     assert event.is_set()
     event.clear()
     assert not event.is_set()
+
+
+def test_a_thread_whose_start_was_struck_runs_or_never_began(strikes: Strikes) -> None:
+    until = time.monotonic() + STRUCK_S
+    begun: list[Thread] = []
+
+    def begin() -> None:
+        begun.append(Thread(target=int, name="struck"))
+        begun[-1].start()
+
+    while time.monotonic() < until:
+        begun.clear()
+        strikes.strike(begin)
+        for thread in begun:
+            if thread.ident is not None:
+                assert thread._started.wait(10), f"after {strikes.count} strikes"
+                thread.join(10)
+                assert not thread.is_alive()
+                assert thread._ended.is_set(), f"after {strikes.count} strikes"
+    assert strikes.count > 10
+
+
+@pytest.mark.parametrize("use", [Thread.is_alive, partial(Thread.join, timeout=0.00005)])
+def test_a_thread_is_alive_after_whoever_asked_or_waited_was_struck(
+    strikes: Strikes, use: Callable[[Thread], object]
+) -> None:
+    let_go = threading.Event()
+    thread = Thread(target=let_go.wait, name="struck")
+    thread.start()
+    until = time.monotonic() + STRUCK_S
+    while time.monotonic() < until:
+        strikes.strike(partial(use, thread))
+        assert thread.is_alive(), f"after {strikes.count} strikes"
+    let_go.set()
+    thread.join()
+    assert not thread.is_alive()
+    assert strikes.count > 10
+
+
+def test_a_thread_does_not_join_itself_and_nobody_waits_for_one_that_never_began() -> None:
+    told: list[bool] = []
+
+    def join_itself() -> None:
+        with pytest.raises(RuntimeError):
+            thread.join()
+        told.append(True)
+
+    thread = Thread(target=join_itself, name="joins")
+    assert not thread.is_alive()
+    thread.join()
+    thread.start()
+    thread.join(10)
+    assert told == [True]

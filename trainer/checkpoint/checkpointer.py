@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
+from ...storage.interruptible import Thread
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointRoomError, CheckpointUploadError, TrainerConfigError
 from ..ranks.control_group import ControlGroup
@@ -66,7 +66,7 @@ class Checkpointer:
         self._control = ControlGroup(world)
         on_device = world.device.type != "cpu"
         self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._failure: Exception | None = None
         self._current_step: int | None = None
         self._closed = False
@@ -136,9 +136,7 @@ class Checkpointer:
         state = gather_state(model, optimizer, rank=self._world.rank, rank_state=rank_state, averages=averages)
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was told to copy at once"
-        self._thread = threading.Thread(
-            target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint", daemon=True
-        )
+        self._thread = Thread(target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint")
         self._thread.start()
         if blocking:
             self.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage.files import write_whole
-from ...storage.interruptible import Event
+from ...storage.interruptible import Event, Thread
 from ...storage.process_usage import read_traffic
 from ..ranks.world import World
 from ..stopwatch import Stopwatch
@@ -85,7 +84,7 @@ class StatusWriter:
         self.survey: Survey | None = None
         self._timelines = TimelineRecorder(output_dir, world.rank, stopwatch, loader)
         self._closing = Event()
-        self._thread = threading.Thread(target=self._run, name="penstock-status", daemon=True)
+        self._thread = Thread(target=self._run, name="penstock-status")
         self._thread.start()
 
     @property

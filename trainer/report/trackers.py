@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import queue
 import secrets
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from ...storage.interruptible import Thread
 from ..errors import TrainerConfigError, TrainerError
 from .records import Observer, Values
 
@@ -128,7 +128,7 @@ class InBackground:
         self._error: Exception | None = None
         self._dropped = 0
         self._records: queue.SimpleQueue[tuple[str, int, Values] | None] = queue.SimpleQueue()  # Ctrl-C cannot lock it
-        self._thread = threading.Thread(target=self._run, name=f"penstock-{self._name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"penstock-{self._name}")
         self._thread.start()
 
     def record(self, kind: str, step: int, values: Values) -> None:

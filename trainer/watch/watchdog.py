@@ -12,7 +12,6 @@ import faulthandler
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from ...storage.interruptible import Event
+from ...storage.interruptible import Event, Thread
 from ..errors import StallError, TrainerConfigError, WorldError
 from ..ranks.world import World
 from .blame import is_of_a_collective
@@ -90,8 +89,8 @@ class Watchdog:
         connection = _get_default_store().clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
         self._reads_many: bool = connection.has_extended_api()
         self._store = PrefixStore(f"penstock-watchdog/{self._agree_on_name()}", connection)
-        self._talker = threading.Thread(target=self._talk, name="penstock-watchdog-talk", daemon=True)
-        self._guard = threading.Thread(target=self._keep_guard, name="penstock-watchdog-guard", daemon=True)
+        self._talker = Thread(target=self._talk, name="penstock-watchdog-talk")
+        self._guard = Thread(target=self._keep_guard, name="penstock-watchdog-guard")
         self._talker.start()
         self._guard.start()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ....storage import open_store
+from ....storage.daemon_pool import DaemonPool
 from ....storage.hashing import xxh3_64
 from ...columns import ArrayColumn, Block, BytesColumn
 from ...dataset.manifest import Manifest
@@ -67,7 +68,7 @@ class DatasetSource:
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[_Items]]]] = deque()
-        pool = ThreadPoolExecutor(_THREADS, "penstock-pack-read")
+        pool = DaemonPool("penstock-pack-read", _THREADS)
         try:
             for piece in range(first_piece, self._manifest.num_chunks):
                 chunk = self._manifest.chunk(piece)
@@ -83,7 +84,7 @@ class DatasetSource:
             while running:
                 yield from _batches(*running.popleft())
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close(cancel=True)
 
     def _read(self, piece: int, chunk: ChunkRef) -> list[_Items]:
         shard_format, shard = self._format, chunk.shard.key

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from ....storage import ObjectInfo, Store
+from ....storage.daemon_pool import DaemonPool
 from ...columns import KEY_COLUMN
 from ...errors import DatasetError
 from .source import Batch
@@ -42,7 +43,7 @@ class FolderSource:
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[dict[str, Any]]]]] = deque()
-        pool = ThreadPoolExecutor(_THREADS, "penstock-files")
+        pool = DaemonPool("penstock-files", _THREADS)
         try:
             for piece in range(first_piece, -(-len(self._samples) // _GROUP)):
                 if len(running) >= _THREADS:
@@ -53,7 +54,7 @@ class FolderSource:
                 number, done = running.popleft()
                 yield Batch(number, done.result())
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close(cancel=True)
 
     def before(self, piece: int) -> int:
         return piece * _GROUP

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from ....storage.errors import PenstockError
+from ....storage.interruptible import Thread
 from ...columns import KEY_COLUMN
 from ...errors import ConfigError, DatasetError, WorkerError
 from .source import Batch
@@ -200,7 +200,7 @@ def _start(transform: Transform) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+        Thread(target=_end_with, args=(parent.sentinel,), name="penstock-parent").start()
 
 
 def _end_with(sentinel: int) -> None:

@@ -11,11 +11,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from ....storage import NotFoundError, ObjectInfo, Store
+from ....storage.daemon_pool import DaemonPool
 from ....storage.memory import MemoryStore
 from ...dataset.build import shard_indexes
 from ...dataset.manifest import MANIFEST_NAME, Manifest
@@ -138,7 +139,7 @@ class Target:
 
     def _put(self, shards: Iterable[tuple[Shard, Cursor]]) -> Iterator[tuple[Written, Cursor]]:
         running: deque[tuple[Future[Written], Cursor]] = deque()
-        pool = ThreadPoolExecutor(_UPLOADS, "penstock-pack")
+        pool = DaemonPool("penstock-pack", _UPLOADS)
         try:
             for number, (shard, cursor) in enumerate(shards, start=len(self.written)):
                 # Bounded, so that a slow store does not fill memory with shards.
@@ -155,7 +156,7 @@ class Target:
             self._save_quietly()
             raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close(cancel=True)
 
     def _save_quietly(self) -> None:
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ....storage.errors import NotFoundError, ObjectChangedError, StorageError
-from ....storage.interruptible import Event
+from ....storage.interruptible import Event, Thread
 from ....storage.store import Store
 from ...errors import CheckpointError
 from ..lock import start_ticks
@@ -55,7 +55,7 @@ class StoreLock:
         self._lock = threading.Lock()
         self._closing = Event()
         self._acquire()
-        self._thread = threading.Thread(target=self._beat_on, name="penstock-checkpoint-lock", daemon=True)
+        self._thread = Thread(target=self._beat_on, name="penstock-checkpoint-lock")
         self._thread.start()
 
     def confirm(self) -> None:

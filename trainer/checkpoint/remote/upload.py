@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import xxhash
@@ -38,7 +39,8 @@ class Upload:
         self._step = step
         self._save_id = save_id
         self._pool = DaemonPool("penstock-upload", PARTS_AT_ONCE)
-        self._places = threading.Semaphore(PARTS_AT_ONCE)
+        self._places: SimpleQueue[None] = SimpleQueue()
+        self._leave(PARTS_AT_ONCE)
         self._lock = threading.Lock()
         self._keys: list[str] = []
         self._error: BaseException | None = None
@@ -66,9 +68,9 @@ class Upload:
 
     def send(self, name: str, number: int, data: bytes | bytearray) -> None:
         """Send a part as soon as there is a place; the buffer must not be changed any more."""
-        self._places.acquire()
+        self._places.get()
         if self._error is not None:
-            self._places.release()
+            self._leave()
             raise self._error
         key = part_key(self._step, self._save_id, name, number)
         self._keys.append(key)
@@ -99,12 +101,16 @@ class Upload:
             with self._lock:
                 self._error = self._error or exc
         finally:
-            self._places.release()
+            self._leave()
+
+    def _leave(self, places: int = 1) -> None:
+        for _ in range(places):
+            self._places.put(None)
 
     def _wait(self, *, silent: bool = False) -> None:
         for _ in range(PARTS_AT_ONCE):
-            self._places.acquire()
-        self._places.release(PARTS_AT_ONCE)
+            self._places.get()
+        self._leave(PARTS_AT_ONCE)
         if self._error is not None and not silent:
             raise self._error
 
