@@ -72,9 +72,14 @@ def test_of_batches_that_are_made_on_call_a_few_wait_and_the_first_ones_are_begu
     last.start()
     last.join(0.05)
     assert last.is_alive()
-    assert [queue.get().start for _ in items] == list(range(_MOST_ON_CALL + 1))
+    half = _MOST_ON_CALL // 2
+    assert [queue.get().start for _ in range(half - 1)] == list(range(half - 1))
+    last.join(0.05)
+    assert last.is_alive()  # nobody is woken for each batch
+    assert queue.get().start == half - 1
     last.join(60)
     assert not last.is_alive()
+    assert [queue.get().start for _ in items[half:]] == list(range(half, len(items)))
 
 
 def test_an_error_comes_after_what_was_made_before_it_and_again_to_who_asks_again():
