@@ -10,6 +10,8 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
+import struct
 import sys
 from typing import Any
 
@@ -17,6 +19,11 @@ from typing import Any
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FAILED = ctypes.c_void_p(-1).value
+_AT_FDCWD = -100
+_STATX_IDENTITY = 0x341  # the type, the time of the last change, the inode, the size
+_STATX_BYTES = 256
+# Of struct statx: the mask of what is filled in, the mode, the inode, the size, the time in seconds and nanoseconds.
+_STATX = struct.Struct("=I24xH2xQQ64xqI")
 # Offsets of files are longs there, and the numbers above mean what they say.
 HAS_PAGE_CALLS = sys.platform == "linux" and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_longlong)
 
@@ -62,6 +69,22 @@ def populate_pages(address: int, nbytes: int, *, write: bool) -> bool:
     raise error
 
 
+def identify(path: str) -> tuple[int, int, int] | None:
+    """(mtime_ns, size, inode) of a regular file on this machine; None where ``os.stat`` must be asked for them.
+
+    Other than that it keeps the GIL: who asks for many files would wait for it, each time, longer than for an answer.
+    """
+    if not hasattr(_WITH_GIL, "statx"):
+        return None
+    found = _StatxBuffer()
+    if _WITH_GIL.statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_IDENTITY, found):
+        return None
+    mask, mode, inode, size, seconds, nanoseconds = _STATX.unpack_from(found)
+    if mask & _STATX_IDENTITY != _STATX_IDENTITY or not stat.S_ISREG(mode):
+        return None
+    return seconds * 10**9 + nanoseconds, size, inode
+
+
 def trim_heap() -> None:
     """Give the system what the allocator keeps of freed memory; without glibc nothing is done."""
     if hasattr(_LIBC, "malloc_trim"):
@@ -95,4 +118,14 @@ def _declare() -> Any:
     return libc
 
 
+def _declare_with_gil() -> Any:
+    libc: Any = ctypes.PyDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "statx"):
+        libc.statx.restype = ctypes.c_int
+        libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+    return libc
+
+
 _LIBC = _declare()
+_WITH_GIL = _declare_with_gil()
+_StatxBuffer = ctypes.c_char * _STATX_BYTES

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from . import libc
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
 from .files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
@@ -117,11 +118,11 @@ class LocalStore:
 
     def check_unchanged(self, key: str, etag: str) -> None:
         """Raise ObjectChangedError where the file has another ETag, NotFoundError where there is none."""
+        path = self._base + key
+        if libc.identify(path) == _parts(etag):  # as many times a batch as there are files in it
+            return
         try:
-            found = os.stat(self._base + key)  # noqa: PTH116 - as many times a batch as there are files in it
-            same = _parts(etag) == (found.st_mtime_ns, found.st_size, found.st_ino)
-            if not same or not stat.S_ISREG(found.st_mode):
-                check_etag(self.url, key, etag, _etag(_identify(found)))
+            check_etag(self.url, key, etag, _etag(_identify(os.stat(path))))  # noqa: PTH116 - on a path of strings
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
 

@@ -58,10 +58,10 @@ class LateBytes:
             ObjectChangedError, NotFoundError: a file is not as it was when it was checked.
         """
         made, buffers = self.made, [column.buffer for column in self.columns]
-        places = zip(self.origins.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
-        needed = np.unique(self.origins)
-        files = {self.columns[i].file for i in needed[needed >= 0].tolist()}
-        with looking_at(files, len(self.origins)):
+        origins = self.origins.tolist()
+        places = zip(origins, self.starts.tolist(), self.stops.tolist(), strict=True)
+        files = {self.columns[i].file for i in set(origins) if i >= 0}
+        with looking_at(files, len(origins)):
             values = [(buffers[i][a:b].tobytes() if i >= 0 else made[a]) if a >= 0 else None for i, a, b in places]
         return {self.name: values}
 

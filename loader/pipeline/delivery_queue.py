@@ -46,7 +46,8 @@ class DeliveryQueue:
     """A bounded queue from one producing thread to one consuming thread.
 
     It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits. Of
-    batches that are made when they are asked for, it holds a few: nothing is gained by more.
+    batches that are made when they are asked for, it holds a few: nothing is gained by more. Once it is full of those,
+    it takes no other before half are gone: each turn between the two threads costs more than to put one in.
     """
 
     def __init__(self, max_bytes: int, max_items: int = 256) -> None:
@@ -57,18 +58,20 @@ class DeliveryQueue:
         self._error: BaseException | None = None
         self._interruption: BaseException | None = None
         self._closed = False
+        self._blocked: Delivery | None = None  # what the producing thread waits to put in
         self._changed = Condition()
 
     def limit(self, max_bytes: int) -> None:
         """Hold so many bytes at most from now on; what is in the queue stays there."""
         with self._changed:
             self._max_bytes = max_bytes
-            self._changed.notify_all()
+            self._unblock()
 
     def put(self, item: Delivery) -> bool:
         """Wait for room and add; returns False if the queue is closed."""
         with self._changed:
-            while not self._closed and self._is_full(item):
+            self._blocked = item if self._is_full(item) else None
+            while not self._closed and self._blocked is not None:
                 self._changed.wait()
             if self._closed:
                 return False
@@ -77,9 +80,15 @@ class DeliveryQueue:
             self._changed.notify_all()
             return True
 
-    def _is_full(self, item: Delivery) -> bool:
+    def _unblock(self) -> None:
+        """Wake the producing thread where there is room for what it waits with. Holds the lock."""
+        if self._blocked is not None and not self._is_full(self._blocked, most_on_call=_MOST_ON_CALL // 2 + 1):
+            self._changed.notify_all()
+            self._blocked = None  # last: if Ctrl-C comes between the two, the next batch that is taken wakes it
+
+    def _is_full(self, item: Delivery, most_on_call: int = _MOST_ON_CALL) -> bool:
         waiting = len(self._items)
-        if waiting >= _MOST_ON_CALL and isinstance(item.batch, UnfinishedBatch) and item.batch.is_on_call:
+        if waiting >= most_on_call and isinstance(item.batch, UnfinishedBatch) and item.batch.is_on_call:
             return True
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
 
@@ -108,7 +117,7 @@ class DeliveryQueue:
                 self._changed.wait()
             item = self._items.popleft()
             self._bytes -= item.nbytes
-            self._changed.notify_all()
+            self._unblock()
             return item
 
     def begin(self, count: int) -> None:

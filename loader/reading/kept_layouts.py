@@ -28,8 +28,8 @@ _VERSION = 1
 _KEPT = 32
 _MOST_BYTES = 64 << 20  # of a file: some two million samples
 _LARGEST = np.iinfo(np.int32).max  # of the chunks
-# Of fewer, headers are walked in the time that a file takes.
-_FEWEST_SAMPLES = 1000
+# Of fewer samples in fewer chunks, headers are walked in the time that a file takes.
+_FEWEST_SAMPLES, _FEWEST_CHUNKS = 1000, 8
 _LOCK_PATIENCE_S = 1.0  # without the lock, what others found meanwhile may be lost
 
 IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
@@ -77,7 +77,8 @@ class KeptLayouts:
     def save(self, found: Mapping[int, Layout]) -> None:
         """Keep these, too, where there is room. Those of other processes are not lost."""
         found = {chunk: layout for chunk, layout in found.items() if layout.length <= _LARGEST}
-        if sum(layout.block.samples for layout in found.values()) < _FEWEST_SAMPLES:
+        samples = sum(layout.block.samples for layout in found.values())
+        if samples < _FEWEST_SAMPLES and len(found) < _FEWEST_CHUNKS:
             return
         with suppress(OSError, StorageError, pa.ArrowException), self._folder.lock(self._key, wait_s=_LOCK_PATIENCE_S):
             known = self._read()

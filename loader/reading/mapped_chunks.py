@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,7 @@ class MappedChunks:
     def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._looks = Looks()
+        self._files: WeakValueDictionary[tuple[str, str], MappedFile] = WeakValueDictionary()  # by key and ETag
 
     @staticmethod
     def of(store: Store, *, views: bool) -> MappedChunks | None:
@@ -74,8 +76,9 @@ class MappedChunks:
         self._file(chunk).check()
 
     def _file(self, chunk: ChunkRef) -> MappedFile:
-        assert chunk.shard.etag is not None
-        return MappedFile(self._store, chunk.shard.key, chunk.shard.etag, self._looks)
+        key, etag = chunk.shard.key, chunk.shard.etag
+        assert etag is not None
+        return self._files.setdefault((key, etag), MappedFile(self._store, key, etag, self._looks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ class Looks:
             self._count = self._in_vain = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MappedFile:
-    """A file, as it was when it was indexed."""
+    """A file, as it was when it was indexed. There is one of these for each file, as long as it is needed."""
 
     store: LocalStore
     key: str

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 import platform
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.storage import ByteRange, LocalStore, libc
+from penstock.storage import ByteRange, LocalStore, ObjectChangedError, libc
 from penstock.storage.buffers import LEAST_BYTES, Buffers
 
 
@@ -45,3 +46,36 @@ def test_an_error_of_the_kernel_is_python_s() -> None:
         libc.map_pages(-1, 1, mmap.PAGESIZE)  # half a page in
     with pytest.raises(OSError, match="Cannot allocate memory"):
         libc.populate_pages(mmap.PAGESIZE, mmap.PAGESIZE, write=True)  # nothing is mapped there
+
+
+def test_a_file_is_told_as_stat_tells_it(tmp_path: Path) -> None:
+    file = tmp_path / "ä b.tar"
+    file.write_bytes(b"abc")
+    for mtime_ns in (0, 1, 1_700_000_000_123_456_789, -1_500_000_001):
+        os.utime(file, ns=(0, mtime_ns))
+        found = file.stat()
+        assert libc.identify(str(file)) in {None, (found.st_mtime_ns, found.st_size, found.st_ino)}
+    (tmp_path / "link.tar").symlink_to(file)
+    assert libc.identify(str(tmp_path / "link.tar")) == libc.identify(str(file))
+    (tmp_path / "broken.tar").symlink_to(tmp_path / "none")
+    for other in (tmp_path, tmp_path / "none", tmp_path / "broken.tar", file / "x"):
+        assert libc.identify(str(other)) is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_where_glibc_is_a_file_is_told(tmp_path: Path) -> None:
+    assert libc.identify(__file__) is not None
+
+
+def test_without_a_call_that_keeps_the_gil_a_changed_file_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libc, "_WITH_GIL", SimpleNamespace())
+    (tmp_path / "x.tar").write_bytes(b"abc")
+    store = LocalStore(tmp_path)
+    etag = store.head("x.tar").etag
+    assert etag is not None
+    store.check_unchanged("x.tar", etag)
+    (tmp_path / "x.tar").write_bytes(b"abcd")
+    with pytest.raises(ObjectChangedError):
+        store.check_unchanged("x.tar", etag)

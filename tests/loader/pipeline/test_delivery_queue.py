@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -72,9 +73,40 @@ def test_of_batches_that_are_made_on_call_a_few_wait_and_the_first_ones_are_begu
     last.start()
     last.join(0.05)
     assert last.is_alive()
-    assert [queue.get().start for _ in items] == list(range(_MOST_ON_CALL + 1))
+    half = _MOST_ON_CALL // 2
+    assert [queue.get().start for _ in range(half - 1)] == list(range(half - 1))
+    last.join(0.05)
+    assert last.is_alive()  # nobody is woken for each batch
+    assert queue.get().start == half - 1
     last.join(60)
     assert not last.is_alive()
+    assert [queue.get().start for _ in items[half:]] == list(range(half, len(items)))
+
+
+def test_ctrl_c_before_the_producing_thread_is_woken_does_not_leave_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = DeliveryQueue(max_bytes=1 << 40)
+    items = [replace(delivery(number, 0), batch=OnCall()) for number in range(_MOST_ON_CALL + 1)]
+    for item in items[:-1]:
+        assert queue.put(item)
+    last = threading.Thread(target=queue.put, args=(items[-1],), daemon=True)
+    last.start()
+    while not queue._changed._waiters:
+        time.sleep(0.001)
+    half = _MOST_ON_CALL // 2
+    for _ in range(half - 1):
+        queue.get()
+    with monkeypatch.context() as patch:
+        patch.setattr(queue._changed, "notify_all", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            queue.get()
+    assert last.is_alive()
+    queue.get()
+    last.join(60)
+    assert not last.is_alive()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_error_comes_after_what_was_made_before_it_and_again_to_who_asks_again():

@@ -44,6 +44,9 @@ def tar_of(samples: int, seed: int, salt: bytes = b"") -> bytes:
     return sink.getvalue()
 
 
+FEWEST_SAMPLES = kept_layouts._FEWEST_SAMPLES
+
+
 @pytest.fixture(autouse=True)
 def few_samples_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", 1)
@@ -228,6 +231,16 @@ def test_layouts_take_no_more_room_than_they_may(tmp_path: Path, folder: Path, m
     monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", 5)
     KeptLayouts(manifest, ["bin"], tmp_path).save({0: layout_of(0)})
     assert list(tmp_path.glob("layouts-*/*.arrow")) == [file]
+
+
+@pytest.mark.parametrize(("chunks", "are_kept"), [(7, False), (8, True)])
+def test_layouts_of_few_samples_are_kept_where_they_are_of_many_chunks(
+    chunks: int, are_kept: bool, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", FEWEST_SAMPLES)
+    manifest = open_manifest(folder, format=FORMAT, progress=False)
+    KeptLayouts(manifest, None, tmp_path).save({number: layout_of(number) for number in range(chunks)})
+    assert (KeptLayouts(manifest, None, tmp_path).find(0, 1 << 20) is not None) == are_kept
 
 
 def test_a_user_without_a_home_reads_all_the_same(
