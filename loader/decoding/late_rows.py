@@ -6,8 +6,9 @@ Until then it is only known where they lie. What is copied goes through tiles th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -18,7 +19,10 @@ from ..reading.mapped_files import MappedFile, looking_at
 from ..reading.records import fill_columns
 from .batch_memory import BatchMemory, new_array
 
-_TILE_BYTES = 256 << 10
+_TILE_BYTES = 1 << 20
+# Of so many batches, or bytes of them, rows are copied at once: with each call numpy gives Python's lock away, and then
+# waits for it. No more, since who keeps one of these batches keeps the memory of all.
+MOST_TOGETHER, TOGETHER_BYTES = 4, 4 << 20
 _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
@@ -104,6 +108,17 @@ class WideRows:
     def pick(self, rows: IntArray) -> WideRows:
         return WideRows(self._name, self.at.pick(rows), self._dtype)
 
+    def is_like(self, other: WideRows) -> bool:
+        """Whether both are rows of one span's field."""
+        return self._name == other._name and self.at.rows is other.at.rows and self._dtype == other._dtype
+
+    @staticmethod
+    def join(parts: Sequence[WideRows]) -> WideRows:
+        """The rows of all, which are alike, one after another; the parts hold the sources."""
+        first = parts[0]
+        places = np.concatenate([part.at.places for part in parts])
+        return WideRows(first._name, RowsAt(first.at.rows, places), first._dtype)
+
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
         rows, places = self.at.rows, self.at.places
         shape = rows.shape[1:]
@@ -112,6 +127,46 @@ class WideRows:
         for start in range(0, len(out), tile):
             out[start : start + tile] = rows[places[start : start + tile]]
         return {self._name: out}
+
+
+def make_all(parts: Sequence[Sequence[LateFields]], memory: BatchMemory | None) -> list[dict[str, Any]]:
+    """Make the fields of several batches, wide rows of neighbours in one piece of memory, as far as that is small."""
+    made: list[dict[str, Any]] = [{} for _ in parts]
+    start = 0
+    while start < len(parts):
+        stop = start + _count_together(parts[start:])
+        for of_field in zip(*parts[start:stop], strict=True):
+            for fields, values in zip(made[start:stop], _make_together(of_field, memory), strict=True):
+                fields.update(values)
+        start = stop
+    return made
+
+
+def _count_together(parts: Sequence[Sequence[LateFields]]) -> int:
+    """Of how many of the first batches the fields are made together."""
+    count = nbytes = 0
+    for late in islice(parts, MOST_TOGETHER):
+        nbytes += sum(each.nbytes for each in late)
+        are_alike = len(late) == len(parts[0]) and all(map(_are_alike, parts[0], late))
+        if count and (nbytes > TOGETHER_BYTES or not are_alike):
+            break
+        count += 1
+    return count
+
+
+def _are_alike(one: LateFields, other: LateFields) -> bool:
+    return isinstance(one, WideRows) and isinstance(other, WideRows) and one.is_like(other)
+
+
+def _make_together(of_field: Sequence[LateFields], memory: BatchMemory | None) -> Iterator[Mapping[str, Any]]:
+    first, *others = of_field
+    if not others:
+        yield first.make(memory)
+        return
+    wide = [late for late in of_field if isinstance(late, WideRows)]
+    [(name, rows)] = WideRows.join(wide).make(memory).items()
+    stops = list(accumulate(len(late.at) for late in wide))
+    yield from ({name: rows[start:stop]} for start, stop in pairwise([0, *stops]))
 
 
 class RecordRows:

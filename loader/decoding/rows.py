@@ -15,7 +15,7 @@ from .batch_memory import BatchMemory
 from .byte_views import ByteViews
 from .copies import copy_value
 from .decode import FieldDecoder
-from .late_rows import LateFields
+from .late_rows import LateFields, make_all
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10
@@ -68,14 +68,12 @@ class Rows:
         """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
         return complete_all([self], memory)[0]
 
-    def _make(self, memory: BatchMemory | None) -> Rows:
+    def _with(self, made: Mapping[str, Values]) -> Rows:
+        """The same rows with the late fields, as they were made."""
         if not self.late:
             return self
-        made: dict[str, Values] = {}
-        for late in self.late:
-            made.update(late.make(memory))
-        made |= self.fields
-        return Rows(self.ids, {name: made[name] for name in self.names or made}, self.planned)
+        fields = {**made, **self.fields}
+        return Rows(self.ids, {name: fields[name] for name in self.names or fields}, self.planned)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.
@@ -109,7 +107,8 @@ def complete_all(parts: Sequence[Rows], memory: BatchMemory | None = None) -> li
     files = {id(file): file for at in places for file in at.mapped()}.values()  # those of a span are of one list
     copied = sum(map(len, places)), sum(at.nbytes for at in places)
     with looking_at(files, copied[0], nbytes=copied[1], least_bytes=_LEAST_LOOK_BYTES):
-        return [rows._make(memory) for rows in parts]
+        made = make_all([rows.late for rows in parts], memory)
+    return [rows._with(fields) for rows, fields in zip(parts, made, strict=True)]
 
 
 def _cut(values: Values, start: int, stop: int) -> Values:

@@ -15,6 +15,7 @@ import numpy as np
 from ..columns import Block, IntArray
 from ..decoding.decode import WIDENED
 from ..decoding.gather import gather
+from ..decoding.late_rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
 from ..decoding.rows import Rows
 from ..order.buckets import plan_epoch
 from ..order.costs import SampleCosts
@@ -212,11 +213,16 @@ class _Copying:
 
 
 def _copied_at_once(rows: Rows, span: Span) -> int:
-    """Of how many steps rows are copied by one thread: of mapped files several, since each copy asks for the files."""
+    """Of how many steps rows are copied by one thread: of mapped files several, since each copy asks for the files.
+
+    Of wide rows as many as are copied together, so that threads seldom wait for Python's lock.
+    """
     places = [late.at for late in rows.late if late.at is not None]
-    if not any(at.files for at in places):
+    if any(at.files for at in places):
+        return max(1, _MAPPED_AT_ONCE * span.steps // sum(at.nbytes for at in places))
+    if not rows.late or not all(isinstance(late, WideRows) for late in rows.late):
         return 1
-    return max(1, _MAPPED_AT_ONCE * span.steps // sum(at.nbytes for at in places))
+    return min(MOST_TOGETHER, max(1, TOGETHER_BYTES * span.steps // sum(late.nbytes for late in rows.late)))
 
 
 class _LookAhead:

@@ -17,7 +17,7 @@ from penstock.loader.columns import ArrayColumn, Block
 from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
-from penstock.loader.decoding.gather import gather
+from penstock.loader.decoding.gather import Rows, complete_all, gather
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline.pipeline import Pipeline
 from penstock.loader.pipeline.plain import _LookAhead
@@ -78,6 +78,47 @@ def check_rows(chunks, decode, data):
             assert fields[name].flags.writeable
             assert fields[name].tolist() == np.array(naive).reshape(fields[name].shape).tolist()
     assert rows.count_bytes({}) == len(order) * 605 * (2 if decode is None else 8)
+
+
+def gather_wide(seed: int, rows: int, width: int, names: tuple[str, ...] = ("a", "b")) -> Rows:
+    """Rows of one chunk in any order, with a field for each name."""
+    rng = np.random.default_rng(seed)
+    columns = {n: ArrayColumn(rng.integers(0, 1 << 16, (rows, width), dtype=np.uint16)) for n in names}
+    group = ChunkRows(0, np.arange(rows), rng.permutation(rows))
+    memory = BatchMemory(1 << 20)
+    return gather([(group, Block(rows, 0, columns))], rows, np.zeros(1, np.int64), FieldDecoders("auto"), memory=memory)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 60)), max_size=12), st.data())
+def test_batches_whose_rows_are_copied_together_are_those_copied_alone(cuts, data):
+    spans = [gather_wide(0, 60, 600), gather_wide(1, 60, 600), gather_wide(2, 60, 700, ("a",))]
+    parts = [spans[number].cut(start, stop) for number, start, stop in cuts]
+    parts += [spans[0].pick([59, 0, 0]), spans[0].cut(0, 0)] * data.draw(st.integers(0, 1))
+    memory = BatchMemory(data.draw(st.sampled_from([0, 1 << 20])))
+    together = complete_all(parts, memory)
+    for part, found in zip(parts, together, strict=True):
+        alone = part.complete()
+        assert found.ids is part.ids
+        assert list(found.fields) == list(alone.fields)
+        for name, values in alone.fields.items():
+            assert found.fields[name].dtype == values.dtype
+            assert found.fields[name].flags.c_contiguous
+            assert np.array_equal(found.fields[name], values)
+            found.fields[name][...] = -1  # what is done to one batch concerns no other
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(64, 4), (200, 1)])  # of 2,048 int64: batches of 1 and of 3 MiB
+def test_who_keeps_a_batch_keeps_the_memory_of_few_others(rows, kept):
+    memory = BatchMemory(64 << 20)
+    span = gather_wide(0, 10 * rows, 2048, ("a",))
+    batches = complete_all([span.cut(start, start + rows) for start in range(0, 10 * rows, rows)], memory)
+    each = batches[0].fields["a"].nbytes
+    one = batches[5].fields["a"]
+    del batches
+    assert memory.free_bytes == (10 - kept) * each
+    del one
+    assert memory.free_bytes == 10 * each
 
 
 @pytest.mark.parametrize("name", ["tokens", "c3"])
@@ -143,6 +184,28 @@ def test_rows_may_be_copied_before_whoever_asked_for_it_goes_on(tokens, monkeypa
     found = [batch["tokens"] for batch in open_tokens(tokens)]
     assert len(expected) == len(found)
     assert all(map(torch.equal, expected, found))
+
+
+def test_one_job_copies_the_rows_of_several_batches_which_stay_apart(tokens, monkeypatch):
+    submit, together = DaemonPool.submit, list[int]()
+
+    def count(pool, function, *args):
+        if getattr(function, "__name__", "") == "_copy_late":
+            together.append(len(args[1]))
+        return submit(pool, function, *args)
+
+    monkeypatch.setattr(DaemonPool, "submit", count)
+    kept = []
+    with open_tokens(tokens) as loader:
+        for _ in range(2):
+            for batch in loader:
+                kept.append((batch["tokens"], batch["__id__"]))
+                assert torch.equal(batch["tokens"], batch["__id__"][:, None].expand(-1, 512))
+                batch["tokens"].neg_()  # as a user may do with a batch of their own
+    assert sorted(i for _, ids in kept for i in ids.tolist()) == sorted(2 * list(range(256)))
+    assert all(torch.equal(rows, -ids[:, None].expand(-1, 512)) for rows, ids in kept)
+    assert together[0] == 1  # the first batch waits for no other
+    assert max(together) == late_rows.MOST_TOGETHER
 
 
 def test_a_batch_whose_rows_are_being_copied_ends_with_the_loader(tokens, monkeypatch):
