@@ -16,8 +16,7 @@ from .readers import IMAGE_EXTENSIONS, READERS, read_text
 
 if TYPE_CHECKING:
     from .device_codec import DeviceCodec
-    from .images import ImageDecoder
-    from .regions import ImagePlan
+    from .images import ImageDecoder, ImagePlan
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 

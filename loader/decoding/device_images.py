@@ -19,8 +19,7 @@ from .device_codec import DeviceCodec, Wait
 from .jpeg_stream import plain_jpeg
 
 if TYPE_CHECKING:
-    from .images import ImageDecoder
-    from .regions import ImagePlan
+    from .images import ImageDecoder, ImagePlan
 
 # What lies on the device at once, by lane: bytes of whole and of resized images, and their number.
 _GROUP_BYTES = 256 << 20

@@ -14,8 +14,8 @@ import numpy as np
 
 from ..errors import ConfigError, DecodeError
 from .image_kind import image_kind, image_size
-from .jpeg_region import decode_region, plan_part, usual_jpeg
-from .regions import ImagePlan, Region, center_region, random_region, scale_region
+from .jpeg_region import decode_region
+from .regions import Region, center_region, random_region, scale_region
 
 try:
     import cv2
@@ -45,6 +45,16 @@ _LEAST_WEIGHT = 1 / 512  # less is nothing in eight bits
 _BGR_FLAGS = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 # Warnings of libjpeg that cost no pixel; every other warning is damage.
 _HARMLESS_WARNINGS = ("extraneous bytes", "Adobe", "JFIF", "Inconsistent progression")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """An image's height and width, the region of it that is taken, and whether that is flipped."""
+
+    height: int
+    width: int
+    region: Region
+    flip: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +189,10 @@ class ImageDecoder:
         Raises:
             DecodeError: the header is damaged, or claims too many pixels.
         """
-        usual = usual_jpeg(data)
-        if usual is not None:
-            height, width, is_jpeg = usual.height, usual.width, True
-            _check_jpeg(height, width, len(data))
-        else:
-            height, width, is_jpeg = _read_header(data)
+        height, width, is_jpeg = _read_header(data)
         if not is_jpeg:
             return None
-        region, flip = self._choose_region(height, width, rng), self._draw_flip(rng)
-        return ImagePlan(height, width, region, flip, None if usual is None else plan_part(usual, region))
+        return ImagePlan(height, width, self._choose_region(height, width, rng), self._draw_flip(rng))
 
     def decode_planned(self, data: bytes | memoryview, plan: ImagePlan, out: Pixels) -> None:
         """Decode a JPEG into ``out``, as in ``decode_into``, by its plan."""
@@ -237,14 +241,10 @@ def _read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
         raise DecodeError(f"damaged JPEG header ({len(data)} bytes): it names no colour space") from exc
     except ValueError as exc:
         raise DecodeError(f"damaged JPEG header ({len(data)} bytes): {exc}") from exc
-    _check_jpeg(height, width, len(data))
-    return height, width, colorspace in ("YCbCr", "Gray", "RGB")
-
-
-def _check_jpeg(height: int, width: int, nbytes: int) -> None:
     _check_pixels(height, width)
-    if height * width > max(_SMALL_PIXELS, _JPEG_PIXELS_PER_BYTE * nbytes):
-        raise DecodeError(f"damaged JPEG: it claims to be {width}x{height}, which {nbytes} bytes cannot hold")
+    if height * width > max(_SMALL_PIXELS, _JPEG_PIXELS_PER_BYTE * len(data)):
+        raise DecodeError(f"damaged JPEG: it claims to be {width}x{height}, which {len(data)} bytes cannot hold")
+    return height, width, colorspace in ("YCbCr", "Gray", "RGB")
 
 
 def _check_pixels(height: int, width: int) -> None:
@@ -262,8 +262,8 @@ def _decode_part(data: bytes | memoryview, plan: ImagePlan, shape: tuple[int, in
     """
     height, width, region = plan.height, plan.width, plan.region
     reduction = _choose_reduction(region, shape)
-    pixels = decode_region(data, height, width, region, plan.part) if reduction == 1 else None
-    return _cut(_decode_jpeg(data, height, width, reduction), region, height, width) if pixels is None else pixels
+    part = decode_region(data, height, width, region) if reduction == 1 else None
+    return _cut(_decode_jpeg(data, height, width, reduction), region, height, width) if part is None else part
 
 
 def _decode_jpeg(data: bytes | memoryview, height: int, width: int, reduction: int) -> Pixels:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from .jpeg_stream import PlainJpeg, plain_jpeg
+from .jpeg_stream import plain_jpeg
 from .regions import Region, pad_region
 from .turbojpeg import VARIABLE, TurboJpeg, find_turbojpeg
 
@@ -24,51 +24,31 @@ _LARGEST_SHARE = 0.9
 _LEAST_PIXELS = 128 * 128
 
 
-def usual_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
-    """What the header says of a JPEG whose regions can be decoded: a baseline, YCbCr one, in one scan, with an end.
-
-    None for all others (libraries that are around have known faults with them), and where no library is found (see
-    ``find_turbojpeg``).
-    """
-    plain = None if exact_library() is None else plain_jpeg(data)
-    return plain if plain is not None and plain.one_scan and plain.sampling in _SAMPLINGS else None
-
-
-def plan_part(jpeg: PlainJpeg, region: Region) -> Region | None:
-    """What has to be decoded for a region; None where that is nearly all, and the JPEG is better decoded whole."""
-    return _pad(region, jpeg.height, jpeg.width, jpeg.sampling) if _pays(jpeg.height, jpeg.width, region) else None
-
-
-def _pays(height: int, width: int, region: Region) -> bool:
-    return height * width >= _LEAST_PIXELS and region.height * region.width <= _LARGEST_SHARE * height * width
-
-
-def decode_region(
-    data: bytes | memoryview, height: int, width: int, region: Region, part: Region | None = None
-) -> Pixels | None:
+def decode_region(data: bytes | memoryview, height: int, width: int, region: Region) -> Pixels | None:
     """(h, w, 3) uint8 RGB of ``region`` of a JPEG of (height, width); None where that image is to be decoded whole.
 
-    ``part`` is what ``plan_part`` says; None asks it. Damage below the part is not seen. Any error and any warning of
-    what is read leaves it to the whole decoding to say what is wrong.
+    So it is where the region is nearly all of it, where no library is found (see ``find_turbojpeg``), and where the
+    JPEG is not of the most usual kind: baseline, YCbCr, in one scan, and with an end. (Libraries that are around have
+    known faults with other kinds.) Damage below the region is not seen. Any error and any warning of what is read
+    leaves it to the whole decoding to say what is wrong.
     """
-    if part is None:
-        jpeg = usual_jpeg(data) if _pays(height, width, region) else None
-        if jpeg is None or (jpeg.height, jpeg.width) != (height, width):
-            return None
-        part = plan_part(jpeg, region)
+    if height * width < _LEAST_PIXELS or region.height * region.width > _LARGEST_SHARE * height * width:
+        return None
     library = exact_library()
-    return None if part is None or library is None else _decode(library, data, height, width, region, part)
-
-
-def _pad(region: Region, height: int, width: int, sampling: tuple[int, int]) -> Region:
-    return pad_region(region, height, width, _MARGIN, _MCU_SIDE * sampling[0])
+    plain = None if library is None else plain_jpeg(data)
+    if library is None or plain is None or (plain.height, plain.width) != (height, width) or not plain.one_scan:
+        return None
+    if plain.sampling not in _SAMPLINGS:
+        return None
+    return _decode(library, data, height, width, region, plain.sampling)
 
 
 def _decode(
-    library: TurboJpeg, data: bytes | memoryview, height: int, width: int, region: Region, part: Region
+    library: TurboJpeg, data: bytes | memoryview, height: int, width: int, region: Region, sampling: tuple[int, int]
 ) -> Pixels | None:
-    pixels = library.decode(data, height, width, part)
-    return None if pixels is None else _cut(pixels, region, part.top, part.left)
+    padded = pad_region(region, height, width, _MARGIN, _MCU_SIDE * sampling[0])
+    pixels = library.decode(data, height, width, padded)
+    return None if pixels is None else _cut(pixels, region, padded.top, padded.left)
 
 
 def _cut(pixels: Pixels, region: Region, top: int, left: int) -> Pixels:
@@ -103,8 +83,7 @@ def _agrees(library: TurboJpeg) -> bool:
         data = simplejpeg.encode_jpeg(noise, quality=90, colorsubsampling=name)
         whole = simplejpeg.decode_jpeg(data)
         for region in (Region(0, 0, 30, 40), Region(17, 21, 25, 33), Region(30, 50, height - 30, width - 50)):
-            part = _pad(region, height, width, sampling)
-            found = _decode(library, data, height, width, region, part)
+            found = _decode(library, data, height, width, region, sampling)
             if found is None or not np.array_equal(found, _cut(whole, region, 0, 0)):
                 return False
     return True

@@ -21,20 +21,6 @@ class Region:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePlan:
-    """An image's height and width, the region of it that is taken, and whether that is flipped.
-
-    ``part``: what of a JPEG is to be decoded for that; None where this is all of it, or not known yet.
-    """
-
-    height: int
-    width: int
-    region: Region
-    flip: bool
-    part: Region | None = None
-
-
 def center_region(height: int, width: int, out_height: int, out_width: int, resize: int | None) -> Region:
     """The part of an image that remains when its short side is resized to ``resize`` and the centre is cropped."""
     fit = max(out_height / height, out_width / width)

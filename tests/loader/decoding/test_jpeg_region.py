@@ -15,9 +15,9 @@ from PIL import Image
 from pil_images import encode, photo
 
 from penstock.loader.decoding import images, jpeg_region, turbojpeg
-from penstock.loader.decoding.images import ImageDecoder
+from penstock.loader.decoding.images import ImageDecoder, ImagePlan
 from penstock.loader.decoding.jpeg_region import decode_region
-from penstock.loader.decoding.regions import ImagePlan, Region
+from penstock.loader.decoding.regions import Region
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 
