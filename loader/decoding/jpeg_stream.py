@@ -14,6 +14,9 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _EXIF_MARKER, _EXIF = 0xE1, b"Exif\0\0"
 _ADOBE_MARKER, _ADOBE, _ADOBE_YCC = 0xEE, b"Adobe", 1
 _QUANTIZATION, _HUFFMAN = 0xDB, 0xC4
+_read_segment = struct.Struct(">BBH").unpack_from  # 0xFF, the marker, and the length of what follows it
+_read_components = struct.Struct(">BHHB9B").unpack_from  # of a frame of three
+_RGB, _COARSEST = list(b"RGB"), [0x11, 0x11]  # components' names; the factors of both colours
 _MOST_SEGMENTS = 1024
 _COLOURS = 3
 # Of the luminance, relative to a chrominance of (1, 1): 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1.
@@ -47,55 +50,56 @@ def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
 def _walk(data: bytes | memoryview) -> PlainJpeg | None:
     if bytes(data[:2]) != _START or bytes(data[-2:]) != _END:
         return None
-    at, frame, exif, tables = 2, None, [], set[tuple[int, int]]()
+    at, frame, exif, tables = 2, None, [], set[int]()
     for _ in range(_MOST_SEGMENTS):
-        while data[at] == 0xFF and data[at + 1] == 0xFF:  # fill bytes
+        lead, marker, length = _read_segment(data, at)
+        while lead == marker == 0xFF:  # fill bytes
             at += 1
-        lead, marker, length = struct.unpack_from(">BBH", data, at)
-        if lead != 0xFF or length < 2 or at + 2 + length > len(data):
+            lead, marker, length = _read_segment(data, at)
+        begin, stop = at + 4, at + 2 + length
+        if lead != 0xFF or length < 2 or stop > len(data):
             return None
-        begin = at + 4
         if marker == _SCAN:
             if frame is None:
                 return None
             height, width, sampling, quantization = frame
-            is_whole = data[begin] == _COLOURS and _scan_tables(data, begin) | quantization <= tables
+            is_whole = data[begin] == _COLOURS and tables.issuperset(quantization + _scan_tables(data, begin))
             return PlainJpeg(height, width, sampling, tuple(exif), is_whole)
         if marker in _FRAMES:
             frame = _read_frame(data, begin) if marker in _PLAIN_FRAMES and frame is None else None
             if frame is None:
                 return None
         elif marker in (_QUANTIZATION, _HUFFMAN):
-            tables |= _read_tables(data, marker, begin, at + 2 + length)
+            tables.update(_read_tables(bytes(data[begin:stop]), marker << 8))
         elif marker == _EXIF_MARKER and bytes(data[begin : begin + len(_EXIF)]) == _EXIF:
             exif.append(begin)
         elif marker == _ADOBE_MARKER and _is_other_colour(data, begin, length):
             return None
-        at += 2 + length
+        at = stop
     return None
 
 
-def _read_tables(data: bytes | memoryview, marker: int, at: int, stop: int) -> set[tuple[int, int]]:
-    """The tables that a segment defines: its marker, and their number, for Huffman codes with their class above it."""
-    found = set()
-    while at < stop:
-        head = data[at]
-        if marker == _HUFFMAN:
-            found.add((marker, head))
-            at += 17 + sum(data[at + 1 : at + 17])
+def _read_tables(segment: bytes, kind: int) -> list[int]:
+    """The tables that a segment defines: ``kind``, of its marker, and their number, of Huffman codes with the class."""
+    found, at = [], 0
+    while at < len(segment):
+        head = segment[at]
+        if kind == _HUFFMAN << 8:
+            found.append(kind | head)
+            at += 17 + sum(segment[at + 1 : at + 17])
         else:
-            found.add((marker, head & 15))
+            found.append(kind | head & 15)
             at += 129 if head >> 4 else 65
     return found
 
 
-def _scan_tables(data: bytes | memoryview, at: int) -> set[tuple[int, int]]:
+def _scan_tables(data: bytes | memoryview, at: int) -> list[int]:
     """The Huffman tables, as in ``_read_tables``, that a scan of three components names: for DC (class 0) and AC."""
-    named = {data[at + 2 + 2 * number] for number in range(_COLOURS)}
-    return {(_HUFFMAN, one >> 4) for one in named} | {(_HUFFMAN, 16 | one & 15) for one in named}
+    named = data[at + 2], data[at + 4], data[at + 6]
+    return [_HUFFMAN << 8 | table for one in named for table in (one >> 4, 16 | one & 15)]
 
 
-_Frame = tuple[int, int, tuple[int, int], set[tuple[int, int]]]
+_Frame = tuple[int, int, tuple[int, int], list[int]]
 
 
 def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
@@ -103,15 +107,14 @@ def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
 
     The first alone is sampled more finely.
     """
-    precision, height, width, components = struct.unpack_from(">BHHB", data, at)
+    precision, height, width, components, *each = _read_components(data, at)
     if precision != 8 or components != _COLOURS or not height or not width:
         return None
-    names = bytes(data[at + 6 : at + 15 : 3])
-    sampling = [divmod(data[at + 7 + 3 * number], 16) for number in range(3)]
-    is_usual = sampling[0] in _SAMPLINGS and sampling[1] == sampling[2] == (1, 1)
-    if not is_usual or names == b"RGB":
+    names, factors, tables = each[::3], each[1::3], each[2::3]
+    sampling = factors[0] >> 4, factors[0] & 15
+    if sampling not in _SAMPLINGS or factors[1:] != _COARSEST or names == _RGB:
         return None
-    return height, width, sampling[0], {(_QUANTIZATION, one) for one in data[at + 8 : at + 17 : 3]}
+    return height, width, sampling, [_QUANTIZATION << 8 | table for table in tables]
 
 
 def _is_other_colour(data: bytes | memoryview, at: int, length: int) -> bool:

@@ -64,15 +64,26 @@ class RowJob:
         }
         self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
         self._work = crew.work
-        self.results = self._work.allocate(self.task, crew.memory)
-        self._is_joint = any(isinstance(self.results.values[name], BatchValues) for name in encoded)
         self._lock = threading.Lock()
+        self._results: RowResults | None = None
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
         if encoded or crew.work.transform is not None or crew.work.avoided:
             count = len(rows.ids)
             size = max(1, -(-count // (2 * crew.parts)))
             self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
+
+    @property
+    def results(self) -> RowResults:
+        """Room for the results, and what is in it; any thread may ask.
+
+        It is made when it is first asked for: rows that wait for a thread have none, so that fewer batches take memory,
+        and what the training loop is done with is used again sooner.
+        """
+        with self._lock:
+            if self._results is None:
+                self._results = self._work.allocate(self.task, self._crew.memory)
+            return self._results
 
     def _submit(self, start: int, stop: int) -> Future[None]:
         crew = self._crew
@@ -85,9 +96,11 @@ class RowJob:
         """Work on some of the rows; on a thread of the pool."""
         started = time.perf_counter()
         try:
-            self._work.run(self.task, self.results, start, stop, self._crew.is_stopped)
-            if self._is_joint and self._is_last(stop - start):
-                self._work.finish(self.task, self.results, self._crew.is_stopped)
+            results = self.results
+            self._work.run(self.task, results, start, stop, self._crew.is_stopped)
+            is_joint = any(isinstance(results.values[name], BatchValues) for name in self.task.encoded)
+            if is_joint and self._is_last(stop - start):
+                self._work.finish(self.task, results, self._crew.is_stopped)
         finally:
             self._crew.counters.add(decode_s=time.perf_counter() - started, decoded_rows=stop - start)
 
@@ -99,11 +112,12 @@ class RowJob:
 
     def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
         """Put a process's results into their places."""
+        own = self.results
         for name, values in results.values.items():
-            of_field: Any = self.results.values[name]
+            of_field: Any = own.values[name]
             of_field[start:stop] = values
-        self.results.samples[start:stop] = results.samples
-        self.results.failed.extend(results.failed)
+        own.samples[start:stop] = results.samples
+        own.failed.extend(results.failed)
         self._crew.counters.add(decode_s=busy_s, decoded_rows=stop - start)
 
     def wait(self) -> RowError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -186,3 +187,28 @@ def test_images_of_one_size_are_lent_memory_and_stay_while_they_are_kept(picture
             bright = batch["__id__"].to(torch.uint8)[:, None, None, None]
             assert torch.equal(batch["jpg"], bright.expand(-1, 3, 40, 40))
     assert len(memories) == 1
+
+
+def test_batches_that_wait_for_a_thread_take_no_memory_for_their_images(pictures, monkeypatch):
+    lent, may_go_on = [], threading.Event()
+    lend = BatchMemory.empty
+    monkeypatch.setattr(BatchMemory, "empty", lambda *given: lent.append(given) or lend(*given))
+
+    def wait(sample):
+        may_go_on.wait()
+        return sample
+
+    decode = {"jpg": ImageDecoder(size=224)}
+    settings = {"batch_size": 16, "threads": 1, "rank": 0, "world_size": 1}
+    with DistributedDataLoader(pictures, decode=decode, transform=wait, **settings) as loader:
+        passing = iter(loader)
+        first = threading.Thread(target=next, args=(passing,), daemon=True)
+        first.start()
+        while first.is_alive() and loader.metrics().waiting_batches < 4:
+            time.sleep(0.01)
+        begun = len(lent)
+        may_go_on.set()
+        first.join()
+        assert len(list(passing)) == 15
+    assert begun <= 1
+    assert len(lent) >= 16

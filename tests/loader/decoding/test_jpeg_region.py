@@ -160,6 +160,17 @@ def test_a_jpeg_without_tables_is_not_decoded_by_those_of_the_one_before():
             decoder.decode_planned(damaged, plan, out)
 
 
+@pytest.mark.parametrize("marker", [b"\xff\xc4", b"\xff\xdb"])
+def test_a_header_that_the_library_refuses_is_an_error_with_and_without_it(marker):
+    good, decoder = encode(photo(300, 240)), ImageDecoder(size=80, crop="random", scale=(0.3, 0.5))
+    at = good.index(marker) + 4
+    damaged = good[:at] + bytes([good[at] | 15]) + b"\xff" * 16 + good[at + 17 :]  # a table of no such number
+    assert decoder(good, sample_rng(0, 0, 0)).shape == (80, 80, 3)
+    for decode in (decoder, lambda *given: decode_without_library(decoder, *given)):
+        with pytest.raises(DecodeError, match="damaged JPEG"):
+            decode(damaged, sample_rng(0, 0, 0))
+
+
 @pytest.mark.parametrize("top", [0, 150])
 def test_warnings_that_cost_no_pixel_change_none(top):
     good = encode(photo(300, 240))
