@@ -17,7 +17,8 @@ from penstock.loader.columns import ArrayColumn, Block
 from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
-from penstock.loader.decoding.gather import Rows, complete_all, gather
+from penstock.loader.decoding.gather import gather
+from penstock.loader.decoding.rows import Rows, complete_all
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline.pipeline import Pipeline
 from penstock.loader.pipeline.plain import _LookAhead
@@ -190,7 +191,7 @@ def test_one_job_copies_the_rows_of_several_batches_which_stay_apart(tokens, mon
     submit, together = DaemonPool.submit, list[int]()
 
     def count(pool, function, *args):
-        if getattr(function, "__name__", "") == "_copy_late":
+        if getattr(function, "__name__", "") == "start_together":
             together.append(len(args[1]))
         return submit(pool, function, *args)
 
