@@ -21,8 +21,8 @@ from ..reading.fetch_queue import SERVED
 
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
-# A span takes rows from most open chunks: of large rows it holds more bytes, so that it takes many rows from each.
-_SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 4096
+# A span takes rows from most open chunks: of large rows it holds more bytes, so that it takes several rows from each.
+_SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 1024
 # Chunks that are fetched at a time at first: of a disk; of a store that answers at once; and of any store at most.
 _LOCAL_FETCHES, _REMOTE_FETCHES, _MOST_FETCHES = 4, SERVED, 64
 _MOST_LOCAL_FETCHES = 16
