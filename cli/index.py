@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
 
 from ..loader.dataset.build import INDEX_THREADS, StaleManifestWarning
-from ..loader.dataset.index import open_manifest, read_saved_manifest
+from ..loader.dataset.index import find_manifest, read_saved_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
 from ..loader.dataset.source import absolute_urls, resolve_split
 from ..loader.errors import ConfigError
 from ..loader.order.costs import CostValues
-from ..loader.reading.checksum import READ_THREADS, lacks_parts, sum_chunks
+from ..loader.reading.checksum import READ_THREADS, sum_chunks
 from ..loader.tools.index_costs import CostExpression, index_costs, write_costs
 from ..storage import PenstockError, open_store
 from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
@@ -61,19 +62,21 @@ def run(arguments: Sequence[str]) -> int:
     source, split, options = given.chosen_source(), given.chosen_split(), given.options()
     wanted = [CostExpression.parse(text) for text in given.cost]
     started = time.monotonic()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as lingering:
         warnings.simplefilter("ignore", StaleManifestWarning)  # this command repairs it
-        manifest = open_manifest(
+        manifest = find_manifest(
             source,
+            lingering,
             split=split,
             storage_options=options,
             format=given.chosen_format(),
             threads=given.threads,
             rebuild=given.rebuild,
+            trusts_copies=False,
         )
     if given.no_checksums:
         manifest = replace(manifest, checksums=None, parts=None)
-    elif manifest.checksums is None or lacks_parts(manifest):
+    elif not manifest.checks_all:
         # Summing holds whole chunks in memory, where indexing holds headers.
         saved = None if given.rebuild else _read_saved(manifest.url, options)
         threads = min(given.threads, READ_THREADS)

@@ -35,13 +35,19 @@ class UnfinishedDatasetError(DatasetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingIndex:
-    """An index to build: ``tasks`` are all shards in order, ``known`` the indexes of those that did not change."""
+    """An index to build: ``tasks`` are all shards in order, ``known`` the indexes of those that did not change.
+
+    ``outdated`` is the manifest beside the data, which does not match them. ``copied`` is what it says of these shards
+    if they are copies of those that it was made of, as names and sizes allow; with checksums for all that is read.
+    """
 
     url: str
     shard_format: ShardFormat
     tasks: Sequence[ShardTask]
     known: Mapping[int, ShardIndex]
     schema: Mapping[str, Any] | None
+    outdated: Manifest | None = None
+    copied: Manifest | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -67,17 +73,25 @@ def prepare_index(
     if saved is None:
         return pending
     places = {info.key: place for place, info in enumerate(saved.shards)}
+    alike: list[int] = []  # for each task as far as they go: its place among the saved shards
     kept: dict[int, int] = {}
     for position, task in enumerate(tasks):
         place = places.get(task.info.key)
-        if place is not None and same_object(saved.shards[place], task.info):
+        if place is None or saved.shards[place].size != task.info.size:
+            continue
+        alike.append(place)
+        if same_object(saved.shards[place], task.info):
             kept[position] = place
     if len(kept) == len(tasks):
         if selection.chosen is None and len(kept) < len(saved.shards):
             _warn_stale(selection.url, new=0, gone=len(saved.shards) - len(kept))
-        return take_shards(saved, [kept[position] for position in range(len(tasks))])
+        return take_shards(saved, alike)
+    copied: Manifest | None = None
+    if not kept and len(alike) == len(tasks) and saved.checks_all:
+        copied = replace(take_shards(saved, alike), shards=tuple(task.info for task in tasks))
     indexes = shard_indexes(saved)
-    return replace(pending, known={position: indexes[place] for position, place in kept.items()}, schema=saved.schema)
+    known = {position: indexes[place] for position, place in kept.items()}
+    return replace(pending, known=known, schema=saved.schema, outdated=saved, copied=copied)
 
 
 def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat | None) -> Manifest | None:
@@ -111,13 +125,13 @@ def same_object(one: ObjectInfo, other: ObjectInfo) -> bool:
     return one.size == other.size and (one.etag == other.etag or one.etag is None or other.etag is None)
 
 
-def _warn_stale(url: str, *, new: int, gone: int) -> None:
+def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> None:
     changes = " and ".join(
         text for count, text in ((new, f"{new} new or changed shards"), (gone, f"{gone} gone")) if count
     )
     warnings.warn(
-        f"the manifest beside {url} is out of date: {changes}; this run uses a corrected copy, "
-        f"`penstock index {url}` corrects it for all runs",
+        f"the manifest beside {url} is out of date: {changes}; this run uses a corrected copy"
+        f"{', and compares no checksums' if unchecked else ''}; `penstock index {url}` corrects it for all runs",
         StaleManifestWarning,
         stacklevel=2,
     )
@@ -194,7 +208,7 @@ def index_shards(
         return [future.result() for future in futures]
 
 
-def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex], *, rebuilt: bool = False) -> Manifest:
+def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest:
     """Assemble a manifest from known and found indexes, in the order of the tasks.
 
     Raises:
@@ -203,21 +217,27 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex], *, rebuilt:
     """
     schema = pending.schema
     shards: list[tuple[ObjectInfo, ShardIndex]] = []
-    fresh = 0
     for position, task in enumerate(pending.tasks):
         index = pending.known.get(position)
         if index is None:
             index = found[position]
             if index.chunks:
-                fresh += 1
                 if schema is None:
                     schema = index.schema
                 elif index.schema != schema:
                     schema = pending.shard_format.merge_schema(schema, index.schema, task.info.key)
         shards.append((task.info, index))
-    if pending.known and fresh and not rebuilt:
-        _warn_stale(pending.url, new=fresh, gone=0)
     return Manifest.build(pending.url, pending.shard_format.name, pending.shard_format.config(), schema or {}, shards)
+
+
+def warn_outdated(pending: PendingIndex, manifest: Manifest) -> None:
+    """Warn where a run goes on with another manifest than that beside the data, which is out of date."""
+    if pending.outdated is None:
+        return
+    known = {pending.tasks[position].info.key for position in pending.known}
+    new = sum(shard.key not in known for shard in manifest.shards)
+    if new:
+        _warn_stale(pending.url, new=new, gone=0, unchecked=pending.outdated.checksums is not None)
 
 
 def take_shards(manifest: Manifest, places: Sequence[int]) -> Manifest:

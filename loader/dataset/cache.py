@@ -31,14 +31,22 @@ class IndexCache:
     def folder(self) -> Path:
         return self._files.path
 
-    def key(self, url: str, shards: Sequence[ObjectInfo], shard_format: ShardFormat) -> str | None:
-        """Identifies a listing read as a format; None if a shard has no ETag, because it could change unnoticed."""
+    def key(
+        self, url: str, shards: Sequence[ObjectInfo], shard_format: ShardFormat, copied: Manifest | None = None
+    ) -> str | None:
+        """Identifies a listing read as a format; None if a shard has no ETag, because it could change unnoticed.
+
+        ``copied``: the manifest whose checksums the shards may have.
+        """
         if any(info.etag is None for info in shards):
             return None
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([_ESTIMATES, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
         for info in shards:
             digest.update(f"{info.key}\0{info.size}\0{info.etag}\n".encode())
+        if copied is not None and copied.checksums is not None:
+            digest.update(f"copied\0{copied.fingerprint}\n".encode())
+            digest.update(copied.checksums.tobytes())
         return digest.hexdigest()
 
     def load(self, key: str, url: str) -> Manifest | None:

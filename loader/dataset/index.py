@@ -19,8 +19,10 @@ from .build import (
     assemble,
     index_shards,
     prepare_index,
+    warn_outdated,
 )
 from .cache import IndexCache
+from .copied import is_copy
 from .exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
@@ -46,6 +48,8 @@ def open_manifest(
     a folder that mixes splits is refused otherwise. A split is the same data set as its folder, or a list of its
     shards, would be.
     ``rebuild`` ignores saved manifests. ``cache_dir`` is where manifests are kept on this node.
+    A manifest that was copied with its shards is used if all of them have its names and sizes, and some chunks of them
+    its checksums.
 
     In a process group of torch.distributed the first rank that calls this for a source builds, and the others get its
     manifest or its error through the group's key-value store; no collective is issued.
@@ -81,10 +85,12 @@ def find_manifest(
     progress: bool = True,
     threads: int = INDEX_THREADS,
     rebuild: bool = False,
+    trusts_copies: bool = True,
 ) -> Manifest:
     """As ``open_manifest``; the store that it was found in is left to ``lingering``.
 
-    As long as that is open, a store of the data finds connections that were made, and used, already.
+    As long as that is open, a store of the data finds connections that were made, and used, already. Without
+    ``trusts_copies`` shards that seem to be copies of those of the manifest beside them are indexed all the same.
     """
     if isinstance(source, Manifest):
         refuse_split_of_manifest(source, split)
@@ -100,7 +106,9 @@ def find_manifest(
     if given is not None and (isinstance(given, type) or not hasattr(given, "open_shard")):
         raise ConfigError(f"format={given!r}: give a format's name, or a format such as TokensFormat(seq_len=2048)")
     cache = IndexCache(cache_dir)
-    opening = _Opening(source, lingering, split, storage_options, given, cache, progress, threads, rebuild)
+    opening = _Opening(
+        source, lingering, split, storage_options, given, cache, progress, threads, rebuild, trusts_copies
+    )
     identity = repr(
         (source, *([] if split is None else [split]), given and (given.name, sorted(given.config().items())), rebuild)
     )
@@ -124,6 +132,7 @@ class _Opening:
     progress: bool
     threads: int
     rebuild: bool
+    trusts_copies: bool
 
     def alone(self) -> tuple[Manifest, str | None]:
         """The manifest, and its key in the node's cache, or None if it is not kept there."""
@@ -132,18 +141,26 @@ class _Opening:
         prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
         if isinstance(prepared, Manifest):
             return prepared, None
-        key = self.cache.key(prepared.url, [task.info for task in prepared.tasks], prepared.shard_format)
-        if key is None:
-            return self._build(store, prepared), None
-        cached = self._cached(key, prepared.url)
-        if cached is not None:
-            return cached, key
-        with self.cache.lock(key):
-            manifest = self._cached(key, prepared.url)
-            if manifest is None:
-                manifest = self._build(store, prepared)
-                self.cache.save(key, manifest)
+        copied = prepared.copied if self.trusts_copies else None
+        key = self.cache.key(prepared.url, [task.info for task in prepared.tasks], prepared.shard_format, copied)
+        manifest = self._find(store, prepared, copied, key)
+        if manifest.checksums is None:
+            warn_outdated(prepared, manifest)
         return manifest, key
+
+    def _find(self, store: Store, pending: PendingIndex, copied: Manifest | None, key: str | None) -> Manifest:
+        """What ``key`` names, from the node's cache or made now."""
+        if key is None:
+            return self._make(store, pending, copied)
+        cached = self._cached(key, pending.url)
+        if cached is not None:
+            return cached
+        with self.cache.lock(key):
+            manifest = self._cached(key, pending.url)
+            if manifest is None:
+                manifest = self._make(store, pending, copied)
+                self.cache.save(key, manifest)
+        return manifest
 
     def shared(self, exchange: Exchange) -> Manifest:
         if exchange.builds:
@@ -162,12 +179,14 @@ class _Opening:
             self.cache.save(key, manifest)
             return manifest
 
-    def _build(self, store: Store, pending: PendingIndex) -> Manifest:
+    def _make(self, store: Store, pending: PendingIndex, copied: Manifest | None) -> Manifest:
+        if copied is not None and is_copy(store, copied):
+            return copied
         missing = pending.missing
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
-        return assemble(pending, dict(zip(missing, indexes, strict=True)), rebuilt=self.rebuild)
+        return assemble(pending, dict(zip(missing, indexes, strict=True)))
 
     def _cached(self, key: str, url: str) -> Manifest | None:
         return None if self.rebuild else self.cache.load(key, url)

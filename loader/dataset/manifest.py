@@ -17,7 +17,7 @@ from ..columns import IntArray
 from ..errors import DatasetError, MemoryLimitError
 from ..formats.shard import ChunkRef, ShardIndex
 from .bounds import find_misfit, find_strange_schema
-from .part_sums import PartSums
+from .part_sums import FORMATS_IN_PARTS, PartSums
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
@@ -52,6 +52,16 @@ class Manifest:
     @property
     def num_chunks(self) -> int:
         return len(self.samples)
+
+    @property
+    def lacks_parts(self) -> bool:
+        """Whether parts of chunks may be read that it holds no checksums of; an older penstock stored none."""
+        return self.parts is None and self.format in FORMATS_IN_PARTS
+
+    @property
+    def checks_all(self) -> bool:
+        """Whether it holds checksums of all that may be read."""
+        return self.checksums is not None and not self.lacks_parts
 
     @property
     def num_samples(self) -> int:

@@ -14,6 +14,8 @@ from ..columns import IntArray
 
 SumArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
+FORMATS_IN_PARTS = frozenset({"parquet", "mds"})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartSums:

@@ -16,7 +16,7 @@ from ...storage.daemon_pool import DaemonPool
 from ...storage.hashing import xxh3_64
 from ..columns import Block
 from ..dataset.manifest import Manifest
-from ..dataset.part_sums import PartSums, SumArray
+from ..dataset.part_sums import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
 from ..formats.base import refuse_large
 from ..formats.detect import make_format
@@ -27,7 +27,6 @@ from .header_cache import HeaderCache
 
 READ_THREADS = 8
 _HEADER_BYTES = 128 << 20
-_IN_PARTS = frozenset({"parquet", "mds"})
 _NO_SUMS: SumArray = np.zeros(0, np.uint64)
 
 
@@ -69,7 +68,7 @@ def sum_chunks(
 
 def manifest_sums(manifest: Manifest) -> list[tuple[int, SumArray]] | None:
     """What ``sum_chunk`` returned for each chunk of a manifest; None where it does not have all of that."""
-    if manifest.checksums is None or lacks_parts(manifest):
+    if manifest.checksums is None or manifest.lacks_parts:
         return None
     parts = manifest.parts
     return [
@@ -86,7 +85,7 @@ def _known_sums(saved: Manifest) -> dict[ChunkRef, tuple[int, SumArray]]:
 
 def with_sums(manifest: Manifest, found: Sequence[tuple[int, SumArray]]) -> Manifest:
     """The manifest with what ``sum_chunk`` returned for each of its chunks."""
-    parts = PartSums.join([parts for _, parts in found]) if manifest.format in _IN_PARTS else None
+    parts = PartSums.join([parts for _, parts in found]) if manifest.format in FORMATS_IN_PARTS else None
     return replace(manifest, checksums=np.array([whole for whole, _ in found], np.uint64), parts=parts)
 
 
@@ -108,14 +107,9 @@ def _cut(chunk: ChunkRef, whole: memoryview, wanted: ByteRange) -> memoryview | 
     return whole[start:stop] if start >= 0 and stop <= chunk.length else None
 
 
-def lacks_parts(manifest: Manifest) -> bool:
-    """Whether chunks have parts that the manifest has no checksums of; an older penstock stored none."""
-    return manifest.parts is None and manifest.format in _IN_PARTS
-
-
 def has_whole_sums_alone(manifest: Manifest) -> bool:
     """Whether chunks are compared only where they are read whole."""
-    return manifest.checksums is not None and lacks_parts(manifest)
+    return manifest.checksums is not None and manifest.lacks_parts
 
 
 class UncheckedColumnsWarning(UserWarning):
