@@ -9,25 +9,35 @@ from ...storage.daemon_pool import DaemonPool
 from ...storage.hashing import xxh3_64
 from .manifest import Manifest
 
+_MOST_BYTES = 64 << 20  # of several chunks
+
 
 def is_copy(store: Store, manifest: Manifest) -> bool:
     """Whether some chunks have the manifest's checksums: the shortest of the first, the middle and the last shard.
 
-    All others are compared when they are read, so that what is no copy, and is not found here, is an error there.
+    Of large chunks one is enough. All others are compared when they are read, so that what is no copy, and is not found
+    here, is an error there.
 
     Raises:
         StorageError: a shard cannot be read.
     """
     assert manifest.checksums is not None
     places = sorted({0, len(manifest.shards) // 2, len(manifest.shards) - 1})
-    with DaemonPool("penstock-index", len(places)) as pool:
-        return all(pool.map(lambda place: _is_same(store, manifest, place), places))
+    chunks = [_shortest(manifest, place) for place in places]
+    if manifest.lengths[chunks].sum() > _MOST_BYTES:
+        chunks = chunks[:1]
+    with DaemonPool("penstock-index", len(chunks)) as pool:
+        return all(pool.map(lambda index: _is_same(store, manifest, index), chunks))
 
 
-def _is_same(store: Store, manifest: Manifest, place: int) -> bool:
-    assert manifest.checksums is not None
+def _shortest(manifest: Manifest, place: int) -> int:
+    """The shortest chunk of a shard."""
     first, stop = np.searchsorted(manifest.shard_index, [place, place + 1]).tolist()
-    shortest = first + int(manifest.lengths[first:stop].argmin())
-    chunk = manifest.chunk(shortest)
+    return int(first + manifest.lengths[first:stop].argmin())
+
+
+def _is_same(store: Store, manifest: Manifest, index: int) -> bool:
+    assert manifest.checksums is not None
+    chunk = manifest.chunk(index)
     data = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
-    return xxh3_64(data) == int(manifest.checksums[shortest])
+    return xxh3_64(data) == int(manifest.checksums[index])

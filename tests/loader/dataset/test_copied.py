@@ -69,6 +69,14 @@ def test_a_copy_goes_on_with_the_checksums_of_its_manifest(tmp_path: Path, elsew
     assert shard_gets(store) <= before + (form == "mds"), "the node's cache knows that it is a copy"
 
 
+def test_of_large_chunks_one_is_compared(tmp_path: Path, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    monkeypatch.setattr("penstock.loader.dataset.copied._MOST_BYTES", 30_000)
+    store = copy(tmp_path, elsewhere)
+    assert open_manifest(elsewhere).checks_all
+    assert shard_gets(store) == 1
+
+
 def test_a_chunk_that_was_damaged_on_its_way_is_told(tmp_path: Path, elsewhere: str) -> None:
     packed = write(tmp_path)
     store = copy(tmp_path, elsewhere)
