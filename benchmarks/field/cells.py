@@ -14,6 +14,7 @@ from ..peers.catalogue import PEERS, find_peer
 StoreName = Literal["local", "s3", "s3-delay"]
 WORKLOADS = tuple(CASES)
 QUICK_WORKLOADS = ("bytes-40k", "tokens")
+FREE_SETTINGS = ("workloads", "stores", "ranks")  # in which the cells of one report may differ
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -118,10 +119,9 @@ def cells_of(config: FieldConfig) -> list[Cell]:
 
 def other_settings(before: dict[str, Any], config: FieldConfig) -> list[str]:
     """Why cells of an earlier run may not stand beside those of this one: other cells do not matter, how does."""
-    free = ("workloads", "stores", "ranks")
     now = config.to_dict()
     return [
         f"{name} {before.get(name)} and now {now[name]}"
         for name in now
-        if name not in free and before.get(name) != now[name]
+        if name not in FREE_SETTINGS and before.get(name) != now[name]
     ]

@@ -22,7 +22,7 @@ from ..peers.catalogue import PEERS
 from ..peers.environments import clean
 from ..prepare import in_short
 from ..subprocesses import run_job
-from .cells import Cell, FieldConfig, StoreName, cells_of, other_settings
+from .cells import FREE_SETTINGS, Cell, FieldConfig, StoreName, cells_of, other_settings
 from .places import Places
 from .settings import forget, settle, with_late_modules
 from .summary import describe, figures_of, is_ours, summarise, too_slow
@@ -57,6 +57,8 @@ def run_field(
     have = {(cell["workload"], cell["store"], cell["ranks"]) for cell in found["cells"]}
     missing = [cell for cell in cells_of(config) if (cell.workload, cell.store, cell.ranks) not in have]
     report.parent.mkdir(parents=True, exist_ok=True)
+    if missing:
+        _note_run(found, config, command)
     if calibrate:
         forget(data)
     with Places(config.delay_ms, told.say) as places:
@@ -86,6 +88,15 @@ def new_report(config: FieldConfig, command: str) -> dict[str, Any]:
         "peers": advice,
         "cells": [],
     }
+
+
+def _note_run(found: dict[str, Any], config: FieldConfig, command: str) -> None:
+    """Have a report tell all commands that its cells were measured by, and all that they were measured of."""
+    commands = dict.fromkeys([*found["command"].split("; "), command])
+    found["command"] = "; ".join(commands)
+    settings, now = found["settings"], config.to_dict()
+    for name in FREE_SETTINGS:
+        settings[name] = list(dict.fromkeys([*settings[name], *now[name]]))
 
 
 def load_report(report: Path, config: FieldConfig) -> dict[str, Any] | None:

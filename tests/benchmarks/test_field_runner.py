@@ -92,6 +92,10 @@ def test_peers_that_fail_are_reported_and_the_others_go_on(tmp_path: Path, canne
     assert runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)["cells"] == [result]
     assert order == []
     assert told.cells == ["tokens · local · 1 rank"]
+    more = replace(config, ranks=(2,))
+    found = runner.run_field(more, data=tmp_path / "data", report=place, command="y", told=told)
+    assert found["cells"][0] == result
+    assert (found["command"], found["settings"]["ranks"], len(found["cells"])) == ("penstock bench; y", [1, 2], 2)
 
 
 def test_slow_peers_are_left_out_after_a_round_and_it_is_noted(tmp_path: Path, canned: Callable[[Runs], None]) -> None:
