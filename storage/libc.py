@@ -13,6 +13,8 @@ import os
 import stat
 import struct
 import sys
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 # MADV_POPULATE_READ and MADV_POPULATE_WRITE of Linux 5.14: a page that cannot be had is an error, and no signal.
@@ -74,15 +76,28 @@ def identify(path: str) -> tuple[int, int, int] | None:
 
     Other than that it keeps the GIL: who asks for many files would wait for it, each time, longer than for an answer.
     """
-    if not hasattr(_WITH_GIL, "statx"):
+    statx = getattr(_WITH_GIL, "statx", None)
+    if statx is None:
         return None
-    found = _StatxBuffer()
-    if _WITH_GIL.statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_IDENTITY, found):
+    answer, arguments = _question(path)
+    if statx(*arguments):
         return None
-    mask, mode, inode, size, seconds, nanoseconds = _STATX.unpack_from(found)
+    mask, mode, inode, size, seconds, nanoseconds = _STATX.unpack_from(answer)
     if mask & _STATX_IDENTITY != _STATX_IDENTITY or not stat.S_ISREG(mode):
         return None
     return seconds * 10**9 + nanoseconds, size, inode
+
+
+@lru_cache(4096)
+def _question(path: str) -> tuple[ctypes.Array[ctypes.c_char], Sequence[Any]]:
+    """Room for statx's answer, and its arguments, which take as long to make as the call takes.
+
+    Threads that ask for one file share the room: a call fills it whole, under the GIL, so that what is read there is
+    its own answer or a later one.
+    """
+    answer = (ctypes.c_char * _STATX_BYTES)()
+    name, at = ctypes.c_char_p(os.fsencode(path)), ctypes.c_void_p(ctypes.addressof(answer))
+    return answer, (ctypes.c_int(_AT_FDCWD), name, ctypes.c_int(0), ctypes.c_uint(_STATX_IDENTITY), at)
 
 
 def trim_heap() -> None:
@@ -128,4 +143,3 @@ def _declare_with_gil() -> Any:
 
 _LIBC = _declare()
 _WITH_GIL = _declare_with_gil()
-_StatxBuffer = ctypes.c_char * _STATX_BYTES

@@ -248,7 +248,7 @@ def _etag(identity: _Identity) -> str:
     return f"{identity[0]:x}-{identity[1]:x}-{identity[2]:x}"
 
 
-@lru_cache(1024)
+@lru_cache(4096)
 def _parts(etag: str) -> tuple[int, ...]:
     """The numbers that ``_etag`` made one of; () of another's."""
     try:

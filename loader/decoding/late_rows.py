@@ -144,6 +144,8 @@ def make_all(parts: Sequence[Sequence[LateFields]], memory: BatchMemory | None) 
 
 def _count_together(parts: Sequence[Sequence[LateFields]]) -> int:
     """Of how many of the first batches the fields are made together."""
+    if len(parts) == 1:
+        return 1
     count = nbytes = 0
     for late in islice(parts, MOST_TOGETHER):
         nbytes += sum(each.nbytes for each in late)
