@@ -19,6 +19,7 @@ from .late_rows import LateFields, make_all
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10
+_MOSTLY = 0.9
 _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
 _SIZED = {bytes, memoryview, str}
 
@@ -74,6 +75,11 @@ class Rows:
             return self
         fields = {**made, **self.fields}
         return Rows(self.ids, {name: fields[name] for name in self.names or fields}, self.planned)
+
+    def are_in_files(self, decoders: Mapping[str, FieldDecoder | None]) -> bool:
+        """Whether they take little memory before they are copied: almost all bytes of them lie in mapped files."""
+        in_files = sum(late.nbytes for late in self.late if late.is_mapped or (late.at is not None and late.at.files))
+        return in_files >= _MOSTLY * self.count_bytes(decoders)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.

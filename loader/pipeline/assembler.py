@@ -20,7 +20,7 @@ from ..reading.leases import Leases
 from .delivery_queue import Delivery
 from .tuning import PipelineOptions
 
-_MOST_AT_ONCE = 64  # steps that are gathered together
+MOST_AT_ONCE = 64  # steps that are gathered together
 _NEVER = 1 << 62
 
 
@@ -90,7 +90,7 @@ class Assembler(Protocol):
 
 def steps_at_once(options: PipelineOptions, rows: int, row_bytes: int) -> int:
     """The most steps that are gathered together, of each of which a rank has about so many rows."""
-    return int(min(_MOST_AT_ONCE, max(1, options.span_bytes // (max(1, rows) * row_bytes))))
+    return int(min(MOST_AT_ONCE, max(1, options.span_bytes // (max(1, rows) * row_bytes))))
 
 
 def pick_uses(chunks: Sequence[int], uses: Mapping[int, int]) -> dict[int, int]:

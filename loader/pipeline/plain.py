@@ -22,7 +22,7 @@ from ..order.costs import SampleCosts
 from ..order.selection import Selection
 from ..order.spans import EpochSpans, Span
 from ..reading.quarantine import Quarantine
-from .assembler import Equipment, ReadsChunks, Start, cut_step, hand_over, pick_uses, steps_at_once
+from .assembler import MOST_AT_ONCE, Equipment, ReadsChunks, Start, cut_step, hand_over, pick_uses, steps_at_once
 from .delivery_queue import Delivery
 from .requests import request, request_first
 from .tuning import mean_row_bytes
@@ -31,6 +31,9 @@ _NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
+# Rows that stay in their files until they are copied need no memory before, and each span touches all open chunks: so
+# many times more steps are gathered together.
+_LONGER_IN_FILES = 4
 
 
 class PlainAssembler:
@@ -65,6 +68,7 @@ class PlainAssembler:
         # Rows are copied on the pool's threads, where the chunks that they keep meanwhile are no matter to the budget.
         self._is_late = equipment.options.holds_windows and equipment.maker.workers is None
         self._copying: deque[_Copying] = deque()
+        self._are_in_files = False  # almost all rows of the last span
 
     def run(self) -> None:
         world_size = self._share.world_size
@@ -94,7 +98,8 @@ class PlainAssembler:
                 span = spans.cut_span(self._position, steps)
                 yield spans, span
                 self._position = int(span.bounds[-1])
-                at_once = min(most, 2 * at_once)
+                longer = _LONGER_IN_FILES if self._are_in_files else 1
+                at_once = min(longer * most, MOST_AT_ONCE, 2 * at_once)
             yield spans, None
             self._epoch, self._position = self._epoch + 1, 0
 
@@ -123,6 +128,7 @@ class PlainAssembler:
                 raise
         if rows is None:  # the batches before the one that needs what failed are delivered
             return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
+        self._are_in_files = self._equipment.options.has_spare and rows.are_in_files(self._maker.decoders.settled)
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(since=started, assemble_s=busy, spans=1)
         copying = _Copying(spans, int(span.bounds[-1]))

@@ -64,7 +64,8 @@ class PipelineOptions:
 
     ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
     ``chunk_budget_bytes`` that headers of shards may take. ``fetch_threads``, ``decode_threads`` and
-    ``read_ahead_bytes`` are those to begin with. ``holds_windows``: the chunks of all open windows fit at once.
+    ``read_ahead_bytes`` are those to begin with. ``holds_windows``: the chunks of all open windows fit at once;
+    ``has_spare``: twice as many would.
     """
 
     fetch_threads: int
@@ -77,6 +78,7 @@ class PipelineOptions:
     batch_budget_bytes: int
     span_bytes: int
     holds_windows: bool = True
+    has_spare: bool = False
     device: torch.device | None = None
 
 
@@ -137,6 +139,7 @@ def tune(
         batch_budget_bytes=batch_budget // 2,
         span_bytes=span_bytes,
         holds_windows=open_bytes <= chunk_budget,
+        has_spare=2 * open_bytes <= chunk_budget,
         device=device,
     )
 
