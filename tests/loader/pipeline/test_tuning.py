@@ -52,6 +52,11 @@ def test_a_limit_below_the_open_windows_warns_and_one_above_does_not() -> None:
         options(80_000, world_size=4)
 
 
+def test_memory_is_ample_where_twice_the_open_windows_fit() -> None:
+    kept = [(tuned.holds_windows, tuned.has_spare) for tuned in (options(100_000, lanes=4), options(200_000, lanes=4))]
+    assert kept == [(True, False), (True, True)]
+
+
 def test_the_warning_points_to_the_loop_over_the_loader(tmp_path: Path) -> None:
     write_tars(tmp_path, [200, 200])
     with (

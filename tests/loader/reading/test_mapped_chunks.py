@@ -21,6 +21,8 @@ import torch
 from penstock.loader import DistributedDataLoader, Mixture, Source, TarFormat, open_manifest
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
+from penstock.loader.order.spans import EpochSpans
+from penstock.loader.pipeline import tuning
 from penstock.loader.reading import mapped_chunks, mapped_files
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError, mapped
@@ -83,6 +85,23 @@ def test_samples_are_those_that_are_read_into_memory(folder: Path, maps: list[st
         assert data == blob(int(number))
         assert label == b"%d" % number
         assert extra == (b"e" * (4000 + int(number)) if number % 3 == 0 else None)
+
+
+def test_rows_that_stay_in_files_are_gathered_more_at_once(
+    folder: Path, maps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_SPAN_BYTES", "_MOST_SPAN_BYTES"):
+        monkeypatch.setattr(tuning, name, 1)  # else all of so few steps are one span
+    cut, steps = EpochSpans.cut_span, set[int]()
+    monkeypatch.setattr(EpochSpans, "cut_span", lambda self, at, count: steps.add(count) or cut(self, at, count))
+    found = []
+    for most, options in ((4, {}), (1, {"storage_options": {"mapped_reads": False}}), (1, {"decode": {"bin": len}})):
+        with load(folder, **options) as loader:
+            found.append([batch["__id__"].tolist() for _ in range(6) for batch in loader])
+        assert max(steps) == most, options
+        steps.clear()
+    assert maps
+    assert found[0] == found[1] == found[2]
 
 
 def test_decoders_and_mixtures_are_given_the_same(folder: Path, maps: list[str]) -> None:
