@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
@@ -36,15 +37,17 @@ P = ParamSpec("P")
 
 
 def refuse_foreign(init: Callable[P, None]) -> Callable[P, None]:
-    """Answer arguments of other loaders with a ConfigError, and leave others that are unknown to Python.
+    """Answer arguments as other loaders have them with a ConfigError, and leave others that are unknown to Python.
 
     A wrapper, so that type checkers and ``help`` see the loader's own arguments alone.
     """
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if len(args) > 2:  # self and source
+            raise ConfigError(f"{reprlib.repr(args[2])}: only source is positional; name others, as in batch_size=64")
         answers = [
-            f"{name}={kwargs[name]!r}: there is no such argument; use {cure}"
+            f"{name}={reprlib.repr(kwargs[name])}: there is no such argument; use {cure}"
             for name, cure in CURES.items()
             if name in kwargs
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -110,7 +111,10 @@ def absolute_urls(source: Source) -> list[str]:
 
 def _absolute(given: object) -> list[str]:
     if not isinstance(given, (str, os.PathLike)):
-        raise ConfigError(f"a source is a URL, a path or a list of them, not {type(given).__name__} ({given!r})")
+        raise ConfigError(
+            f"a source is a URL, a path or a list of them, not {type(given).__name__} ({reprlib.repr(given)}); write "
+            "samples of another kind as shards first: penstock.pack(samples, 'folder')"
+        )
     text = os.fspath(given)
     if not isinstance(text, str) or not text:
         raise ConfigError(f"a source is a URL or a path, not {text!r}")

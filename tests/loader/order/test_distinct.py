@@ -12,4 +12,5 @@ from penstock.loader.order.distinct import distinct
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-3, 3)))
 def test_distinct_values_are_those_of_a_set_in_ascending_order(values: list[int]) -> None:
     found = distinct(np.array(values, np.int64))
-    assert found.dtype == np.int64 and found.tolist() == sorted(set(values))
+    assert found.dtype == np.int64
+    assert found.tolist() == sorted(set(values))

@@ -9,7 +9,6 @@ import xxhash
 
 from penstock.trainer.weights import sources
 
-
 XXH3_64 = xxhash.xxh3_64
 
 
