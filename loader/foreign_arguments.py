@@ -10,6 +10,7 @@ from typing import ParamSpec
 from .errors import ConfigError
 
 _THREADS = "threads= for decoding and transforms ('auto' by default), or processes= for a transform in pure Python"
+_SOURCE = "source=, the first argument: the URL or path of the shards"
 _ORDER = "shuffle=, seed= and window= for the order; every rank finds its own share"
 _PINNED = "device='cuda', which copies batches ahead of need through pinned buffers"
 _AHEAD = "read_ahead= for how much is read ahead, within memory_limit="
@@ -31,6 +32,21 @@ CURES = {
     "multiprocessing_context": "processes=, which are always spawned",
     "timeout": "storage_options={'timeout_s': ...} for requests to a store",
     "num_replicas": "world_size=",
+    # mosaicml-streaming, litdata and webdataset
+    "remote": _SOURCE,
+    "input_dir": _SOURCE,
+    "urls": _SOURCE,
+    "local": "cache_dir=, a folder that keeps what was read",
+    "max_cache_size": "cache_limit=, with cache_dir=",
+    "streams": "a Mixture of data sets as the source",
+    "shuffle_seed": "seed=",
+    "shuffle_block_size": "window=",
+    "num_canonical_nodes": "lanes=",
+    "predownload": _AHEAD,
+    "shardshuffle": "shuffle=True",
+    "nodesplitter": _ORDER,
+    "workersplitter": _ORDER,
+    "resampled": "nothing: an epoch has every sample once; weights= draws with replacement",
 }
 
 P = ParamSpec("P")

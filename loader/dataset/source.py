@@ -118,6 +118,10 @@ def _absolute(given: object) -> list[str]:
     text = os.fspath(given)
     if not isinstance(text, str) or not text:
         raise ConfigError(f"a source is a URL or a path, not {text!r}")
+    if text.startswith("pipe:"):
+        raise ConfigError(
+            f"{text}: commands are not run; give the URL that the command reads, such as s3://bucket/x.tar"
+        )
     if "://" not in text:
         # An existing path with braces in its name is taken literally.
         if is_path(Path(text).expanduser()):

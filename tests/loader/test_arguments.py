@@ -145,6 +145,11 @@ def test_a_source_that_is_no_url_is_refused() -> None:
         DistributedDataLoader(3, batch_size=2)  # type: ignore[arg-type]
 
 
+def test_a_command_as_a_source_is_answered_with_urls() -> None:
+    with pytest.raises(ConfigError, match=r"pipe:aws s3 cp s3://b/x.tar -: commands are not run; give the URL"):
+        DistributedDataLoader("pipe:aws s3 cp s3://b/x.tar -", batch_size=2)
+
+
 def test_samples_as_a_source_are_answered_with_pack_in_few_words() -> None:
     samples = ({"jpg": bytes(1 << 20)} for _ in range(3))
     with pytest.raises(ConfigError, match=r"not dict .*pack\(samples") as caught:
