@@ -50,6 +50,7 @@ class Forecast:
     mixing: Mixing | None
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields by name, as JSON has them."""
         return asdict(self)
 
 
