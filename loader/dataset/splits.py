@@ -87,6 +87,15 @@ def split_folder(key: str, name: str) -> str:
     return ""
 
 
+def find_split_folders(keys: Iterable[str]) -> list[str]:
+    """The splits that have a folder of their own each; such a split is a data set by itself, with its own manifest."""
+    names = name_splits(keys)
+    folders: dict[str, set[str]] = {}
+    for key, name in names.items():
+        folders.setdefault(name, set()).add(split_folder(key, name))
+    return sorted(name for name, found in folders.items() if len(found) == 1 and "" not in found)
+
+
 def _only_word(name: str) -> str | None:
     """The word for a split in a name; None if it has none, or several."""
     words = set(_WORD.findall(name.lower()))
