@@ -3,9 +3,11 @@
 PYTHON ?= python3
 STORE ?= local
 VENV := .venv
+# /dev/null: the newest version of everything, as users install it.
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 # Compiling all of torch and its kind takes minutes; what is imported is compiled then.
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --timeout 60 -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --timeout 60 -c $(CONSTRAINTS)
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help

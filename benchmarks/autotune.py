@@ -1,4 +1,4 @@
-"""Tuning from bad settings against the best by hand: ``python -m penstock.benchmarks.autotune --help``.
+"""Tuning from bad settings against the best by hand.
 
 Each run is a process of its own that reads its data set, which is larger than its memory limit, again and again. A
 tuned run is compared with the best setting by hand right before and right after it, so that what else the machine does
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 
 from ..loader import DistributedDataLoader, ImageDecoder, TarFormat, TokensFormat, pack
 from ..loader.limits import usable_cores
+from .arguments import OptionalPath, parse_config
 from .faults.faults import Delay
 from .faults.proxy import FaultProxy
 from .machine import describe_machine
@@ -53,7 +53,7 @@ class Config:
     """Seconds of a tuned run."""
     delay_s: float = 0.02
     """How late each answer of the S3 server comes."""
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, and the traces beside it as PNG."""
 
 
@@ -270,7 +270,7 @@ def main() -> None:
         case, url, seconds, options = sys.argv[2:6]
         print(json.dumps(read(case, url, float(seconds), json.loads(options))))
         return
-    config = tyro.cli(Config, description=__doc__)
+    config = parse_config(Config, __doc__)
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in config.cases:

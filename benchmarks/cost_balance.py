@@ -26,6 +26,7 @@ from ..loader.order.costs import Cost, SampleCosts
 from ..loader.order.plan import EpochPlan, Order, Share
 from ..loader.order.spans import EpochSpans
 from ..loader.order.steps import StepBudget, TokenBudget
+from .arguments import make_parser
 from .machine import describe_machine
 
 _SAMPLES, _CHUNKS, _LONGEST = 1 << 18, 1 << 10, 8192
@@ -110,17 +111,20 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("result", nargs="?", type=Path, metavar="RESULT.json", help="write the numbers here, too")
+    result_path: Path | None = parser.parse_args(arguments).result
     worlds = sorted({*_WORLDS, *_READ_WORLDS})
     rows = [measure(world_size) for world_size in worlds]
     report(rows)
-    if arguments:
+    if result_path is not None:
         result = {
             "command": "python -m penstock.benchmarks.cost_balance",
             "about": (__doc__ or "").split("\n\n")[-1].strip(),
             "machine": describe_machine(),
             "rows": rows,
         }
-        Path(arguments[0]).write_text(json.dumps(result, indent=1) + "\n")
+        result_path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from ..loader import DistributedDataLoader, TokensFormat, open_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME
 from ..loader.formats.shard import ShardFormat
 from ..loader.reading.checksum import sum_chunks
 from ..storage import open_store
+from .arguments import OptionalPath, parse_config
 from .delay_line import delay_line
 from .first_pass import Config as DataConfig
 from .first_pass import write_data
@@ -58,7 +58,7 @@ class Config:
     sequences: int = 65_536
     """Sequences of tokens."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -159,4 +159,4 @@ def _summarise(found: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[st
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, prog="python -m penstock.benchmarks.delayed"))
+    main(parse_config(Config))

@@ -36,6 +36,7 @@ from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World
 from ..trainer.trainer import DistributedTrainer
+from .arguments import make_parser
 from .equality_cases import CASES, SEED, Case, Trained, copy_buffers, digest_generators, train_naively
 from .machine import describe_machine, list_versions
 
@@ -279,7 +280,7 @@ def format_row(combination: Combination, found: Found) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=list(range(4)))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4])

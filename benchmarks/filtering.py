@@ -1,4 +1,4 @@
-"""What dropping half of the samples costs: ``python -m penstock.benchmarks.filtering --help``.
+"""What dropping half of the samples costs.
 
 Each pass is one epoch from local disk. Those that drop and those that deliver all take turns, each first in every other
 round, so that what else the machine does falls on both.
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tyro
 
 from ..loader import DistributedDataLoader, ImageDecoder, Keep
+from .arguments import OptionalPath, parse_config
 from .datasets import write_thumbnails
 from .machine import describe_machine, list_versions
 
@@ -41,7 +41,7 @@ class Config:
     rows: int = 1_000_000
     """Rows of eight float columns, in Parquet."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -115,4 +115,4 @@ def _ratio(passes: dict[str, list[dict[str, float]]], name: str) -> dict[str, fl
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(parse_config(Config))

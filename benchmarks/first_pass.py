@@ -1,4 +1,4 @@
-"""First passes over data, local or in S3, two checkouts in turn: ``python -m penstock.benchmarks.first_pass --help``.
+"""First passes over data, local or in S3, two checkouts in turn.
 
 Each pass runs in a process of its own, so that nothing is warm but the file system's cache, and the two checkouts take
 turns, each first in every other round, so that what else the machine does falls on both.
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 
 from ..loader import pack
 from ..storage import open_store
+from .arguments import OptionalInt, OptionalPath, parse_config
 from .datasets import write_clicks
 from .s3_server import make_bucket, serve_s3
 from .single_pass import SEQ_LEN
@@ -54,10 +54,10 @@ class Config:
     store: Literal["local", "s3"] = "local"
     """Where the data lie: in a folder, or on the S3 server that the environment names or that is started."""
 
-    memory_limit: int | None = None
+    memory_limit: OptionalInt = None
     """The loaders' memory limit in MiB: where it is below the data's size, memory is used again in the first pass."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -151,4 +151,4 @@ def _quartiles(passes: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(parse_config(Config))

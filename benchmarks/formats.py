@@ -1,4 +1,4 @@
-"""The same samples in each format that can hold them: ``python -m penstock.benchmarks.formats --help``.
+"""The same samples in each format that can hold them.
 
 What a data set is packed into decides what a pass over it costs. Each pass runs in a process of its own, formats in
 turn, so that what else the machine does falls on all.
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from ..loader import pack
+from .arguments import OptionalPath, parse_config
 from .datasets import write_clicks
 from .first_pass import measure_pass
 
@@ -48,7 +48,7 @@ class Config:
     rounds: int = 5
     """Passes over each, besides one that is not counted."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -119,4 +119,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(parse_config(Config))

@@ -16,18 +16,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
 import simplejpeg
-import tyro
 
 from ..loader import DistributedDataLoader, ImageDecoder, pack
 from ..loader.decoding import images
 from ..loader.limits import usable_cores
 from ..loader.order.randomness import DECODING, sample_rng
+from .arguments import OptionalPath, parse_config
 from .datasets import make_pictures
 from .machine import describe_machine, list_versions
 
@@ -65,7 +64,7 @@ class Config:
     threads: int = usable_cores()
     """Threads that decode."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -227,4 +226,4 @@ def print_result(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, prog="python -m penstock.benchmarks.images"))
+    main(parse_config(Config))

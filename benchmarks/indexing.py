@@ -5,7 +5,6 @@ python -m penstock.benchmarks.indexing --shards 100000 --latency-ms 30 --ranks 1
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from ..loader.dataset.index import open_manifest
 from ..storage import LocalStore
+from .arguments import make_parser
 from .machine import describe_machine, list_versions
 
 
@@ -81,7 +81,7 @@ def measure(folder: Path, latency_s: float, threads: int, ranks: int) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shards", type=int, default=100_000)
     parser.add_argument("--latency-ms", type=float, nargs="+", default=[0.0, 30.0])
     parser.add_argument("--threads", type=int, nargs="+", default=[32], help="of each rank")

@@ -31,6 +31,7 @@ from typing import Any
 from ..loader import DistributedDataLoader
 from ..storage import open_store
 from ..storage.libc import trim_heap
+from .arguments import make_parser
 from .machine import describe_machine, list_versions
 
 SAMPLES, BATCH = 64, 16
@@ -274,7 +275,7 @@ def measure(name: str, rounds: int, s3: str, options: Options, trace: bool) -> d
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--epochs", type=int, default=1000, help="rounds of the cases that repeat epochs (1000)")
     parser.add_argument("--cycles", type=int, default=200, help="rounds of the cases that make loaders (200)")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"some of: {', '.join(CASES)}")

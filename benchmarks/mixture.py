@@ -1,4 +1,4 @@
-"""A mixture of 8 data sets against one data set of the same samples: ``python -m penstock.benchmarks.mixture --help``.
+"""A mixture of 8 data sets against one data set of the same samples.
 
 Each pass runs in a process of its own, so that nothing is warm but the file system's cache, and the two take turns,
 each first in every other round, so that what else the machine does falls on both.
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tyro
 
 from ..loader import DistributedDataLoader, Mixture, Source, TokensFormat, pack
 from . import mixture_peers
+from .arguments import OptionalPath, parse_config
 from .machine import describe_machine
 
 _SOURCES, _SEQ_LEN = 8, 2048
@@ -59,7 +59,7 @@ class Config:
     peer_samples: int = 8_000
     """Samples of 38 kB that each delivers in a pass, 7 to 3 of two sources of three quarters of this."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -210,7 +210,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--pass"]:
         print(json.dumps(read_once(*sys.argv[2:5])))
         return
-    config = tyro.cli(Config, description=__doc__)
+    config = parse_config(Config, __doc__)
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder), config)
         given = {name: value for name, value in asdict(config).items() if name != "out"}

@@ -12,16 +12,15 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from ..loader import DistributedDataLoader, Packing, TokenDocumentsFormat, TokensFormat
 from ..loader.packing.config import FIELDS
 from ..loader.packing.documents import Documents
 from ..loader.packing.packed import pack_documents
+from .arguments import OptionalPath, parse_config
 from .machine import describe_machine, list_versions
 
 
@@ -47,7 +46,7 @@ class Config:
     rounds: int = 5
     """Times that all of them are packed."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -162,4 +161,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(parse_config(Config))

@@ -1,4 +1,4 @@
-"""Where the time of a first pass goes, in two checkouts: ``python -m penstock.benchmarks.profiles --help``.
+"""Where the time of a first pass goes, in two checkouts.
 
 py-spy samples first passes, each in a process of its own, the checkouts in turn. A sample of a thread that runs is
 charged to the stage of its innermost frame in penstock, and the samples are scaled to the CPU time that the same passes
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from ..loader.errors import ConfigError
+from .arguments import OptionalPath, parse_config
 from .first_pass import Config as Data
 from .first_pass import measure_pass, pass_command, pass_environment, write_data
 from .machine import describe_machine
@@ -73,7 +72,7 @@ class Config:
     scale: float = 1.0
     """Size of the data; 1 is about 300 MB each."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, and the chart beside it as SVG."""
 
 
@@ -243,4 +242,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(parse_config(Config))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 
 from ..loader import DistributedDataLoader, TokensFormat
+from .arguments import OptionalPath, parse_config
 from .datasets import write_clicks
 from .first_pass import Config as DataConfig
 from .first_pass import write_data
@@ -69,10 +69,10 @@ class Config:
     rows: int = 2_000_000
     """Rows of the click log."""
 
-    before: Path | None = None
+    before: OptionalPath = None
     """Another checkout, in a folder named penstock, whose starts are measured beside this one's."""
 
-    out: Path | None = None
+    out: OptionalPath = None
     """Write the results here as JSON, too."""
 
 
@@ -173,4 +173,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, prog="python -m penstock.benchmarks.resume"))
+    main(parse_config(Config))

@@ -6,7 +6,6 @@ python -m penstock.benchmarks.scale --made 40 50000     two million samples in 4
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 from ..loader import DistributedDataLoader, open_manifest
 from ..loader.dataset.source import select
 from ..storage.process_usage import peak_resident_bytes
+from .arguments import make_parser
 from .machine import describe_machine, list_versions
 
 
@@ -77,7 +77,7 @@ def measure(url: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("url", nargs="?", help="a data set")
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="its storage options")
     parser.add_argument("--made", nargs=2, type=int, metavar=("SHARDS", "SAMPLES"), help="make a data set instead")

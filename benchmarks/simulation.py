@@ -11,7 +11,6 @@ the ranks wait for their own data, not for others', is told too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -34,6 +33,7 @@ from ..loader.simulation.chunk_stream import ListedChunks
 from ..loader.simulation.settings import Machines
 from ..loader.simulation.simulate import Simulation, simulate
 from ..storage import open_store
+from .arguments import make_parser
 from .faults.faults import Delay
 from .faults.proxy import FaultProxy
 from .machine import describe_machine, list_versions
@@ -190,7 +190,7 @@ def is_near(row: dict[str, Any], tolerance: float = TOLERANCE) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument("--results", help="a folder for simulation.json")
     given = parser.parse_args(arguments)

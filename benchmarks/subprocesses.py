@@ -176,8 +176,8 @@ def _attend(
 
 
 def _last_words(returncode: int, log: str) -> str:
-    """Why a process failed: the sentence that it said for people, or the end of what it printed."""
-    lines = log.strip().splitlines()
+    """Why a process failed: the sentence that it said for people, or the end of what it printed, without signatures."""
+    lines = _SIGNATURE.sub(r"\1=...", log).strip().splitlines()
     told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
     if told:
         return told[-1]

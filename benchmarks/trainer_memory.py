@@ -17,6 +17,7 @@ from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world
 from ..trainer.trainer import DistributedTrainer
+from .arguments import make_parser
 from .trainer_overhead import Stack, make_loader, sum_losses
 
 
@@ -81,6 +82,7 @@ def _read_status(key: str) -> int:
 
 
 def main() -> int:
+    make_parser(__doc__).parse_args()
     torch.manual_seed(0)
     world = open_world(device="cpu")
     try:

@@ -11,7 +11,6 @@ which computes forward, backward and update: other jobs on the machine change it
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -39,6 +38,7 @@ from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world
 from ..trainer.trainer import DistributedTrainer
+from .arguments import make_parser
 from .machine import describe_machine, list_versions
 
 _CLASSES = 32
@@ -225,7 +225,7 @@ def write_results(path: Path, rows: list[dict[str, Any]], design: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     names = [work.name for work in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, help="which to measure")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of rounds, which alternate")

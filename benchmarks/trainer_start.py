@@ -31,6 +31,7 @@ from ..trainer import (
     open_world,
 )
 from ..trainer.options import build_config
+from .arguments import make_parser
 
 _WIDTH, _LAYERS = 2048, 24
 _SHARD_BYTES = 100_000_000
@@ -127,9 +128,9 @@ def read_status(key: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) > 1 or any(word.startswith("-") for word in arguments):
-        print(__doc__)
-        return 2
+    parser = make_parser(__doc__)
+    parser.add_argument("result", nargs="?", type=Path, metavar="RESULT.json", help="write the numbers here, too")
+    result_path: Path | None = parser.parse_args(arguments).result
     set_mmap_threshold(65536)  # tensors go back to the system at once: a peak is what is held
     world = open_world(device="cpu")
     try:
@@ -140,7 +141,7 @@ def main(arguments: list[str]) -> int:
             for name, row in rows.items():
                 peak = max(row["peak_bytes"])
                 print(f"{name:<40} {peak / 1e6:>6.0f} MB {peak / model_bytes:>6.0%} {row['seconds']:>6.1f} s")
-            if arguments:
+            if result_path is not None:
                 result = {
                     "command": f"torchrun --nproc-per-node={world.world_size} -m penstock.benchmarks.trainer_start",
                     "torch": str(torch.__version__),
@@ -149,7 +150,7 @@ def main(arguments: list[str]) -> int:
                     "model_bytes": model_bytes,
                     "rows": rows,
                 }
-                Path(arguments[0]).write_text(json.dumps(result, indent=1) + "\n")
+                result_path.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         close_world()
     return 0

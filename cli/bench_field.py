@@ -25,7 +25,6 @@ from ..storage.files import write_whole
 from .common import Flag, console, parse, print_json
 
 WORDS = ("--quick", "--full", "--redraw")
-_Names = Annotated[str, tyro.conf.arg(metavar="NAME,...")]
 _Some = Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")]
 _Ratio = Annotated[float | None, tyro.conf.arg(metavar="RATIO", help_behavior_hint="")]
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]

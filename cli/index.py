@@ -15,6 +15,7 @@ from ..loader.dataset.build import INDEX_THREADS, StaleManifestWarning
 from ..loader.dataset.index import find_manifest, read_saved_manifest
 from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
 from ..loader.dataset.source import absolute_urls, resolve_split
+from ..loader.dataset.splits import ALL, find_split_folders
 from ..loader.errors import ConfigError
 from ..loader.order.costs import CostValues
 from ..loader.reading.checksum import READ_THREADS, sum_chunks
@@ -162,4 +163,7 @@ def _report(
         table.add_row("costs", f"{each.name}{'' if each.name == each.text else f' = {each.text}'}: {numbers}")
     table.add_row("manifest", written or "not written")
     table.add_row("took", format_seconds(seconds))
+    separate = find_split_folders(shard.key for shard in manifest.shards) if written and given.split == ALL else []
+    if separate:
+        table.add_row("note", f"loaders of one split read that folder's own index; make it with --split {separate[0]}")
     console().print(table)

@@ -23,6 +23,7 @@ from .plan_data import Chunks, PlanDataArguments, list_chunks, made_up, order_fo
 from .screen import console, fact_table, format_bytes, format_seconds, print_columns, wrapped
 
 _MOST_LISTED = 1 << 20  # made-up chunks beyond are not listed, which changes nothing but the time it takes
+Size = Annotated[str, tyro.conf.arg(metavar="SIZE")]
 Rate = Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")]
 
 
@@ -54,10 +55,10 @@ class SimulationArguments(PlanDataArguments):
     latency_spread: float = 0.5
     """With --simulate: spread of latencies, the standard deviation of their logarithm."""
 
-    request_bytes_per_s: str = "100MB"
+    request_bytes_per_s: Size = "100MB"
     """With --simulate: bytes a second of one request."""
 
-    node_bytes_per_s: str = "10GB"
+    node_bytes_per_s: Size = "10GB"
     """With --simulate: bytes a second of a node's network."""
 
     store_bytes_per_s: Rate = None
@@ -69,7 +70,7 @@ class SimulationArguments(PlanDataArguments):
     ranks_per_node: int = 8
     """With --simulate: ranks of a node."""
 
-    node_memory: str = "1TiB"
+    node_memory: Size = "1TiB"
     """With --simulate: memory of a node."""
 
     node_cache: Flag = False

@@ -155,7 +155,7 @@ def _report(file: StateFile, state: LoaderState, before: str) -> None:
     facts.add_row("consumed", f"{state.consumed:,} of the epoch's {total:,} samples ({share:.1%})")
     order = state.order
     kind = "shuffled" if order.shuffle else "in the manifest's order"
-    unit = f"pieces of {order.piece:,} rows" if order.piece else "chunks"
+    unit = {0: "chunks", 1: "single rows"}.get(order.piece, f"pieces of {order.piece:,} rows")
     facts.add_row("order", f"{kind}, seed {order.seed}; {order.lanes:,} lanes, windows of {order.window:,} {unit}")
     if "subset" in state.selection:
         facts.add_row("subset", str(Subset(**state.selection["subset"])))

@@ -34,7 +34,7 @@ class VerifyArguments(SourceArguments):
     threads: int = READ_THREADS
     """Chunks read in parallel."""
 
-    quarantine: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    quarantine: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """A quarantine file, or a folder of them: check only what it names. Exits with 1 if any of it is still bad."""
 
 

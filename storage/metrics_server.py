@@ -72,6 +72,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
+        """Where metrics are read, as ``http://127.0.0.1:9100/metrics``."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/metrics"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..contenders import LIMIT, OURS, VARIANTS, VIEWS, base_of
@@ -186,7 +186,3 @@ def load_note(loads: Sequence[float], cores: int) -> str:
 def describe(run: Measurement) -> dict[str, Any]:
     """How a contender was set up, and what it was bounded by; the same in each round."""
     return {"settings": run.settings, "version": run.version, "bottleneck": run.bottleneck}
-
-
-def passes_of(run: Measurement) -> list[dict[str, Any]]:
-    return [asdict(each) for each in run.passes]

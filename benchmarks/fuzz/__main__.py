@@ -10,7 +10,6 @@ python -m penstock.benchmarks.fuzz --minutes 10 --only parquet arrow-file --keep
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -19,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..arguments import make_parser
 from ..machine import describe_machine, list_versions
 from .child import ENGINES
 from .limits import CASE_CPU_S, MEMORY_BYTES, name_of_case
@@ -28,7 +28,7 @@ from .targets import TARGETS
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     names = "\n".join(f"  {name:14}{target.about}" for name, target in TARGETS.items())
     parser.epilog = f"targets:\n{names}"
     parser.add_argument("--minutes", type=float, default=1.0, help="of each target, shared by the engines (1)")

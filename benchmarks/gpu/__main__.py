@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from ...loader.dataset.sealed_folder import cache_home
 from ...loader.errors import ConfigError
 from ...loader.limits import usable_cores
 from ...storage import PenstockError
+from ..arguments import parse_config
 from ..config import BenchConfig
 from ..contenders import OURS
 from ..datasets import CASES, make_case
@@ -234,7 +234,7 @@ def main(config: GpuConfig, screen: Console) -> int:
 if __name__ == "__main__":
     console = Console()
     try:
-        sys.exit(main(tyro.cli(GpuConfig, prog="python -m penstock.benchmarks.gpu"), console))
+        sys.exit(main(parse_config(GpuConfig), console))
     except PenstockError as error:
         console.print(f"error: {error}", highlight=False, markup=False)
         sys.exit(2)

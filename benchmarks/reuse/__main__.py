@@ -10,7 +10,6 @@ python -m penstock.benchmarks.reuse --minutes 10 --seed 3 --only tokens parquet
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import itertools
 import random
@@ -22,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ...storage.errors import PenstockError
+from ..arguments import make_parser
 from .data import NAMES
 from .held import Tally
 from .place import Place, open_place
@@ -33,7 +33,7 @@ _SEEDS = 1_000_000  # of programmes for one --seed
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long programmes are begun (1)")
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other programmes (0)")
     parser.add_argument(

@@ -35,12 +35,6 @@ def cost_key(name: str, fingerprint: str) -> str:
     return f"penstock-costs-{re.sub('[^A-Za-z0-9_.-]', '-', name)}-{fingerprint[:16]}.costs"
 
 
-def is_cost_key(key: str) -> bool:
-    """Whether an object is an index of costs, by its name."""
-    name = key.rpartition("/")[2]
-    return name.startswith("penstock-costs-") and name.endswith(".costs")
-
-
 def costs_to_bytes(name: str, expression: str, values: CostValues, fingerprint: str) -> bytes:
     """An index of ``values`` (samples,) uint16 or uint32: a head of 4,096 bytes, then the values in little-endian."""
     data = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()

@@ -51,6 +51,7 @@ class Manifest:
 
     @property
     def num_chunks(self) -> int:
+        """How many chunks there are."""
         return len(self.samples)
 
     @property
@@ -65,10 +66,12 @@ class Manifest:
 
     @property
     def num_samples(self) -> int:
+        """How many samples there are: ids are 0 to one less."""
         return int(self.first_ids[-1])
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all chunks, as they are stored."""
         return int(self.lengths.sum())
 
     @property
@@ -89,6 +92,7 @@ class Manifest:
         return self.first_ids[first_chunk]
 
     def chunk(self, index: int) -> ChunkRef:
+        """The chunk of an index: its shard, its bytes in it, and its number of samples."""
         shard = int(self.shard_index[index])
         return ChunkRef(
             shard=self.shards[shard],

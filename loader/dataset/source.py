@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -110,10 +111,17 @@ def absolute_urls(source: Source) -> list[str]:
 
 def _absolute(given: object) -> list[str]:
     if not isinstance(given, (str, os.PathLike)):
-        raise ConfigError(f"a source is a URL, a path or a list of them, not {type(given).__name__} ({given!r})")
+        raise ConfigError(
+            f"a source is a URL, a path or a list of them, not {type(given).__name__} ({reprlib.repr(given)}); write "
+            "samples of another kind as shards first: penstock.pack(samples, 'folder')"
+        )
     text = os.fspath(given)
     if not isinstance(text, str) or not text:
         raise ConfigError(f"a source is a URL or a path, not {text!r}")
+    if text.startswith("pipe:"):
+        raise ConfigError(
+            f"{text}: commands are not run; give the URL that the command reads, such as s3://bucket/x.tar"
+        )
     if "://" not in text:
         # An existing path with braces in its name is taken literally.
         if is_path(Path(text).expanduser()):

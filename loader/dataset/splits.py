@@ -67,9 +67,14 @@ def _listed(key: str, dictionaries: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def _by_words(folder: str, base: str) -> str | None:
-    parts = [part.lower() for part in reversed(folder.split("/"))]
-    exact = next((found[1] for part in parts if (found := _FOLDER.fullmatch(part))), None)
-    return exact or next((word for part in (base, *parts) if (word := _only_word(part))), None)
+    parts = reversed(folder.split("/"))
+    return _folder_word(folder) or next((word for part in (base, *parts) if (word := _only_word(part))), None)
+
+
+def _folder_word(folder: str) -> str | None:
+    """The word of the innermost folder that is called by a split."""
+    parts = reversed(folder.lower().split("/"))
+    return next((found[1] for part in parts if (found := _FOLDER.fullmatch(part))), None)
 
 
 def split_folder(key: str, name: str) -> str:
@@ -80,6 +85,15 @@ def split_folder(key: str, name: str) -> str:
         if part == name or _only_word(part) == name:
             return "/".join(parts[:count]) + "/"
     return ""
+
+
+def find_split_folders(keys: Iterable[str]) -> list[str]:
+    """The splits that have a folder of their own each; such a split is a data set by itself, with its own manifest."""
+    names = name_splits(keys)
+    folders: dict[str, set[str]] = {}
+    for key, name in names.items():
+        folders.setdefault(name, set()).add(split_folder(key, name))
+    return sorted(name for name, found in folders.items() if len(found) == 1 and "" not in found)
 
 
 def _only_word(name: str) -> str | None:
@@ -121,24 +135,37 @@ def _find(name: str, found: Iterable[str]) -> str | None:
     return matches[0] if len(matches) == 1 else None
 
 
-def refuse_mixed_splits(url: str, keys: Sequence[str], dictionaries: Mapping[str, Sequence[str]]) -> None:
+def refuse_mixed_splits(
+    url: str, keys: Sequence[str], dictionaries: Mapping[str, Sequence[str]], *, unit: str = "shard"
+) -> None:
     """Raise DatasetError if shards of several splits would be read as one data set; lists them and what to do."""
-    names = name_splits(keys, dictionaries)
+    _refuse_several(url, name_splits(keys, dictionaries), len(keys), unit)
+
+
+def refuse_split_folders(url: str, keys: Sequence[str]) -> None:
+    """Raise DatasetError if loose files lie in folders called by several splits; names of files tell nothing here."""
+    names = {key: word for key in keys if (word := _folder_word(key.rpartition("/")[0])) is not None}
+    _refuse_several(url, names, len(keys), "file")
+
+
+def _refuse_several(url: str, names: Mapping[str, str], total: int, unit: str) -> None:
     found = Counter(names.values())
     if len(found) < 2:
         return
     first = max(found, key=lambda name: (name in _SYNONYMS[0], found[name]))
-    rest = len(keys) - len(names)
+    rest = total - len(names)
     raise DatasetError(
-        f"{url}: holds several splits: {_list(found)}" + (f", and {_count(rest)} of none" if rest else "") + ". "
+        f"{url}: holds several splits: {_list(found, unit)}"
+        + (f", and {_count(rest, unit)} of none" if rest else "")
+        + ". "
         f"Choose with split={first!r} (--split {first}), or several by a list of names; read everything with "
-        f"split={ALL!r}, or name the shards by a pattern such as {url.rstrip('/')}/**"
+        f"split={ALL!r}, or name the {unit}s by a pattern such as {url.rstrip('/')}/**"
     )
 
 
-def _list(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} ({_count(found[name])})" for name in sorted(found))
+def _list(found: Mapping[str, int], unit: str = "shard") -> str:
+    return ", ".join(f"{name} ({_count(found[name], unit)})" for name in sorted(found))
 
 
-def _count(shards: int) -> str:
-    return f"{shards:,} shard" if shards == 1 else f"{shards:,} shards"
+def _count(number: int, unit: str = "shard") -> str:
+    return f"{number:,} {unit}" if number == 1 else f"{number:,} {unit}s"

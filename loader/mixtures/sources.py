@@ -121,11 +121,6 @@ class OpenSources(Sequence[OpenSource]):
         return any(source.reshaping is not None for source in self._sources)
 
     @property
-    def are_packed(self) -> bool:
-        """Whether they give sequences."""
-        return any(source.packer is not None for source in self._sources)
-
-    @property
     def are_local(self) -> bool:
         return all(reads_locally(source.store) for source in self._sources)
 

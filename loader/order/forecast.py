@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from .distinct import distinct
 from .mixing import Mixing, measure_mixing
 from .permutation import IntArray
 from .plan import EpochPlan, Order, batch_bounds, lane_offsets, require_steps, share_bounds
@@ -49,6 +50,7 @@ class Forecast:
     mixing: Mixing | None
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields by name, as JSON has them."""
         return asdict(self)
 
 
@@ -81,7 +83,8 @@ def forecast(
     touched = 1.0 - (1.0 - owned.parts) ** (order.window * mean_samples)
     reads = float(touched.sum() / owned.lanes)
     open_chunks = int(windows.max() * order.window)
-    cut_chunks = int(np.isin(plan.lane_starts[1:-1], plan.stream_starts, invert=True).sum())
+    cuts = plan.lane_starts[1:-1]
+    cut_chunks = int((plan.stream_starts[np.searchsorted(plan.stream_starts, cuts)] != cuts).sum())
     if order.piece:  # rows of every chunk lie in all lanes: a rank reads each that it has a row of, and keeps it
         reads = float((1.0 - (1.0 - 1.0 / world_size) ** chunk_samples).mean() * world_size)
         open_chunks, cut_chunks = len(chunk_samples), 0
@@ -134,7 +137,7 @@ def _lane_shares(plan: EpochPlan, world_size: int, global_batch_size: int, steps
     # All steps in a row: between two neighbouring edges lie samples of one lane and one rank.
     base = bounds[:-1, None]
     lane_ends, rank_cuts = (lane_ends + base).ravel(), (rank_cuts[:, 1:] + base).ravel()
-    edges = np.unique(np.concatenate((bounds[:1], lane_ends, rank_cuts)))
+    edges = distinct(np.concatenate((bounds[:1], lane_ends, rank_cuts)))
     lane = np.searchsorted(lane_ends, edges[:-1], side="right") % lanes
     rank = np.searchsorted(rank_cuts, edges[:-1], side="right") % world_size
     pairs, which = np.unique(lane * world_size + rank, return_inverse=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..order.distinct import distinct
 from ..order.permutation import IntArray
 from ..order.plan import Order, batch_bounds, lane_offsets, lane_turns
 from ..order.share import share_bounds
@@ -54,7 +55,7 @@ def schedule_reads(
     keys = np.stack((rank * order.lanes + lane, window))
     (pairs, window), first = np.unique(keys, axis=1, return_index=True)
     rank, lane = pairs // order.lanes, pairs % order.lanes
-    windows = len(np.unique(lane * (window.max() + 1) + window))
+    windows = len(distinct(lane * (window.max() + 1) + window))
     entered, low = step[first], low[first]
     # The chunks of those windows.
     start = first_chunks[lane] + window * order.window

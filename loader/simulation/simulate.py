@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from ..order.distinct import distinct
 from ..order.permutation import IntArray
 from ..order.plan import Order, require_steps
 from ..order.share import share_bounds
@@ -150,7 +151,7 @@ def span_of_steps(steps: int, most: int) -> IntArray:
 
 def _mean_memory(stream: ChunkStream) -> float:
     """The mean memory of a chunk, from at most 100,000 of them."""
-    some = np.unique(np.linspace(0, stream.num_chunks - 1, 100_000).astype(np.int64))
+    some = distinct(np.linspace(0, stream.num_chunks - 1, 100_000).astype(np.int64))
     return float(stream.sizes(some)[1].mean())
 
 

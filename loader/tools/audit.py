@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DatasetError
+from ..order.distinct import distinct
 from ..pipeline.delivery_log import SUFFIX
 from .attempts import settle, sort_attempts, split_passes
 from .delivery_records import Delivered, Log, read_log
@@ -204,7 +205,7 @@ def _account(
     here = members.holds(ids)
     # Counting is faster than sorting, and takes memory for every sample of the data set.
     is_dense = members.total <= _DENSE * max(len(ids), 1)
-    unique = int(np.count_nonzero(np.bincount(ids[here]))) if is_dense else len(np.unique(ids[here]))
+    unique = int(np.count_nonzero(np.bincount(ids[here]))) if is_dense else len(distinct(ids[here]))
     stray = len(ids) - int(np.count_nonzero(here))
     skipped = _length_of_union((record.start, record.stop) for record in records if record.is_skip)
     return EpochAccount(
@@ -231,12 +232,12 @@ def _account_of_dropping(
     left = np.concatenate([none, *(record.left for record in records if record.left is not None)])
     ids = np.concatenate([delivered, dropped, left])
     here = members.holds(ids)
-    unique = len(np.unique(ids[here]))
+    unique = len(distinct(ids[here]))
     reached = max((record.stop for record in records), default=0)
     has_ended = not is_last or any(record.left is not None for record in records)
     # Until an epoch has ended, it is known how many samples have been delivered, and not how many are to be dropped.
     is_packed = any(record.is_packed for record in records)  # then positions are those of sequences
-    missing = members.count - unique if has_ended else 0 if is_packed else reached - len(np.unique(delivered))
+    missing = members.count - unique if has_ended else 0 if is_packed else reached - len(distinct(delivered))
     stray = len(ids) - int(np.count_nonzero(here))
     bad = sum(record.bad for record in records)
     return EpochAccount(

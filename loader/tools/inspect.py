@@ -75,6 +75,7 @@ class Spread:
 
     @staticmethod
     def of(values: IntArray) -> Spread:
+        """The spread of (n,) values, at least one."""
         return Spread(
             low=int(values.min()), median=float(np.median(values)), mean=float(values.mean()), high=int(values.max())
         )

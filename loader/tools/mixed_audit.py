@@ -11,6 +11,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..errors import DatasetError
+from ..order.distinct import distinct
 from ..pipeline.delivery_log import KEY_BITS
 
 _ID_MASK = (1 << KEY_BITS) - 1
@@ -156,7 +157,7 @@ class _Keys:
 
     def account(self, source: LoggedSource) -> SourceAccount:
         keys = np.concatenate([self.own, self.gone])
-        unique = np.unique(keys)
+        unique = distinct(keys)
         epochs = unique >> KEY_BITS
         first, last = (int(epochs[0]), int(epochs[-1])) if len(epochs) else (0, 0)
         return SourceAccount(

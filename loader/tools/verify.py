@@ -47,10 +47,12 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
+        """Whether no flaw was found."""
         return not self.flaws
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
+        """The keys of the shards that have flaws, sorted."""
         return tuple(sorted({flaw.shard for flaw in self.flaws}))
 
 

@@ -239,6 +239,14 @@ def test_a_process_that_fails_for_a_known_reason_says_it_in_one_sentence() -> No
     assert "exit code 3" in subprocesses._last_words(3, "Traceback\nKeyError: 1")
 
 
+@pytest.mark.parametrize("told", ["", subprocesses.TOLD])
+def test_last_words_leave_out_what_signs_a_url(told: str) -> None:
+    url = "http://h/b/x.tar?X-Amz-Credential=who%2F1&X-Amz-Expires=60&X-Amz-Security-Token=tok&X-Amz-Signature=5ec7e7"
+    words = subprocesses._last_words(1, f"{told}OSError: (('curl -sfL '{url}',), 22) @ pipe:curl '{url}'\n")
+    assert "X-Amz-Credential=...&X-Amz-Expires=60&X-Amz-Security-Token=...&X-Amz-Signature=..." in words
+    assert not any(secret in words for secret in ("who", "=tok", "5ec7e7"))
+
+
 def test_fields_that_samples_lack_and_lists_of_numbers_have_a_layout() -> None:
     some = _describe([None, b"\xff\xd8\xff1"])
     assert (some["kind"], some["image"], some["missing"]) == ("bytes", True, True)

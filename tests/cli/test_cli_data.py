@@ -102,6 +102,9 @@ def test_the_index_of_a_split_with_a_folder_of_its_own_lies_in_that(
     code, told = call_json(capsys, "index", tmp_path, "--split", "train")
     assert (code, told["samples"]) == (0, 1)
     assert sorted(path.parent.name for path in tmp_path.rglob(MANIFEST_NAME)) == ["train"]
+    code, out, _ = call(capsys, "index", tmp_path, "--split", "all")
+    assert code == 0
+    assert "loaders of one split read that folder's own index; make it with --split test" in " ".join(out.split())
 
 
 def test_inspect_shows_one_sample_by_id_or_key(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,8 @@ def test_the_overview_has_a_line_for_each_command(
     run(["--help"])
     out = capsys.readouterr().out
     check_layout(out)
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(COMMANDS)
+    listed = out.partition("[ARGUMENTS]\n\n")[2].partition("\n\n")[0].splitlines()
+    assert [line[2:].split()[0] for line in listed] == list(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

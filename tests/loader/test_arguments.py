@@ -143,3 +143,20 @@ def test_values_of_another_type_are_refused_by_the_name_of_their_argument(table:
 def test_a_source_that_is_no_url_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a source is a URL, a path or a list of them, not int \(3\)"):
         DistributedDataLoader(3, batch_size=2)  # type: ignore[arg-type]
+
+
+def test_a_command_as_a_source_is_answered_with_urls() -> None:
+    with pytest.raises(ConfigError, match=r"pipe:aws s3 cp s3://b/x.tar -: commands are not run; give the URL"):
+        DistributedDataLoader("pipe:aws s3 cp s3://b/x.tar -", batch_size=2)
+
+
+def test_samples_as_a_source_are_answered_with_pack_in_few_words() -> None:
+    samples = ({"jpg": bytes(1 << 20)} for _ in range(3))
+    with pytest.raises(ConfigError, match=r"not dict .*pack\(samples") as caught:
+        DistributedDataLoader(samples, batch_size=2)  # type: ignore[call-overload]
+    assert len(str(caught.value)) < 400
+
+
+def test_a_batch_size_without_its_name_is_answered(table: Path) -> None:
+    with pytest.raises(ConfigError, match=r"64: only source is positional.*batch_size="):
+        DistributedDataLoader(table, 64)  # type: ignore[call-overload]

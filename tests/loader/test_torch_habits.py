@@ -61,6 +61,8 @@ def test_the_batch_size_follows_the_shares(tars):
         ({"worker_init_fn": None}, r"worker_init_fn=None.*rng"),
         ({"prefetch_factor": 2, "persistent_workers": True}, r"prefetch_factor=2.*memory_limit=.*persistent_workers"),
         ({"num_replicas": 2}, r"num_replicas=2.*world_size="),
+        ({"remote": "s3://a", "local": "/tmp"}, r"remote='s3://a'.*source=.*local=.*cache_dir="),
+        ({"shuffle_seed": 9176, "num_canonical_nodes": 2}, r"shuffle_seed=9176.*seed=.*num_canonical_nodes=2.*lanes="),
         ({"shuffle": 5000}, r"shuffle=5000.*True or False.*window="),
     ],
 )

@@ -48,6 +48,7 @@ class Export:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all files that were written."""
         return sum(self.files.values())
 
 

@@ -164,7 +164,7 @@ class SafetensorsSource:
         total = xxhash.xxh3_64()
         for path in self.files:
             size = path.stat().st_size
-            total.update(f"{path.name} {size} ")
+            total.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:
                 for number in range(_SAMPLES):
                     file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from ....storage import NotFoundError, ObjectInfo, Store
 from ...dataset.index import open_manifest
-from ...dataset.source import select
-from ...dataset.splits import Split
+from ...dataset.source import Selection, select
+from ...dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...errors import ConfigError, DatasetError
 from ...formats.detect import FORMAT_NAMES, format_by_name, make_format
 from ...formats.names import is_hidden
@@ -137,6 +137,8 @@ def open_source(
         except NotFoundError as exc:
             raise NotFoundError(f"{source}: no such file or folder; there is nothing to pack") from exc
         kind = given or choose_kind(store, selection.listing, selection.saved is not None)
+        if split is None:
+            _refuse_splits(store, kind, selection)
         if kind == "files":
             return FolderSource(store, selection.listing, follow_links=follow_links)
         if kind == "csv":
@@ -146,6 +148,22 @@ def open_source(
         source, split=split, storage_options=storage_options, format=given or None, progress=progress
     )
     return DatasetSource(manifest, storage_options)
+
+
+def _refuse_splits(store: Store, kind: str, selection: Selection) -> None:
+    """Refuse several splits in a folder that the source names as a whole, as loaders do of shards."""
+    keys = [info.key for info in selection.listing if not is_hidden(info.key)]
+    try:
+        for folder in selection.folders:
+            inside = [key[len(folder) :] for key in keys if key.startswith(folder)]
+            if kind == "files":
+                refuse_split_folders(selection.url + folder, inside)
+            elif kind == "csv":
+                tables = [key for key in inside if key.lower().endswith(CSV_SUFFIXES)]
+                refuse_mixed_splits(selection.url + folder, tables, {}, unit="file")
+    except DatasetError:
+        store.close()
+        raise
 
 
 def _is_url(source: Any) -> bool:

@@ -246,3 +246,26 @@ def test_values_that_a_format_cannot_hold_are_named(
 ) -> None:
     with pytest.raises(DatasetError, match=message):
         pack(rows, tmp_path / "out", format=target)
+
+
+def test_loose_files_of_several_splits_are_not_packed_as_one_data_set(tmp_path: Path) -> None:
+    for split in ("train", "val2017"):
+        for name in ("ants/0.txt", "bees/1-test.txt"):
+            (tmp_path / "in" / split / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "in" / split / name).write_text(split)
+    with pytest.raises(DatasetError, match=r"several splits: train \(2 files\), val \(2 files\).*split='train'"):
+        pack(tmp_path / "in", tmp_path / "out")
+    assert pack(tmp_path / "in", tmp_path / "one", split="val").classes == ("ants", "bees")
+    assert pack(tmp_path / "in", tmp_path / "all", split="all").samples == 4
+    assert pack(tmp_path / "in" / "train", tmp_path / "train").samples == 2  # one name with "test" makes no split
+
+
+def test_tables_of_several_splits_are_not_packed_as_one_data_set(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "in" / f"{split}.csv").write_text("a\n1\n")
+    with pytest.raises(DatasetError, match=r"several splits: test \(1 file\), train \(1 file\)"):
+        pack(tmp_path / "in", tmp_path / "out", format="parquet")
+    pack(tmp_path / "in", tmp_path / "out", format="parquet", split="test")
+    named = [str(tmp_path / "in" / f"{split}.csv") for split in ("train", "test")]
+    assert pack(named, tmp_path / "both", format="parquet").samples == 2
