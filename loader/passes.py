@@ -76,17 +76,25 @@ class Passes:
             self.resources.stop_pipeline()
             pipeline = None
         if pipeline is None:
-            if self.share.world_size > 1:
-                self.resources.join_peers()
-            if self.resources.workers is not None:
-                self.resources.workers.start()
-            # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
-            pipeline = self.resources.pipeline = self._make_pipeline(
-                options=self.tune(self.position.order),
-                start=self.start(self.position.epoch, self.position.consumed),
-            )
-            pipeline.start()
+            try:
+                pipeline = self._start_pipeline()
+            finally:
+                self.resources.close_if_closed()
         return pipeline  # another thread may have closed the loader meanwhile
+
+    def _start_pipeline(self) -> Pipeline:
+        if self.share.world_size > 1:
+            self.resources.join_peers()
+        workers = self.resources.workers
+        if workers is not None:
+            workers.start()
+        # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
+        pipeline = self.resources.pipeline = self._make_pipeline(
+            options=self.tune(self.position.order),
+            start=self.start(self.position.epoch, self.position.consumed),
+        )
+        pipeline.start()
+        return pipeline
 
 
 class Pass(Iterator[BatchT]):
@@ -134,14 +142,16 @@ class Pass(Iterator[BatchT]):
             self._left_s = time.perf_counter()
             batch: BatchT = item.batch
             return batch
-        except StopIteration:
-            raise
         except BaseException as exc:
+            if self._is_the_end(exc):
+                raise
             # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
             saved, self._at = before
             position.restore(saved)
             passes.resources.stop_pipeline()
             passes.resources.tell_peers(exc)
+            if isinstance(exc, StopIteration):
+                raise _not_the_end(exc) from exc
             raise
 
     def _take(self) -> Delivery | None:
@@ -175,3 +185,17 @@ class Pass(Iterator[BatchT]):
     def _end(self) -> NoReturn:
         self._has_ended = True
         raise StopIteration
+
+    def _is_the_end(self, exc: BaseException) -> bool:
+        return self._has_ended and isinstance(exc, StopIteration)
+
+
+def _not_the_end(error: StopIteration) -> RuntimeError:
+    """As in a generator (PEP 479): a user's StopIteration would end the loop over a pass, and nobody would know."""
+    told = RuntimeError(
+        "transform= or collate= raised StopIteration, which a loop over batches would take for the epoch's end; where "
+        "a function calls next(), give it a default, or catch what it raises"
+    )
+    for note in getattr(error, "__notes__", ()):
+        told.add_note(note)
+    return told

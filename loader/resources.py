@@ -140,6 +140,11 @@ class Resources:
     def _close_elsewhere(self) -> None:
         Thread(target=self.close, name="penstock-close").start()
 
+    def close_if_closed(self) -> None:
+        """Release what came to be while another thread closed all, which may have missed it."""
+        if self._is_closed:
+            self.close()
+
     def close(self) -> None:
         """Release everything; safe at any time, and twice. Waits where another thread is closing."""
         if not self._is_ours:
@@ -188,6 +193,7 @@ class Owner:
         """Call ``owned.close()`` when the loader is closed, however that comes about. Raises LoaderClosedError."""
         self._resources.check_open()
         self._resources.others.append(owned)
+        self._resources.close_if_closed()
 
     def close(self) -> None:
         """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""

@@ -61,34 +61,42 @@ class WorkerPool:
         self._is_whole = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        self._changing = threading.RLock()  # held while workers start or end
 
     def start(self) -> None:
-        """Start the processes, unless they are running. Called by one thread at a time."""
-        if self._is_whole or isinstance(self._error, CancelledError):
-            return
-        self._undo_start()  # of one that was interrupted, and so was its end
-        code = Code(_preparation(needs_main=self._needs_main), self._work)
-        try:
-            for number in range(self.processes):
-                worker = start_process()
-                self._workers.append(worker)
-                # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
-                thread = Thread(target=self._feed, args=(worker, code), name=f"penstock-worker-{number}")
-                self._threads.append(thread)
-                thread.start()
-            self._is_whole = True
-        except BaseException:  # an interrupt, too: half of a pool is not taken for a whole one
-            self._undo_start()
-            raise
+        """Start the processes, unless they are running, or the pool is closed. Any thread may call."""
+        with self._changing:
+            if self._is_whole or self._is_closed():
+                return
+            self._undo_start()  # of one that was interrupted, and so was its end
+            code = Code(_preparation(needs_main=self._needs_main), self._work)
+            try:
+                for number in range(self.processes):
+                    self._start_worker(number, code)
+                self._is_whole = True
+            except BaseException:  # an interrupt, too: half of a pool is not taken for a whole one
+                self._undo_start()
+                raise
+            if self._is_closed():  # by a signal's handler, between two workers
+                self._end()
+
+    def _is_closed(self) -> bool:
+        return isinstance(self._error, CancelledError)
+
+    def _start_worker(self, number: int, code: Code) -> None:
+        worker = start_process()
+        self._workers.append(worker)
+        # A daemon, so that the interpreter's exit does not wait for it: a transform may take long.
+        thread = Thread(target=self._feed, args=(worker, code), name=f"penstock-worker-{number}")
+        self._threads.append(thread)
+        thread.start()
 
     def _undo_start(self) -> None:
         """End what runs of a pool that is not whole, and forget how its workers took that."""
-        for _ in self._threads:
-            self._jobs.put(None)
         self._end()
         self._jobs = queue.SimpleQueue()
         with self._lock:
-            if not isinstance(self._error, CancelledError):
+            if not self._is_closed():
                 self._error = None
 
     def submit(
@@ -121,9 +129,12 @@ class WorkerPool:
     def close(self) -> None:
         """End all processes and threads at once, whatever they are doing."""
         self._fail(CancelledError())
-        self._end()
+        with self._changing:
+            self._end()
 
     def _end(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
         for worker in self._workers:
             worker.channel.close()
         for worker in self._workers:

@@ -144,7 +144,7 @@ class DatasetView:
 
     def __iter__(self) -> Iterator[Sample]:
         """The samples in the order of their ids, in epoch 0."""
-        return map(self.sample, range(len(self)))
+        return (self.sample(index) for index in range(len(self)))  # no map, which a user's StopIteration would end
 
     def sample(self, index: int, *, epoch: int = 0) -> Sample:
         """Sample ``index`` as training gets it in ``epoch``.

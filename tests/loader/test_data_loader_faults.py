@@ -47,6 +47,22 @@ def test_an_error_in_a_transform_names_the_sample_and_ends_the_pass(tars):
         assert "shard-0" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize("where", ["transform", "collate", "dropping"])
+def test_a_users_stop_iteration_is_an_error_and_not_the_epochs_end(tars, where):
+    def stop(value: Any) -> Any:
+        return value if next(calls) < 20 else next(iter(()))
+
+    calls = itertools.count()
+    options: dict[str, Any] = {"transform": stop, "may_drop": True} if where == "dropping" else {where: stop}
+    with DistributedDataLoader(tars, batch_size=8, **options) as loader:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                list(loader)
+        if where != "collate":
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                list(loader.dataset)
+
+
 @pytest.mark.parametrize("how", ["iterator kept", "state loaded"])
 def test_after_an_error_training_goes_on_from_the_same_position(tars, how):
     broken = {"is": True}

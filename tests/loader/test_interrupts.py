@@ -32,6 +32,7 @@ PARTS: dict[str, list[Callable[..., Any]]] = {
     "the beginning of a pass": [DistributedDataLoader.__iter__, Passes.begin, Pass.__init__, Position.begin_pass],
     "the construction of a pipeline": [
         Passes.pipeline,
+        Passes._start_pipeline,
         Pipeline.__init__,
         Pipeline.start,
         ChunkReader.__init__,

@@ -12,7 +12,7 @@ from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, audit
-from penstock.loader import ConfigError
+from penstock.loader import ConfigError, LoaderClosedError
 from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
 
@@ -100,6 +100,22 @@ def test_an_iterator_that_another_pass_overtook_is_refused_instead_of_sharing_it
             with pytest.raises(ConfigError, match="another pass over this loader has begun"):
                 next(older)
         assert sorted(seen + ids(newer)) == list(range(SAMPLES))
+
+
+def test_a_loader_closed_by_another_thread_while_its_pipeline_is_made_leaves_no_thread(tars, monkeypatch):
+    loader = load(tars)
+    made = Pipeline.__init__
+
+    def make_and_close(pipeline: Pipeline, **options: Any) -> None:
+        made(pipeline, **options)
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        closer.join()
+
+    monkeypatch.setattr(Pipeline, "__init__", make_and_close)
+    with pytest.raises(LoaderClosedError):
+        next(iter(loader))
+    assert [thread.name for thread in started_threads() if thread.name.startswith("penstock-")] == []
 
 
 def test_an_interrupt_while_a_batch_is_waited_for_loses_none(tars, monkeypatch):

@@ -25,7 +25,7 @@ from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder
-from penstock.loader.decoding import worker_process
+from penstock.loader.decoding import worker_pool, worker_process
 from penstock.loader.errors import ConfigError, DecodeError, LoaderClosedError, WorkerError
 
 SIZES = [37, 5, 80, 1, 64]
@@ -250,6 +250,25 @@ def test_closing_ends_workers_that_are_busy(tars):
     assert time.monotonic() - started < 60
     loader.close()
     assert children() == []
+    assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
+
+
+@pytest.mark.slow
+def test_closing_while_workers_start_leaves_none(tars, monkeypatch):
+    begun: list[worker_process.Worker] = []
+    loader = DistributedDataLoader(tars, batch_size=64, processes=2, transform=row_functions.rest_a_moment)
+
+    def start_and_close() -> worker_process.Worker:
+        if begun:
+            loader.close()  # as a signal's handler may
+        begun.append(worker_process.start_process())
+        return begun[-1]
+
+    monkeypatch.setattr(worker_pool, "start_process", start_and_close)
+    with pytest.raises(LoaderClosedError):
+        next(iter(loader))
+    assert len(begun) == 2
+    assert None not in [worker.process.poll() for worker in begun]
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
