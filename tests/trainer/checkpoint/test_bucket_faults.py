@@ -20,6 +20,7 @@ from penstock.storage import (
     MemoryStore,
     StorageError,
 )
+from penstock.storage.interruptible import Thread
 from penstock.trainer import (
     CheckpointConfig,
     CheckpointError,
@@ -152,6 +153,21 @@ def test_the_last_save_of_a_run_raises_where_the_store_refuses_it(
         trainer.train()
     assert list_stored(bucket) == [2, 1]
     assert keys_in(bucket) == named_keys(bucket)
+
+
+def test_a_save_that_gets_no_thread_to_send_with_is_an_error_and_does_not_wait(
+    alone: World, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Thread.start
+
+    def start_none_to_send(thread: Thread) -> None:
+        if thread.name == "penstock-upload":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_none_to_send)
+    with pytest.raises(CheckpointError, match="can't start new thread"):
+        save_steps(bucket, alone, 1)
 
 
 @pytest.mark.slow

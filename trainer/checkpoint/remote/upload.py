@@ -74,7 +74,11 @@ class Upload:
             raise self._error
         key = part_key(self._step, self._save_id, name, number)
         self._keys.append(key)
-        self._pool.submit(self._put, key, data)
+        try:
+            self._pool.submit(self._put, key, data)
+        except BaseException:  # no thread can be started
+            self._leave()
+            raise
 
     def remove(self) -> None:
         """Delete what was sent, if the store can be reached; the rest is deleted as a leftover."""
