@@ -134,9 +134,11 @@ class RetryStore:
             finally:
                 ended.put(None)
 
-        readers = min(RANGES_AT_ONCE, len(requests))
-        for _ in range(readers - 1):
-            self._submit(read_some)
+        readers = 1
+        with suppress(RuntimeError):  # the machine gives no more threads: fewer do
+            while readers < min(RANGES_AT_ONCE, len(requests)):
+                self._submit(read_some)
+                readers += 1
         read_some()
         for _ in range(readers):
             ended.get()
@@ -236,24 +238,27 @@ class RetryStore:
         store = self._inner if self._timed is None else self._timed.within(limit)
         with self._lock:
             self._requests += 1
-        started = time.monotonic()
         is_raced = hedge_bytes is not None and self._config.hedge_share > 0
         p95_s = self._latencies.p95_s(hedge_bytes) if hedge_bytes is not None else None
         if hedge_bytes is not None and is_raced and (p95_s is None or p95_s >= WORTH_HEDGING_S):
             late_s = max(self._latencies.late_s(hedge_bytes, limit.total_s / 4), self._config.hedge_floor_s)
             result, took_s = self._race(lambda: ask(store), late_s, limit)
         else:
-            try:
-                result = ask(store)
-            finally:
-                self.limiter.release()
-            took_s = time.monotonic() - started
+            result, took_s = self._ask_here(lambda: ask(store))
         if hedge_bytes is not None:
             self._latencies.add(hedge_bytes, took_s)
         self._reached = self._granted = True
         self._patience.note_success(took_s, limit)
         self.limiter.note_success(took_s)
         return result
+
+    def _ask_here(self, call: Callable[[], T]) -> tuple[T, float]:
+        """The response, waited for by the calling thread, and the time that it took."""
+        started = time.monotonic()
+        try:
+            return call(), time.monotonic() - started
+        finally:
+            self.limiter.release()
 
     def _race(self, call: Callable[[], T], late_s: float, limit: TimeLimit) -> tuple[T, float]:
         """The first response and the time that it took by itself."""
@@ -263,11 +268,13 @@ class RetryStore:
         except StorageError:
             self.limiter.release()
             raise
+        except RuntimeError:  # the machine gives no more threads: this one asks
+            return self._ask_here(call)
         if not race.wait(late_s):
             if self._may_hedge():
                 try:
                     race.start(self.limiter.release)
-                except StorageError:  # closed meanwhile: the first request still finishes
+                except (StorageError, RuntimeError):  # closed meanwhile, or no thread: the first request still finishes
                     self.limiter.release()
             if not race.wait(limit.total_s + GRACE_S):
                 raise StoreTimeoutError(f"{self.url}: no response within {limit.total_s:g} s")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from ...storage.daemon_pool import DaemonPool, PoolClosedError
+from ...storage.daemon_pool import DaemonPool
 from ...storage.interruptible import Future
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ class Call(Future[T]):
         """Have a thread of the pool make it soon; nothing, where that was asked before. Called by one thread."""
         if not self._is_submitted:
             self._is_submitted = True
-            with suppress(PoolClosedError):  # whoever waits is told by ``cancel``
+            # PoolClosedError: whoever waits is told by ``cancel``. Else no thread can be had, and he makes it.
+            with suppress(RuntimeError):
                 pool.submit(self._make)
 
     def result(self, timeout: float | None = None) -> T:

@@ -24,6 +24,7 @@ from penstock.storage import (
     ThrottledError,
 )
 from penstock.storage.hedge import ENOUGH, FIRST_HEDGES, LatencyBook
+from penstock.storage.interruptible import Thread
 from penstock.storage.limiter import COOLDOWN_S, Limiter, limiter_of
 
 DATA = bytes(1000)
@@ -47,6 +48,20 @@ def test_what_may_pass_is_tried_again_until_it_succeeds(error: type[StorageError
     assert store.get("x") == DATA
     assert store.counts.retries == 3
     assert store.counts.requests == 4
+
+
+def test_where_no_thread_can_be_started_the_asking_one_reads_and_no_place_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start_none(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory, store = _stores()
+    memory.put("large", bytes(4 << 20))
+    monkeypatch.setattr(Thread, "start", start_none)
+    assert store.get("x", ByteRange(0, 100)) == DATA[:100]
+    assert store.get_ranges("large", [ByteRange(0, 1), ByteRange(3 << 20, (3 << 20) + 1)]) == [b"\0"] * 2
+    assert store.limiter.running == 0
 
 
 def test_a_short_answer_is_tried_again() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.loader.decoding.call import Call
 from penstock.storage.daemon_pool import DaemonPool
+from penstock.storage.interruptible import Thread
 
 
 def test_of_many_who_wait_one_makes_the_call() -> None:
@@ -41,6 +42,16 @@ def test_a_pool_makes_a_call_that_is_begun() -> None:
     later.begin(pool)  # which takes no more
     later.result()
     assert made == ["test-call", "here"]
+
+
+def test_where_no_thread_can_be_started_whoever_asks_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_none(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", start_none)
+    call = Call(lambda: "made")
+    call.begin(DaemonPool("test-call", 1))
+    assert call.result() == "made"
 
 
 def test_what_it_raises_is_raised_for_all_who_ask() -> None:
