@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from typing import Any, TypeAlias
@@ -174,7 +175,9 @@ def _in_processes(
         for piece, number, ordinal, items in parts:
             if len(running) >= 2 * processes + 2:
                 yield _result(*running.popleft())
-            running.append((piece, number, len(items), pool.submit(_work, items, ordinal)))
+            with _ctrl_c_held_back():
+                done = pool.submit(_work, items, ordinal)
+            running.append((piece, number, len(items), done))
         while running:
             yield _result(*running.popleft())
     except BrokenProcessPool as exc:
@@ -184,6 +187,17 @@ def _in_processes(
         ) from exc
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """From processes that are started meanwhile, and not yet able to ignore it: they would tell of it, each of them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _result(piece: int, number: int, rows: int, done: Future[Items]) -> Mapped:

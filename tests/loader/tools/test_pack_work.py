@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +219,7 @@ def test_processes_end_with_the_one_that_started_them(rows: Path, tmp_path: Path
     noted.mkdir()
     script = tmp_path / "script.py"
     script.write_text(_IN_PROCESSES)
-    paths = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    environment = {**os.environ, "NOTED_PROCESSES": str(noted), "PYTHONPATH": paths}
+    environment = {**os.environ, "NOTED_PROCESSES": str(noted), "PYTHONPATH": python_path()}
     process = subprocess.Popen(
         [sys.executable, str(script), str(rows), str(tmp_path / "out")], env=environment, stderr=subprocess.PIPE
     )
@@ -233,8 +230,42 @@ def test_processes_end_with_the_one_that_started_them(rows: Path, tmp_path: Path
     wait_for(lambda: not any(Path("/proc", path.name).exists() for path in noted.iterdir()))
 
 
+def python_path() -> str:
+    """With which another process finds what this module imports, and this module."""
+    folder = Path(__file__).parent
+    return os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_while_processes_start_is_told_of_once(rows: Path, tmp_path: Path) -> None:
+    """A terminal sends it to all processes of the command."""
+    command = [sys.executable, "-m", "penstock.cli", "pack", str(rows), str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [*command, "--map", "test_pack_work:thin", "--processes", "2"],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    wait_for(lambda: any("numpy" in libraries for libraries in libraries_of_others(process.pid)))
+    os.killpg(process.pid, signal.SIGINT)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in told
+
+
+def libraries_of_others(session: int) -> list[str]:
+    """What the processes of a session but the first have in memory: those that have begun to import."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if os.getsid(int(entry.name)) == session != int(entry.name):
+                found.append((entry / "maps").read_text())
+    return found
