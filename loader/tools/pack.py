@@ -8,6 +8,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -209,8 +210,9 @@ def pack(
                 advance(before)
                 begin = (0, 0) if target.cursor is None else (target.cursor.piece, target.cursor.number)
                 transform = job.transform(writer, opened)
-                parts = transformed(opened.batches(begin[0]), transform, processes, first=before, begin=begin)
-                target.put_all(_cut(writer, parts, target.cursor, advance))
+                batches = opened.batches(begin[0])
+                with closing(transformed(batches, transform, processes, first=before, begin=begin)) as parts:
+                    target.put_all(_cut(writer, parts, target.cursor, advance))
             if not target.written:
                 raise DatasetError(f"{url}: the source has no samples; nothing was packed")
             manifest = target.finish(writer.samples(), writer.companions(target.manifest()))

@@ -68,8 +68,7 @@ class DatasetSource:
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[_Items]]]] = deque()
-        pool = DaemonPool("penstock-pack-read", _THREADS)
-        try:
+        with DaemonPool("penstock-pack-read", _THREADS) as pool:
             for piece in range(first_piece, self._manifest.num_chunks):
                 chunk = self._manifest.chunk(piece)
                 if isinstance(self._format, JsonlFormat) and (codec := codec_of(chunk.shard.key)):
@@ -83,8 +82,6 @@ class DatasetSource:
                 running.append((piece, pool.submit(self._read, piece, chunk)))
             while running:
                 yield from _batches(*running.popleft())
-        finally:
-            pool.close(cancel=True)
 
     def _read(self, piece: int, chunk: ChunkRef) -> list[_Items]:
         shard_format, shard = self._format, chunk.shard.key

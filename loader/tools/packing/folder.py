@@ -43,8 +43,7 @@ class FolderSource:
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[dict[str, Any]]]]] = deque()
-        pool = DaemonPool("penstock-files", _THREADS)
-        try:
+        with DaemonPool("penstock-files", _THREADS) as pool:
             for piece in range(first_piece, -(-len(self._samples) // _GROUP)):
                 if len(running) >= _THREADS:
                     number, done = running.popleft()
@@ -53,8 +52,6 @@ class FolderSource:
             while running:
                 number, done = running.popleft()
                 yield Batch(number, done.result())
-        finally:
-            pool.close(cancel=True)
 
     def before(self, piece: int) -> int:
         return piece * _GROUP

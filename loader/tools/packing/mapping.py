@@ -7,7 +7,7 @@ import pickle
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -124,7 +124,7 @@ def _name(item: Any, ordinal: int) -> str:
 
 def transformed(
     batches: Iterable[Batch], transform: Transform, processes: int, *, first: int = 0, begin: tuple[int, int] = (-1, 0)
-) -> Iterator[Mapped]:
+) -> Generator[Mapped, None, None]:
     """Every batch transformed, in order. With ``processes``, by so many of them; the results are the same.
 
     ``first`` is the ordinal of the first sample; parts before ``begin``, a (piece, number), are left out.
@@ -185,6 +185,10 @@ def _in_processes(
             f"one of the {processes} processes ended by itself, perhaps for want of memory, or because the function "
             "given as map= or tokenizer= cannot be imported there; try with fewer processes="
         ) from exc
+    except BaseException:  # Ctrl-C, too: nobody wants what they are working on
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ....storage import NotFoundError, ObjectInfo, Store
 from ....storage.daemon_pool import DaemonPool
+from ....storage.interruptible import Thread
 from ....storage.memory import MemoryStore
 from ...dataset.build import shard_indexes
 from ...dataset.manifest import MANIFEST_NAME, Manifest
@@ -30,6 +32,7 @@ from .writer import Shard
 
 _UPLOADS = 4
 _SAVE_EVERY_S = 5.0
+_INTERRUPTED_S = 2.0  # after Ctrl-C, for the shards that are being put, and for the note of them
 _OURS = re.compile(r"shard-\d{6,}\.(tar|parquet|bin|mds|jsonl|arrow)|index\.json")
 
 ChunkSums = tuple[int, SumArray]  # the checksum of a chunk, and those of its parts
@@ -139,7 +142,7 @@ class Target:
 
     def _put(self, shards: Iterable[tuple[Shard, Cursor]]) -> Iterator[tuple[Written, Cursor]]:
         running: deque[tuple[Future[Written], Cursor]] = deque()
-        pool = DaemonPool("penstock-pack", _UPLOADS)
+        pool, patience_s = DaemonPool("penstock-pack", _UPLOADS), None
         try:
             for number, (shard, cursor) in enumerate(shards, start=len(self.written)):
                 # Bounded, so that a slow store does not fill memory with shards.
@@ -148,15 +151,23 @@ class Target:
                 running.append((pool.submit(self._put_one, number, shard), cursor))
             while running:
                 yield _first(running)
-        except (Exception, KeyboardInterrupt):
-            # What is put already shall count when the pack is run again, but nothing behind a shard that is missing.
-            while running and running[0][0].exception() is None:
-                written, self.cursor = _first(running)
-                self.written.append(written)
-            self._save_quietly()
+        except BaseException as exc:
+            patience_s = None if isinstance(exc, Exception) else _INTERRUPTED_S
+            self._count_put(running, patience_s)
+            saving = Thread(target=self._save_quietly, name="penstock-pack-note")
+            saving.start()
+            saving.join(patience_s)
             raise
         finally:
-            pool.close(cancel=True)
+            pool.close(None if patience_s is None else 0.0, cancel=True)
+
+    def _count_put(self, running: deque[tuple[Future[Written], Cursor]], patience_s: float | None) -> None:
+        """What is put already shall count when the pack is run again, but nothing behind a shard that is missing."""
+        until = None if patience_s is None else time.monotonic() + patience_s
+        with suppress(TimeoutError):
+            while running and running[0][0].exception(until and max(0.0, until - time.monotonic())) is None:
+                written, self.cursor = _first(running)
+                self.written.append(written)
 
     def _save_quietly(self) -> None:
         try:

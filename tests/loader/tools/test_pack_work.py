@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +22,8 @@ from packed_samples import read_samples
 from penstock import TokensFormat, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError, WorkerError
 from penstock.loader.tools.packing import target as target_module
-from penstock.storage import AccessDeniedError, MemoryStore
+from penstock.loader.tools.packing.dataset import DatasetSource
+from penstock.storage import AccessDeniedError, MemoryStore, daemon_pool
 
 
 def thin(sample: dict[str, Any]) -> Any:
@@ -183,6 +186,41 @@ def test_a_killed_pack_goes_on_where_it_stopped(rows: Path, tmp_path: Path) -> N
     assert [sample["n"] for sample in read_samples(str(out))] == [str(n).encode() for n in range(500)]
 
 
+@pytest.mark.parametrize("what", ["reads", "puts"])
+def test_ctrl_c_waits_for_no_request_that_hangs(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    released, hanging, calls = threading.Event(), threading.Event(), itertools.count()
+
+    def hang(function: Callable[..., Any]) -> Callable[..., Any]:
+        def hung(*args: Any) -> Any:
+            if what == "reads" and args[1] == 0:
+                return function(*args)
+            hanging.set()
+            assert released.wait(30)
+            return function(*args)
+
+        return hung
+
+    def interrupt(sample: dict[str, Any]) -> dict[str, Any]:
+        if what == "reads" or next(calls) == 64:  # two shards are being put
+            assert hanging.wait(60)
+            raise KeyboardInterrupt
+        return sample
+
+    source: Path = tmp_path / "source"
+    pack(rows, source, shard_bytes=8_000, progress=False)
+    monkeypatch.setattr(target_module, "_INTERRUPTED_S", 0.05)
+    monkeypatch.setattr(daemon_pool, "_INTERRUPTED_S", 0.05)
+    owner: Any = DatasetSource if what == "reads" else target_module.Target
+    name = "_read" if what == "reads" else "_put_one"
+    monkeypatch.setattr(owner, name, hang(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, tmp_path / "out", map=interrupt, shard_bytes=60_000, progress=False)
+    assert hanging.is_set()
+    released.set()
+
+
 def test_the_progress_bar_knows_the_total(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
@@ -199,7 +237,7 @@ def test_the_progress_bar_knows_the_total(rows: Path, tmp_path: Path, monkeypatc
 
 def note_process(sample: dict[str, Any]) -> dict[str, Any]:
     Path(os.environ["NOTED_PROCESSES"], str(os.getpid())).touch()
-    time.sleep(0.02)
+    time.sleep(600)
     return sample
 
 
