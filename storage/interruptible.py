@@ -41,10 +41,12 @@ class Condition(_RLock, threading.Condition):  # type: ignore[misc]
             self._release_save()
             is_told = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            self._acquire_restore(taken_once)  # which no signal interrupts
-            if not is_told:
-                with suppress(ValueError):
-                    self._waiters.remove(waiter)
+            try:
+                self._acquire_restore(taken_once)  # which no signal interrupts, but one may come as it returns
+            finally:
+                if not is_told:  # else the next ``notify`` would be for nobody
+                    with suppress(ValueError):
+                        self._waiters.remove(waiter)
         return is_told
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -202,4 +203,35 @@ def test_a_thread_does_not_join_itself_and_nobody_waits_for_one_that_never_began
     thread.join()
     thread.start()
     thread.join(10)
+    assert told == [True]
+
+
+class _StruckOnce(Condition):
+    """Ctrl-C comes as the lock is taken again after the first wait."""
+
+    is_struck = False
+
+    def _acquire_restore(self, state: Any) -> None:
+        super()._acquire_restore(state)
+        if not self.is_struck:
+            self.is_struck = True
+            raise KeyboardInterrupt
+
+
+def test_of_a_wait_that_was_interrupted_no_trace_is_left_that_is_notified_in_another_ones_place() -> None:
+    condition, is_waiting, told = _StruckOnce(), threading.Event(), list[bool]()
+    with condition, pytest.raises(KeyboardInterrupt):
+        condition.wait(0)
+
+    def wait() -> None:
+        with condition:
+            is_waiting.set()
+            told.append(condition.wait(20))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert is_waiting.wait(60)
+    with condition:
+        condition.notify()
+    thread.join(60)
     assert told == [True]
