@@ -109,6 +109,7 @@ class Pass(Iterator[BatchT]):
         self._number = passes.begun
         self._at: tuple[int, int] | None = None  # the epoch, and how often it was set, at the last batch
         self._has_ended = False
+        self._is_asked = False
         self._left_s = 0.0
 
     def __next__(self) -> BatchT:
@@ -126,7 +127,13 @@ class Pass(Iterator[BatchT]):
         elif self._at != (position.epoch, position.times_set):
             self._end()
         before = position.save(), self._at
+        if self._is_asked:
+            raise ConfigError(
+                "next() of a pass was called before the last call had returned, by another thread or by a function "
+                "that the loader calls; ask for batches in one thread, and hand them on from there"
+            )
         try:
+            self._is_asked = True
             passes.resources.check_peers()
             passes.check_calls()
             item = self._take()
@@ -141,8 +148,10 @@ class Pass(Iterator[BatchT]):
             self._at = (position.epoch, position.times_set)
             self._left_s = time.perf_counter()
             batch: BatchT = item.batch
+            self._is_asked = False
             return batch
         except BaseException as exc:
+            self._is_asked = False
             if self._is_the_end(exc):
                 raise
             # After an interrupt, too: what was taken out of the queue and not handed out is not lost.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from started_threads import started_threads
 from tar_dataset import write_tars
 
@@ -100,6 +101,21 @@ def test_an_iterator_that_another_pass_overtook_is_refused_instead_of_sharing_it
             with pytest.raises(ConfigError, match="another pass over this loader has begun"):
                 next(older)
         assert sorted(seen + ids(newer)) == list(range(SAMPLES))
+
+
+def test_a_pass_that_is_asked_while_it_is_asked_refuses_and_goes_on(tars):
+    errors: list[Exception] = []
+
+    def ask_again(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        with pytest.raises(ConfigError, match="before the last call had returned") as caught:
+            next(batches)
+        errors.append(caught.value)
+        return {"__id__": torch.tensor([sample["__id__"] for sample in samples])}
+
+    with load(tars, collate=ask_again) as loader:
+        batches = iter(loader)
+        assert sorted(ids(batches)) == list(range(SAMPLES))
+    assert len(errors) == SAMPLES / 10
 
 
 def test_a_loader_closed_by_another_thread_while_its_pipeline_is_made_leaves_no_thread(tars, monkeypatch):
