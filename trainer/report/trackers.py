@@ -158,6 +158,8 @@ class InBackground:
                 self._observer.record(*entry)
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             self._error = exc
+        except BaseException as exc:  # noqa: BLE001 - as above, but that it would end the run as if that were done
+            self._error = TrainerError(f"{self._name} ended with {exc!r}")
         try:
             self._observer.close()
         except Exception as exc:  # noqa: BLE001 - as above

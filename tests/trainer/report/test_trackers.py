@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from small_trainers import make_trainer
 
-from penstock.trainer import TrainerConfigError, World
+from penstock.trainer import TrainerConfigError, TrainerError, World
 from penstock.trainer.report.trackers import InBackground
 
 
@@ -133,3 +133,20 @@ def test_a_slow_server_keeps_nobody_waiting_and_its_error_comes_later() -> None:
     assert slow.closed
     with pytest.raises(ConnectionError):
         observer.record("train", 11, {})
+
+
+def test_a_tracker_that_exits_is_an_error_of_the_next_record() -> None:
+    exited = threading.Event()
+
+    class Exiting:
+        def record(self, kind: str, step: int, values: Any) -> None:
+            raise SystemExit(1)
+
+        def close(self) -> None:
+            exited.set()
+
+    observer = InBackground(Exiting())
+    observer.record("step", 1, {})
+    assert exited.wait(60)
+    with pytest.raises(TrainerError, match=r"Exiting ended with SystemExit\(1\)"):
+        observer.record("step", 2, {})
