@@ -127,6 +127,11 @@ class ByteViews:
         """Bytes of the values, not of the chunks that they keep alive."""
         return int((self._stops - self._starts)[self._starts >= 0].sum())
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether most are views of buffers that others are views of, too: chunks, and no copies."""
+        return 2 * len(self._buffers) <= len(self)
+
     def to_bytes(self) -> list[bytes | None]:
         """Copies of the values."""
         return [None if value is None else value.tobytes() for value in self]

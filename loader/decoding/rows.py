@@ -19,7 +19,6 @@ from .late_rows import LateFields, make_all
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10
-_MOSTLY = 0.9
 _IMAGE_GROWTH = 10  # pixels take about this many times the bytes of the encoded image
 _SIZED = {bytes, memoryview, str}
 
@@ -76,10 +75,11 @@ class Rows:
         fields = {**made, **self.fields}
         return Rows(self.ids, {name: fields[name] for name in self.names or fields}, self.planned)
 
-    def are_in_files(self, decoders: Mapping[str, FieldDecoder | None]) -> bool:
-        """Whether they take little memory before they are copied: almost all bytes of them lie in mapped files."""
-        in_files = sum(late.nbytes for late in self.late if late.is_mapped or (late.at is not None and late.at.files))
-        return in_files >= _MOSTLY * self.count_bytes(decoders)
+    def stay_in_chunks(self, decoders: Mapping[str, FieldDecoder | None]) -> bool:
+        """Whether three quarters of them or more take no memory of their own yet: they lie in chunks, or are views."""
+        kept = sum(late.nbytes for late in self.late)
+        kept += sum(v.nbytes for v in self.fields.values() if isinstance(v, ByteViews) and v.are_shared)
+        return 4 * kept >= 3 * self.count_bytes(decoders)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.

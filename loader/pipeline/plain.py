@@ -31,9 +31,9 @@ _NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
-# Rows that stay in their files until they are copied need no memory before, and each span touches all open chunks: so
-# many times more steps are gathered together.
-_LONGER_IN_FILES = 4
+# Each span touches most open chunks. Where three quarters of its rows stay there until they are copied, so many times
+# more steps take no more memory; but all of them wait for the last chunk, so not where that is far away.
+_LONGER_IN_CHUNKS = 4
 
 
 class PlainAssembler:
@@ -68,7 +68,7 @@ class PlainAssembler:
         # Rows are copied on the pool's threads, where the chunks that they keep meanwhile are no matter to the budget.
         self._is_late = equipment.options.holds_windows and equipment.maker.workers is None
         self._copying: deque[_Copying] = deque()
-        self._are_in_files = False  # almost all rows of the last span
+        self._stay_in_chunks = False  # most rows of the last span
 
     def run(self) -> None:
         world_size = self._share.world_size
@@ -98,7 +98,7 @@ class PlainAssembler:
                 span = spans.cut_span(self._position, steps)
                 yield spans, span
                 self._position = int(span.bounds[-1])
-                longer = _LONGER_IN_FILES if self._are_in_files else 1
+                longer = _LONGER_IN_CHUNKS if self._stay_in_chunks else 1
                 at_once = min(longer * most, MOST_AT_ONCE, 2 * at_once)
             yield spans, None
             self._epoch, self._position = self._epoch + 1, 0
@@ -128,7 +128,8 @@ class PlainAssembler:
                 raise
         if rows is None:  # the batches before the one that needs what failed are delivered
             return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
-        self._are_in_files = self._equipment.options.has_spare and rows.are_in_files(self._maker.decoders.settled)
+        may_wait = self._source.is_local and self._equipment.options.has_spare
+        self._stay_in_chunks = may_wait and rows.stay_in_chunks(self._maker.decoders.settled)
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(since=started, assemble_s=busy, spans=1)
         copying = _Copying(spans, int(span.bounds[-1]))

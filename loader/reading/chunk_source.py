@@ -99,7 +99,7 @@ class ChunkSource:
         opens: Any = getattr(type(shard_format), "open_shard", None)
         maps = maps_files if shard_format.opens_in_place else False
         self._mapped = MappedChunks.of(store, views=maps == "views") if maps else None
-        self._has_headers = opens is not BaseFormat.open_shard and not reads_locally(store)
+        self._has_headers = opens is not BaseFormat.open_shard and not self.is_local
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
         """One that reads ``columns`` of the same chunks within the same limit, with headers and counters of its own."""
@@ -159,6 +159,11 @@ class ChunkSource:
             fetched = None  # before there is memory for another
             fetched = self.fetch(index)
         return self._open_fetched(index, chunk, fetched or self._fetch(chunk))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether chunks are read from this machine's disks."""
+        return reads_locally(self._store)
 
     @property
     def _reads_nothing(self) -> bool:

@@ -87,21 +87,25 @@ def test_samples_are_those_that_are_read_into_memory(folder: Path, maps: list[st
         assert extra == (b"e" * (4000 + int(number)) if number % 3 == 0 else None)
 
 
-def test_rows_that_stay_in_files_are_gathered_more_at_once(
+def test_rows_that_stay_in_chunks_are_gathered_more_at_once(
     folder: Path, maps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_SPAN_BYTES", "_MOST_SPAN_BYTES"):
-        monkeypatch.setattr(tuning, name, 1)  # else all of so few steps are one span
+        monkeypatch.setattr(tuning, name, 3 * BATCH * 12_000)  # else all of so few steps are one span
     cut, steps = EpochSpans.cut_span, set[int]()
     monkeypatch.setattr(EpochSpans, "cut_span", lambda self, at, count: steps.add(count) or cut(self, at, count))
     found = []
-    for most, options in ((4, {}), (1, {"storage_options": {"mapped_reads": False}}), (1, {"decode": {"bin": len}})):
-        with load(folder, **options) as loader:
-            found.append([batch["__id__"].tolist() for _ in range(6) for batch in loader])
+    in_memory = {"storage_options": {"mapped_reads": False}}
+    for most, options in (
+        (8, {}), (8, {"raw": "view"}), (8, {"raw": "view", "storage_options": {"mapped_reads": "views"}}),
+        (2, in_memory), (2, {"decode": {"bin": len}}), (2, {"memory_limit": "2MB"}),
+    ):  # fmt: skip
+        with load(folder, format=TarFormat(chunk_bytes=256 << 10), **options) as loader:
+            found.append([batch["__id__"].tolist() for _ in range(8) for batch in loader])
         assert max(steps) == most, options
         steps.clear()
     assert maps
-    assert found[0] == found[1] == found[2]
+    assert all(ids == found[0] for ids in found)
 
 
 def test_decoders_and_mixtures_are_given_the_same(folder: Path, maps: list[str]) -> None:
