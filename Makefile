@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 # Compiling all of torch and its kind takes minutes; what is imported is compiled then.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --timeout 60 -c $(CONSTRAINTS)
 PYTEST := $(BIN)/python -m pytest
+# So it must be kept, whatever the environment says: tests start hundreds of processes that import torch.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick lint bench gpu clean servers
