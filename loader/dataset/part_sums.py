@@ -14,7 +14,7 @@ from ..columns import IntArray
 
 SumArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
-FORMATS_IN_PARTS = frozenset({"parquet", "mds"})
+FORMATS_IN_PARTS = frozenset({"parquet", "mds"})  # whose chunks may be read in part
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -79,7 +79,7 @@ class Rows:
         """Whether three quarters of them or more take no memory of their own yet: they lie in chunks, or are views."""
         kept = sum(late.nbytes for late in self.late)
         kept += sum(v.nbytes for v in self.fields.values() if isinstance(v, ByteViews) and v.are_shared)
-        return 4 * kept >= 3 * self.count_bytes(decoders)
+        return kept > 0 and 4 * kept >= 3 * self.count_bytes(decoders)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
         """Bytes of the rows and of what they will be decoded into.

@@ -1,5 +1,4 @@
-"""What is known of every lane of an epoch, on every rank: how many outputs it has so far, where its end is, and at
-which inputs work on it can begin again.
+"""What every rank knows of an epoch's lanes: their outputs so far, their ends, and where work on them can begin again.
 
 All entries are facts about (order, epoch): they hold whichever rank found them, and however often passes begin anew.
 """

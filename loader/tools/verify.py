@@ -121,8 +121,10 @@ def _find_manifest(
         # A copy of a data set has other ETags: read it by those, and let the checksums tell whether it is the same.
         return replace(saved, shards=tuple(there.get(shard.key, shard) for shard in saved.shards))
     prepared = prepare_index(store, selection, given)
-    if isinstance(prepared, Manifest) or prepared.copied is not None:
-        return prepared if isinstance(prepared, Manifest) else prepared.copied
+    if isinstance(prepared, Manifest):
+        return prepared
+    if prepared.copied is not None:  # as above
+        return prepared.copied
     return _index_tolerantly(store, prepared, threads, progress, flaws)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from penstock import DistributedDataLoader, open_manifest, open_store, pack
 from penstock.cli import run
-from penstock.loader import ChecksumError, StaleManifestWarning
+from penstock.loader import ChecksumError, StaleManifestWarning, verify
 from penstock.loader.dataset.manifest import MANIFEST_NAME, Manifest
 from penstock.storage import MemoryStore
 
@@ -34,6 +34,15 @@ def copy(source: str | Path, target: str, keys: Sequence[str] | None = None) -> 
         if keys is None or info.key in keys:
             copied.put(info.key, store.get(info.key))
     return copied
+
+
+def flip_byte(store: MemoryStore, manifest: Manifest, index: int) -> str:
+    """Damage a chunk; returns its shard's key."""
+    chunk = manifest.chunk(index)
+    data = bytearray(store.get(chunk.shard.key))
+    data[chunk.offset + chunk.length // 2] ^= 1
+    store.put(chunk.shard.key, data)
+    return chunk.shard.key
 
 
 def shard_gets(store: MemoryStore) -> int:
@@ -80,11 +89,8 @@ def test_of_large_chunks_one_is_compared(tmp_path: Path, elsewhere: str, monkeyp
 def test_a_chunk_that_was_damaged_on_its_way_is_told(tmp_path: Path, elsewhere: str) -> None:
     packed = write(tmp_path)
     store = copy(tmp_path, elsewhere)
-    chunk = packed.chunk(packed.num_chunks // 3)
-    data = bytearray(store.get(chunk.shard.key))
-    data[chunk.offset + chunk.length // 2] ^= 1
-    store.put(chunk.shard.key, data)
-    with pytest.raises(ChecksumError, match=chunk.shard.key):
+    key = flip_byte(store, packed, packed.num_chunks // 3)
+    with pytest.raises(ChecksumError, match=key):
         read(elsewhere)
 
 
@@ -139,8 +145,12 @@ def test_some_shards_of_a_copy_are_one_too(tmp_path: Path, elsewhere: str) -> No
     packed = write(tmp_path)
     names = [shard.key for shard in packed.shards]
     copy(tmp_path, elsewhere)
-    part = open_manifest([f"{elsewhere}/{name}" for name in names[3:5]])
+    urls = [f"{elsewhere}/{name}" for name in names[3:5]]
+    part = open_manifest(urls)
     assert ([shard.key for shard in part.shards], part.checks_all) == (names[3:5], True)
+    assert (verify(urls, progress=False).checksums, verify(urls, progress=False).flaws) == (True, ())
+    flip_byte(MemoryStore(elsewhere), part, 0)
+    assert [(flaw.shard, flaw.kind) for flaw in verify(urls, progress=False).flaws] == [(names[3], "ChecksumError")]
 
 
 def test_a_copy_with_other_shards_is_indexed(tmp_path: Path, elsewhere: str) -> None:
