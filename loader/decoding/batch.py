@@ -83,14 +83,15 @@ class BatchMaker:
         crew = self.crew
         batches: list[PendingBatch] = []
         together: list[tuple[Rows, Future[RowJob]]] = []
+        on_call = iter(start_on_call(crew, [rows for rows, _, _ in steps if self._waits(rows)], epoch))
         for rows, num_rows, num_valid in steps:
             if not rows.late:
                 job = started(RowJob(crew, rows, epoch))
-            elif rows.keep_chunks or self.works_on(rows):
+            elif self._waits(rows):
+                job = next(on_call)
+            else:
                 job = Future()
                 together.append((rows, job))
-            else:
-                job = start_on_call(crew, rows, epoch)
             batches.append(PendingBatch(self, rows, job, num_rows, num_valid))
         return batches, self.pool.submit(start_together, crew, together, epoch) if together else None
 
@@ -101,6 +102,10 @@ class BatchMaker:
             keys[:] = np.array([self.seed, epoch, 0], np.uint64)
             keys[:, 2] = rows.ids
         return RowJob(self.crew, rows, epoch, keys)
+
+    def _waits(self, rows: Rows) -> bool:
+        """Whether rows are copied no sooner than when their batch is due."""
+        return bool(rows.late) and not rows.keep_chunks and not self.works_on(rows)
 
     def works_on(self, rows: Rows) -> bool:
         """Whether there is more to do with copied rows than to hand them out."""

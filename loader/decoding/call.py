@@ -48,10 +48,17 @@ class Call(Future[T]):
         except IndexError:
             return None
 
+    def take_on(self) -> bool:
+        """Have nobody else begin it: who asks will ``make`` it. False where somebody has begun."""
+        return self._take() is not None
+
     def _make(self) -> None:
         function = self._take()
-        if function is None:
-            return
+        if function is not None:
+            self.make(function)
+
+    def make(self, function: Callable[[], T]) -> None:
+        """Have what comes of ``function`` be its result; called by who took it on."""
         try:
             result = function()
         except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for

@@ -15,7 +15,7 @@ import numpy as np
 from ..columns import IntArray
 from ..order.spans import ChunkRows
 from ..reading.mapped_chunks import MappedColumn
-from ..reading.mapped_files import looking_at
+from ..reading.mapped_files import MappedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,15 @@ class LateBytes:
         return replace(self, origins=self.origins[rows], starts=self.starts[rows], stops=self.stops[rows])
 
     def make(self, memory: object = None) -> dict[str, list[Any]]:
-        """The field, as a list; objects lie in the interpreter's memory.
-
-        Raises:
-            ObjectChangedError, NotFoundError: a file is not as it was when it was checked.
-        """
+        """The field, as a list; objects lie in the interpreter's memory."""
         made, buffers = self.made, [column.buffer for column in self.columns]
-        origins = self.origins.tolist()
-        places = zip(origins, self.starts.tolist(), self.stops.tolist(), strict=True)
-        files = {self.columns[i].file for i in set(origins) if i >= 0}
-        with looking_at(files, len(origins)):
-            values = [(buffers[i][a:b].tobytes() if i >= 0 else made[a]) if a >= 0 else None for i, a, b in places]
+        places = zip(self.origins.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
+        values = [(buffers[i][a:b].tobytes() if i >= 0 else made[a]) if a >= 0 else None for i, a, b in places]
         return {self.name: values}
+
+    def mapped(self) -> list[MappedFile]:
+        """The files that values are copied from."""
+        return [self.columns[i].file for i in set(self.origins.tolist()) if i >= 0]
 
 
 class LateBytesOfSpan:

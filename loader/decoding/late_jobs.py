@@ -1,13 +1,14 @@
 """Work on rows, as a future of its ``RowJob``: it starts once the rows are copied, of which there are three ways.
 
 Rows that lie in no chunk are there at once (``started``). Others are copied by a thread of the pool, those of several
-batches together (``start_together``), or by whoever asks for their batch (``start_on_call``).
+batches together (``start_together``), or by whoever asks for one of their batches (``start_on_call``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from ...storage.interruptible import Future
 from .call import Call
@@ -22,20 +23,37 @@ def started(job: RowJob) -> Future[RowJob]:
     return future
 
 
-def start_on_call(crew: RowCrew, rows: Rows, epoch: int) -> Call[RowJob]:
-    """Copy rows when the job is asked for, or its call begun.
+def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call[RowJob]]:
+    """Jobs of batches that follow each other: rows of all are copied when one is asked for, or its call begun.
 
     Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while it is
     elsewhere.
     """
+    calls: list[Call[RowJob]] = []
 
-    def copy() -> RowJob:
+    def copy(asked: int) -> RowJob:
         since = time.perf_counter()
-        copied = rows.complete(crew.memory)
+        others = [number for number, call in enumerate(calls) if call.take_on()]
+        try:
+            first, *copied = complete_all([parts[number] for number in (asked, *others)], crew.memory)
+            for number, rows in zip(others, copied, strict=True):
+                calls[number].make(partial(RowJob, crew, rows, epoch))
+        except Exception:  # noqa: BLE001 - each job tells by itself whether it is its own
+            for number in others:
+                calls[number].make(partial(copy_alone, number))
+            return copy_alone(asked)
+        except BaseException as exc:  # an interrupt
+            for number in others:
+                calls[number].set_exception(exc)
+            raise
         crew.counters.add(assemble_s=time.perf_counter() - since)
-        return RowJob(crew, copied, epoch)
+        return RowJob(crew, first, epoch)
 
-    return Call(copy)
+    def copy_alone(number: int) -> RowJob:
+        return RowJob(crew, parts[number].complete(crew.memory), epoch)
+
+    calls += [Call(partial(copy, number)) for number in range(len(parts))]
+    return calls
 
 
 def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:

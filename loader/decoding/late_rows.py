@@ -29,8 +29,8 @@ _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 class LateFields(Protocol):
     """Some fields of n rows. ``nbytes`` is what they take once they are made.
 
-    ``is_mapped``: they lie in files, so that they need no memory before. ``at``: where rows lie that are copied by
-    whoever is ``looking_at`` the files that they are mapped from; None of fields that look by themselves.
+    ``is_mapped``: they lie in files, so that they need no memory before. ``at``: where rows of arrays lie; None of
+    Python values.
     """
 
     @property
@@ -48,6 +48,9 @@ class LateFields(Protocol):
     def cut(self, start: int, stop: int) -> Self: ...
 
     def pick(self, rows: IntArray) -> Self: ...
+
+    def mapped(self) -> Sequence[MappedFile]:
+        """The files that ``make`` copies from: to be called by whoever is ``looking_at`` them."""
 
     def make(self, memory: BatchMemory | None) -> Mapping[str, AnyArray | list[Any]]:
         """The fields: arrays (n, ...) of their own, of ``memory`` if that is given, or lists of n."""
@@ -108,6 +111,9 @@ class WideRows:
     def pick(self, rows: IntArray) -> WideRows:
         return WideRows(self._name, self.at.pick(rows), self._dtype)
 
+    def mapped(self) -> list[MappedFile]:
+        return self.at.mapped()
+
     def is_like(self, other: WideRows) -> bool:
         """Whether both are rows of one span's field."""
         return self._name == other._name and self.at.rows is other.at.rows and self._dtype == other._dtype
@@ -144,7 +150,7 @@ def make_all(parts: Sequence[Sequence[LateFields]], memory: BatchMemory | None) 
 
 def _count_together(parts: Sequence[Sequence[LateFields]]) -> int:
     """Of how many of the first batches the fields are made together."""
-    if len(parts) == 1:
+    if len(parts) == 1 or not all(isinstance(each, WideRows) for each in parts[0]):
         return 1
     count = nbytes = 0
     for late in islice(parts, MOST_TOGETHER):
@@ -193,6 +199,9 @@ class RecordRows:
 
     def pick(self, rows: IntArray) -> RecordRows:
         return RecordRows(self._records, self.at.pick(rows), self._dtypes)
+
+    def mapped(self) -> list[MappedFile]:
+        return self.at.mapped()
 
     def make(self, memory: BatchMemory | None) -> dict[str, AnyArray]:
         records, width = self._records, len(self._records.names)

@@ -14,7 +14,7 @@ from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
 from ..order.laps import Lap
 
-_MOST_ON_CALL = 16
+_MOST_ON_CALL = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 from ..columns import Block, IntArray
 from ..decoding.decode import WIDENED
 from ..decoding.gather import gather
+from ..decoding.late_bytes import LateBytes
 from ..decoding.late_rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
 from ..decoding.rows import Rows
 from ..order.buckets import plan_epoch
@@ -31,6 +32,8 @@ _NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
+# Of so many steps, or bytes, objects are made of what lies in mapped files: most of these are asked for each time.
+_OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE = 4, 16 << 20
 # Each span touches most open chunks. Where three quarters of its rows stay there until they are copied, so many times
 # more steps take no more memory; but all of them wait for the last chunk, so not where that is far away.
 _LONGER_IN_CHUNKS = 4
@@ -220,16 +223,21 @@ class _Copying:
 
 
 def _copied_at_once(rows: Rows, span: Span) -> int:
-    """Of how many steps rows are copied by one thread: of mapped files several, since each copy asks for the files.
+    """Of how many steps rows are copied together: of mapped files several, since each copy asks for the files.
 
-    Of wide rows as many as are copied together, so that threads seldom wait for Python's lock.
+    Of wide rows as many as are copied by one call, so that threads seldom wait for Python's lock.
     """
-    places = [late.at for late in rows.late if late.at is not None]
-    if any(at.files for at in places):
+    late = rows.late
+    places = [each.at for each in late if each.at is not None]
+    if any(isinstance(each, LateBytes) for each in late):
+        most, most_bytes = _OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE
+    elif any(at.files for at in places):
         return max(1, _MAPPED_AT_ONCE * span.steps // sum(at.nbytes for at in places))
-    if not rows.late or not all(isinstance(late, WideRows) for late in rows.late):
+    elif late and all(isinstance(each, WideRows) for each in late):
+        most, most_bytes = MOST_TOGETHER, TOGETHER_BYTES
+    else:
         return 1
-    return min(MOST_TOGETHER, max(1, TOGETHER_BYTES * span.steps // sum(late.nbytes for late in rows.late)))
+    return min(most, max(1, most_bytes * span.steps // max(1, sum(each.nbytes for each in late))))
 
 
 class _LookAhead:

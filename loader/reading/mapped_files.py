@@ -48,10 +48,10 @@ class MappedFile:
 
 
 @contextmanager
-def looking_at(files: Collection[MappedFile], values: int, *, least_bytes: int = 0, nbytes: int = 0) -> Iterator[None]:
+def looking_at(files: Collection[MappedFile], values: int, *, in_vain: int = 0) -> Iterator[None]:
     """Copy so many values from the pages of files, which are those that were indexed before and after.
 
-    Where ``nbytes`` are fewer than ``least_bytes`` a file, the look is in vain: to ask costs more than reading.
+    ``in_vain`` of the values would take less if they were read, as do those that wait for the disk.
 
     Raises:
         ObjectChangedError, NotFoundError: one of the files is not.
@@ -63,6 +63,5 @@ def looking_at(files: Collection[MappedFile], values: int, *, least_bytes: int =
     waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
     for file in files:
         file.check()
-    in_vain = values if nbytes < least_bytes * len(files) else min(waits, values)
     for looks in {file.looks for file in files}:
-        looks.note(values, in_vain)
+        looks.note(values, max(in_vain, min(waits, values)))

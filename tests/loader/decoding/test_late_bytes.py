@@ -15,6 +15,7 @@ import pytest
 
 from penstock.loader import DistributedDataLoader, TarFormat
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.decoding import late_jobs
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
@@ -22,7 +23,7 @@ from penstock.loader.decoding.late_bytes import LateBytes
 from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError
 from penstock.loader.order.spans import ChunkRows
-from penstock.loader.pipeline import pipeline
+from penstock.loader.pipeline import pipeline, plain
 from penstock.loader.reading import mapped_chunks
 from penstock.loader.reading.mapped_chunks import MappedColumn
 from penstock.loader.reading.mapped_files import Looks, MappedFile
@@ -97,19 +98,44 @@ def test_batches_are_those_of_files_that_are_read(folder: Path, made: list[str],
     assert found == expected
 
 
-def test_no_batch_is_made_that_nobody_asked_for(folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("nbytes", "ahead"), [(0, 0), (1 << 20, 3)])
+def test_no_more_than_a_few_small_batches_are_made_that_nobody_asked_for(
+    folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, nbytes: int, ahead: int
+) -> None:
     monkeypatch.setattr(pipeline, "_AWAY_S", math.inf)  # however slow this machine is
+    monkeypatch.setattr(plain, "_OBJECT_BYTES_AT_ONCE", nbytes)
+    most = 0
     with load(folder, columns=["bin"]) as loader:
         batches = iter(loader)
-        for asked in range(1, 4):
+        for asked in range(1, SAMPLES // BATCH + 1):
             next(batches)
-            assert made == [threading.current_thread().name] * asked
+            assert set(made) == {threading.current_thread().name}
+            most = max(most, len(made) - asked)
+    assert most == ahead
+
+
+def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of one that fails, those beside it are made."""
+    asked: list[int] = []
+    complete_all = late_jobs.complete_all
+
+    def note(parts: list[Rows], memory: BatchMemory | None) -> list[Rows]:
+        asked.append(len(parts))
+        if len(parts) > 1 and sum(asked) > SAMPLES // BATCH // 2:
+            raise ObjectChangedError("file://", "0.tar", "for all of them")
+        return complete_all(parts, memory)
+
+    expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
+    monkeypatch.setattr(late_jobs, "complete_all", note)
+    assert batches_of(load(folder)) == expected
+    assert set(asked) == {1, 2, 4}
 
 
 def test_a_loop_that_is_elsewhere_meanwhile_finds_the_next_two_made(
     folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_AWAY_S", -1.0)
+    monkeypatch.setattr(plain, "_OBJECT_BYTES_AT_ONCE", 0)
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
     here = threading.current_thread().name
     with load(folder) as loader:
