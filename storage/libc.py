@@ -52,6 +52,15 @@ def unmap_pages(address: int, nbytes: int) -> None:
     _LIBC.munmap(address, nbytes)
 
 
+def drop_pages(address: int, nbytes: int) -> None:
+    """Let go of the pages that hold these bytes of a mapping of `map_pages`, which is not private.
+
+    The kernel keeps them as long as it likes, and they come back when they are touched. So failures are not told.
+    """
+    skipped = address % mmap.PAGESIZE
+    _LIBC.madvise(address - skipped, skipped + nbytes, mmap.MADV_DONTNEED)
+
+
 def populate_pages(address: int, nbytes: int, *, write: bool) -> bool:
     """Have the kernel bring pages into memory, to be read or written to, in one call without the GIL.
 

@@ -15,6 +15,7 @@ from typing import Any
 from . import libc
 from .checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from .errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
+from .file_maps import FileMaps
 from .files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
 from .mapped import can_map, map_range
 from .options import MappedReads
@@ -50,7 +51,7 @@ class _OpenFile:
 
 
 class LocalStore:
-    """Files below a folder. Mutable state: the last open files, under a lock.
+    """Files below a folder. Mutable state: the last open files, under a lock, and those that are mapped.
 
     ``maps``: whether parts of files may be mapped, to copy from; "views": also to be looked at for long.
     """
@@ -62,6 +63,7 @@ class LocalStore:
         self._maps = maps
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
+        self._file_maps = FileMaps()
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return (partial(LocalStore, maps=self._maps), (self._root,))
@@ -110,11 +112,16 @@ class LocalStore:
             if not self._maps or not can_map(file.identity[3]):
                 return None
             try:
-                return map_range(file.fd, byte_range.start, len(byte_range), private=self.maps_views)
+                return self._map(file, byte_range.start, len(byte_range))
             finally:
                 check_etag(self.url, key, etag, _etag(_identify(os.fstat(file.fd))))
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
+
+    def _map(self, file: _OpenFile, start: int, nbytes: int) -> memoryview | None:
+        if self.maps_views:  # who writes to one must not change another of the same part
+            return map_range(file.fd, start, nbytes, private=True)
+        return self._file_maps.map(file.fd, file.identity, file.identity[1], start, nbytes)
 
     def check_unchanged(self, key: str, etag: str) -> None:
         """Raise ObjectChangedError where the file has another ETag, NotFoundError where there is none."""
@@ -193,6 +200,7 @@ class LocalStore:
     def close(self) -> None:
         with self._lock:
             self._files.clear()
+        self._file_maps.close()
 
     def _open(self, key: str) -> _OpenFile:
         """Return an open file of what the key names now, not of what it named earlier."""

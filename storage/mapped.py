@@ -13,10 +13,13 @@ import mmap
 import os
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from . import libc
+
+Ts = TypeVarTuple("Ts")
 
 # On a disk of this machine, or in its memory; of an overlay's files, the layers below it tell.
 _OWN_DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs"})
@@ -50,16 +53,27 @@ def map_range(fd: int, start: int, nbytes: int, *, private: bool = False) -> mem
     Raises:
         OSError: there is no memory, the range ends behind the file's last page, or the disk fails.
     """
-    import numpy as np  # not at the start: the command line need not wait for it
-
     skipped = start % mmap.ALLOCATIONGRANULARITY
     size = skipped + nbytes
     address = libc.map_pages(fd, start - skipped, size, private=private)
-    raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + skipped)
+    return view_pages(address, skipped, nbytes, libc.unmap_pages, address, size)
+
+
+def view_pages(
+    address: int, start: int, nbytes: int, when_gone: Callable[[*Ts], object], *args: *Ts
+) -> memoryview | None:
+    """Bytes of a mapping at ``address``, whose pages are brought into memory; as ``map_range``.
+
+    ``when_gone(*args)`` is called once the last reference to them is gone, by any thread and at any point.
+    """
+    import numpy as np  # not at the start: the command line need not wait for it
+
+    raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + start)
     pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.loans`)
-    weakref.finalize(pages, libc.unmap_pages, address, size).atexit = False  # the process's end unmaps it
+    weakref.finalize(pages, when_gone, *args).atexit = False  # the process's end unmaps it
+    skipped = start % mmap.ALLOCATIONGRANULARITY
     try:
-        is_populated = libc.populate_pages(address, size, write=False)
+        is_populated = libc.populate_pages(address + start - skipped, skipped + nbytes, write=False)
     except OSError as exc:
         # A page behind the file's end is "bad address" to the call.
         raise OSError(errno.EIO if exc.errno == errno.EFAULT else exc.errno, exc.strerror) from exc

@@ -15,7 +15,7 @@ from .batch_memory import BatchMemory
 from .byte_views import ByteViews
 from .copies import copy_value
 from .decode import FieldDecoder
-from .late_rows import LateFields, RowsAt, make_all
+from .late_rows import LateFields, make_all
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10
@@ -111,18 +111,12 @@ def complete_all(parts: Sequence[Rows], memory: BatchMemory | None = None) -> li
     """
     late = [each for rows in parts for each in rows.late]
     files = {id(file): file for each in late for file in each.mapped()}.values()  # those of a span are of one list
-    values = sum(len(rows.ids) for rows in parts for each in rows.late)
-    in_vain = _count_in_vain([each.at for each in late if each.at is not None])
-    with looking_at(files, values, in_vain=in_vain):
+    places = [each.at for each in late if each.at is not None]
+    values = sum(len(rows.ids) * len(rows.late) for rows in parts)
+    is_little = len(places) == len(late) and sum(at.nbytes for at in places) < _LEAST_LOOK_BYTES * len(files)
+    with looking_at(files, values, in_vain=values if is_little else 0):
         made = make_all([rows.late for rows in parts], memory)
     return [rows._with(fields) for rows, fields in zip(parts, made, strict=True)]
-
-
-def _count_in_vain(places: Sequence[RowsAt]) -> int:
-    """How many rows of arrays would take less time if they were read: all, where files hold few bytes of them."""
-    files = {id(file) for at in places for file in at.mapped()}
-    is_little = sum(at.nbytes for at in places) < _LEAST_LOOK_BYTES * len(files)
-    return sum(map(len, places)) if is_little else 0
 
 
 def _cut(values: Values, start: int, stop: int) -> Values:
