@@ -19,6 +19,7 @@ import torch
 from ..loader import DistributedDataLoader
 from ..loader.formats.detect import make_format
 from ..storage.errors import PenstockError
+from .child_arguments import take_arguments
 from .contenders import find_module
 from .job import Job
 from .layout import Layout
@@ -80,7 +81,7 @@ def _column(values: Any, field: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    result = Path(sys.argv[1])
+    result = Path(*take_arguments("RESULT", "penstock bench"))
     os.dup2(2, 1)
     message = json.loads(sys.stdin.read())
     try:

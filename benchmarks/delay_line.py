@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
+from .child_arguments import take_arguments
+
 _PIECE_BYTES = 1 << 20
 
 
@@ -83,4 +85,5 @@ def _splice(source: socket.socket, target: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    upstream_host, upstream_port, late_s = take_arguments("HOST PORT DELAY_S", "python -m penstock.benchmarks.delayed")
+    _serve(upstream_host, int(upstream_port), float(late_s))

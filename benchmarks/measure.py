@@ -22,6 +22,7 @@ import numpy as np
 
 from ..storage.errors import PenstockError
 from .batch_stats import batch_stats, checksum
+from .child_arguments import take_arguments
 from .contenders import Contender, base_of, find_module
 from .job import Job, Measurement, Pass
 from .peers.catalogue import PEERS
@@ -174,7 +175,7 @@ def tell(error: Exception) -> int:
 
 
 def main() -> None:
-    result = Path(sys.argv[1])
+    result = Path(*take_arguments("RESULT", "penstock bench"))
     # Whatever a peer prints must not reach the standard output of the tool, which may be JSON.
     os.dup2(2, 1)
     try:

@@ -3,12 +3,13 @@
 python mixture_peers.py litdata write FOLDER SAMPLES
 python mixture_peers.py litdata read FOLDER SAMPLES
 
-Imports nothing of penstock, so that a peer may have an environment of its own. Sources are FOLDER/0 and FOLDER/1, mixed
-7 to 3, in batches of 64, by 4 worker processes. Prints a JSON object.
+Imports nothing of penstock, so that a peer may have an environment of its own: ``benchmarks.mixture --peers`` runs it
+so. Sources are FOLDER/0 and FOLDER/1, mixed 7 to 3, in batches of 64, by 4 worker processes. Prints a JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -130,24 +131,31 @@ PEERS: dict[str, tuple[Callable[[Path, int, int], None], Callable[[Path, int], I
 }
 
 
-def main(peer: str, verb: str, folder: str, samples: str) -> None:
+def main(peer: str, verb: str, folder: Path, samples: int) -> None:
     os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")  # it would ask the package index at every start
     write, read = PEERS[peer]
     if verb == "write":
         for source in (0, 1):
-            place = Path(folder, str(source))
+            place = folder / str(source)
             place.mkdir(parents=True)
-            write(place, source, int(samples))
+            write(place, source, samples)
         print("{}")
         return
     cpu = count_cpu()
-    loader = read(Path(folder), int(samples))
+    loader = read(folder, samples)
     batches = iter(loader)
-    found = time_batches(batches, int(samples))
+    found = time_batches(batches, samples)
     del batches, loader  # ends the workers, whose CPU time is known then
     found["cpu_us_per_sample"] = (count_cpu() - cpu) / found["samples"] * 1e6
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        "mixture_peers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("verb", choices=("write", "read"))
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("samples", metavar="SAMPLES", type=int, help="of each source where it writes, of both else")
+    main(**vars(parser.parse_args()))

@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ..loader import DistributedDataLoader
+from .child_arguments import take_arguments
+
+_CASE = "PENSTOCK_SIMULATED"
 
 
 def main() -> None:
-    job = json.loads(os.environ["PENSTOCK_SIMULATED"])
+    take_arguments("", "python -m penstock.benchmarks.simulation", variable=_CASE)
+    job = json.loads(os.environ[_CASE])
     dist.init_process_group("gloo")
     rank, flag = dist.get_rank(), torch.zeros(1)
     took: list[float] = []

@@ -5,9 +5,9 @@ A script, not a module of the package: it reads with whatever penstock is on the
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
-import sys
 import time
 from typing import Any
 
@@ -52,4 +52,10 @@ def _faults() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(read_once(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))
+    parser = argparse.ArgumentParser(
+        "single_pass.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", metavar="CASE", help='"raw", "raw view", "rows" or "tokens"')
+    parser.add_argument("url", metavar="URL")
+    parser.add_argument("options", metavar="OPTIONS", type=json.loads, help="arguments of the loader, as JSON")
+    print(json.dumps(read_once(**vars(parser.parse_args()))))

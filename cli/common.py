@@ -27,7 +27,7 @@ from .screen import format_seconds as format_seconds
 from .words import option_words, options_of
 
 Arguments = TypeVar("Arguments")
-FormatName = Literal["tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
+FormatName = Literal["tar", "parquet", "arrow", "tokens", "token_documents", "mds", "jsonl"]
 TokenType = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 # Options that need no default in their help: flags, and settings whose text says what happens without them.
 Flag = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -118,6 +118,9 @@ class SourceArguments:
     dtype: Annotated[TokenType | None, tyro.conf.arg(metavar=_choices(TokenType), help_behavior_hint="")] = None
     """Data type of a token, for raw token files; uint16 if not given."""
 
+    eos: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None
+    """Token that ends each document: token files are read by their documents, as with --format token_documents."""
+
     storage_option: StorageOptions = ()
     """Option of the store, such as endpoint=http://host:9000; repeatable. Pass secrets in the environment instead."""
 
@@ -135,17 +138,33 @@ class SourceArguments:
 
     def chosen_format(self) -> ShardFormat | None:
         """The format that the arguments select; None to detect it."""
-        if self.seq_len is None and self.dtype is None:
+        if self.seq_len is None and self.dtype is None and self.eos is None:
             return None if self.format is None else make_format(self.format)
-        if self.format not in (None, "tokens"):
-            raise ConfigError(f"--seq-len and --dtype apply to token files, not to --format {self.format}")
-        config: dict[str, Any] = {"seq_len": self.seq_len}
-        if self.dtype is not None:
-            config["dtype"] = self.dtype
-        return make_format("tokens", config)
+        return make_token_format(self.format, seq_len=self.seq_len, dtype=self.dtype, eos=self.eos)
 
     def options(self) -> dict[str, str] | None:
         return parse_options(self.storage_option) or None
+
+
+def make_token_format(
+    name: str | None, *, seq_len: int | None, dtype: str | None, eos: int | None, prefix: str = ""
+) -> ShardFormat:
+    """The format of token files that options select: by sequences, or by documents with ``eos`` or by that name.
+
+    ``prefix`` is what the options' names begin with in the command. Raises ConfigError where the options contradict.
+    """
+    kind = "tokens" if eos is None and name != "token_documents" else "token_documents"
+    if eos is not None and name not in (None, kind):
+        raise ConfigError(f"--{prefix}eos applies to --{prefix}format token_documents, not to --{prefix}format {name}")
+    if name not in (None, kind):
+        raise ConfigError(f"--{prefix}seq-len and --{prefix}dtype apply to token files, not to --{prefix}format {name}")
+    if seq_len is not None and kind == "token_documents":
+        raise ConfigError(
+            f"--{prefix}seq-len cuts token files into sequences; --{prefix}eos and --{prefix}format token_documents "
+            "read their documents; give the one or the other"
+        )
+    settings = {"seq_len": seq_len, "dtype": dtype, "eos": eos}
+    return make_format(kind, {setting: value for setting, value in settings.items() if value is not None})
 
 
 def parse_split(text: str | None) -> str | list[str] | None:

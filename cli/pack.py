@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..loader.errors import ConfigError
-from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
 from ..loader.tools.pack import PackSummary, pack
 from ..storage.options import ENCRYPTION_OPTION
@@ -26,6 +25,7 @@ from .common import (
     format_bytes,
     format_count,
     format_seconds,
+    make_token_format,
     parse,
     parse_options,
     parse_split,
@@ -33,7 +33,7 @@ from .common import (
     token_types,
 )
 
-SourceFormat = Literal["files", "csv", "tar", "parquet", "arrow", "tokens", "mds", "jsonl"]
+SourceFormat = Literal["files", "csv", "tar", "parquet", "arrow", "tokens", "token_documents", "mds", "jsonl"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,9 @@ class PackArguments:
 
     source_dtype: Annotated[TokenType | None, tyro.conf.arg(metavar=token_types, help_behavior_hint="")] = None
     """Data type of a token in a source of raw token files; uint16 if not given."""
+
+    source_eos: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None
+    """Token that ends each document of a source of token files; each document is then a sample."""
 
     follow_links: Flag = False
     """Pack what links out of the folder lead to, instead of refusing them."""
@@ -160,13 +163,15 @@ def _target_options(given: PackArguments) -> dict[str, str]:
 
 
 def _source_format(given: PackArguments) -> ShardFormat | str | None:
-    if given.source_seq_len is None:
-        if given.source_format == "tokens" or given.source_dtype is not None:
-            raise ConfigError("a source of token files needs --source-seq-len, as they do not store one")
-        return given.source_format
-    if given.source_format not in (None, "tokens"):
-        raise ConfigError(f"--source-seq-len applies to token files, not to --source-format {given.source_format}")
-    return make_format("tokens", {"seq_len": given.source_seq_len, "dtype": given.source_dtype or "uint16"})
+    name, seq_len, dtype, eos = given.source_format, given.source_seq_len, given.source_dtype, given.source_eos
+    if seq_len is None and eos is None and name != "token_documents":
+        if name == "tokens" or dtype is not None:
+            raise ConfigError(
+                "a source of token files needs --source-seq-len, as they do not store one, or for their documents "
+                "--source-eos"
+            )
+        return name
+    return make_token_format(name, seq_len=seq_len, dtype=dtype, eos=eos, prefix="source-")
 
 
 def import_function(path: str, option: str) -> Callable[..., Any]:

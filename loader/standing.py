@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .dataset.manifest import Manifest
+from .no_items import NoItems
 from .order.plan import Order
 from .passes import Passes
 
@@ -21,6 +24,15 @@ class Standing:
                 with stop="never". As of torch's iterable data sets.
         """
         return self._passes.position.steps_per_epoch
+
+    if not TYPE_CHECKING:  # for type checkers, indexing a loader is the error that it is
+        __getitem__ = NoItems(
+            "a DistributedDataLoader is no data set that something else makes batches of: it shuffles, reads and "
+            "batches itself; loop over it, `for batch in loader`, in place of torch's DataLoader. What takes nothing "
+            "but a DataLoader takes TorchLoader(loader) of penstock.loader.integrations; in Hugging Face's Trainer, "
+            "return that from get_train_dataloader, and leave train_dataset= away. Parts of the data are subset=, "
+            "single samples loader.dataset[i]"
+        )
 
     @property
     def steps_left(self) -> int:

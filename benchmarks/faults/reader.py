@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ...loader.data_loader import DistributedDataLoader
 from ...storage.retry import RetryStore
+from ..child_arguments import take_arguments
 from .case import KEPT_DESCRIPTORS, LEFT_S
 from .data import GLOBAL_BATCH, ORDER, digest_of, make_digests
 from .job import Job
@@ -227,9 +228,10 @@ def count_requests(loader: DistributedDataLoader[Any]) -> dict[str, int]:
 
 
 def main() -> int:
+    path = Path(*take_arguments("JOB.json", "python -m penstock.benchmarks.faults"))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)
-    job = Job.from_json(Path(sys.argv[1]).read_text())
+    job = Job.from_json(path.read_text())
     return Reader(job, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))).run()
 
 

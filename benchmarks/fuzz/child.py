@@ -6,12 +6,12 @@ import json
 import mmap
 import os
 import struct
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ..child_arguments import take_arguments
 from .limits import judge, limit_memory, limit_process, name_of_case, time_limit
 from .mutation import MOST_BYTES, Mutator
 from .structured import strategies
@@ -156,4 +156,4 @@ def main(engine: str, name: str, seed: str, seconds: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*take_arguments("ENGINE TARGET SEED SECONDS FOLDER", "python -m penstock.benchmarks.fuzz"))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+from ..child_arguments import take_arguments
 
-import atheris  # type: ignore[import-untyped, unused-ignore]
 
-with atheris.instrument_imports(include=["penstock.loader", "penstock.storage"]):
-    from . import child
+def main() -> None:
+    arguments = take_arguments("ENGINE TARGET SEED SECONDS FOLDER", "python -m penstock.benchmarks.fuzz")
+    import atheris  # type: ignore[import-untyped, unused-ignore]
+
+    with atheris.instrument_imports(include=["penstock.loader", "penstock.storage"]):
+        from . import child
+    child.main(*arguments)
+
 
 if __name__ == "__main__":
-    child.main(*sys.argv[1:])
+    main()

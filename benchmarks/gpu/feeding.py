@@ -20,6 +20,7 @@ from ...loader import DistributedDataLoader
 from ...loader.formats.detect import make_format
 from ...loader.pipeline.device import DeviceFeeder
 from ...storage.errors import PenstockError
+from ..child_arguments import take_arguments
 from ..contenders import find_module
 from ..job import Job
 from ..measure import tell
@@ -159,6 +160,7 @@ def _rate(copy: Callable[[], int], seconds: float) -> float:
 
 
 def main() -> None:
+    result_path = Path(*take_arguments("RESULT", "python -m penstock.benchmarks.gpu"))
     asked = json.loads(sys.stdin.read())
     kind = asked.pop("kind")
     os.dup2(2, 1)  # what a peer prints is no result
@@ -169,7 +171,7 @@ def main() -> None:
             result = run_decoding(Decoding(**asked)) if kind == "decoding" else run_feeding(Feeding(**asked))
     except (PenstockError, ImportError) as exc:
         sys.exit(tell(exc))
-    Path(sys.argv[1]).write_text(json.dumps(result))
+    result_path.write_text(json.dumps(result))
 
 
 _KINDS: Mapping[type, str] = {Copying: "copying", Decoding: "decoding", Feeding: "feeding"}

@@ -33,7 +33,8 @@ _SNIFFED_FILES = 4
 
 _TOKENS_NEED_LENGTH = (
     "token files do not store a sequence length: give it with format=TokensFormat(seq_len=2048), "
-    "or --seq-len 2048 on the command line; or read their documents with format=TokenDocumentsFormat()"
+    "or --seq-len 2048 on the command line; or read their documents with format=TokenDocumentsFormat() "
+    "(--format token_documents)"
 )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ..data_loader import DistributedDataLoader
 from ..errors import ConfigError
+from ..no_items import NoItems
 from ..order.sealed import unseal
 
 
@@ -29,6 +30,11 @@ class TorchLoader(DataLoader[Any]):
     """
 
     _is_accelerate_prepared = True  # Accelerate would deal out this rank's batches once more, in silence
+    if not TYPE_CHECKING:
+        __getitem__ = NoItems(
+            "a TorchLoader is a DataLoader already, and no data set for another one: give it to what takes a "
+            "DataLoader; in Hugging Face's Trainer, return it from get_train_dataloader, and leave train_dataset= away"
+        )
 
     def __init__(self, loader: DistributedDataLoader[Any]) -> None:
         if loader.drops_samples:

@@ -1,10 +1,11 @@
-"""What is run by hand as ``python -m penstock.benchmarks.NAME`` says so when it is asked, and does nothing else."""
+"""All that runs as ``python -m penstock.benchmarks.NAME`` teaches when it is asked, and does nothing else."""
 
 from __future__ import annotations
 
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,63 @@ import penstock.benchmarks
 from penstock.benchmarks.arguments import describe
 
 ROOT = Path(penstock.benchmarks.__file__).parent
-COMMANDS = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
-    for path in ROOT.rglob("*.py")
-    if re.search(r"from \.+arguments import .*\b(parse_config|make_parser)\b", path.read_text())
-)
+RUNNABLE = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): text
+    for path in sorted(ROOT.rglob("*.py"))
+    if "__main__" in (path.stem, *re.findall(r'^if __name__ == "(\w+)":$', text := path.read_text(), re.MULTILINE))
+}
+CHILDREN = [name for name, text in RUNNABLE.items() if "import take_arguments" in text]
+SCRIPTS = ["mixture_peers", "single_pass"]  # run by Pythons without this package: they cannot share its parser
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[object, str, str]]:
+    """Runs a module as a process would, in an empty folder that stays empty: exit code, and what it printed."""
+
+    def run(name: str, *arguments: str) -> tuple[object, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as ended:  # anything else would be a traceback
+            runpy.run_module(f"penstock.benchmarks.{name}", run_name="__main__", alter_sys=True)
+        assert not list(tmp_path.iterdir())
+        return ended.value.code, *capfd.readouterr()
+
+    return run
+
+
+def test_all_that_runs_is_found() -> None:
+    assert set(RUNNABLE) >= {"cost_balance", "faults", "faults.reader", "gpu", "measure", "single_pass"}
+    assert len(CHILDREN) >= 8
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_the_command(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"penstock.benchmarks.{name}", run_name="__main__", alter_sys=True)
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m penstock.benchmarks.{name} ")
+@pytest.mark.parametrize("name", [name for name in RUNNABLE if name not in CHILDREN])
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_names_the_command(name: str, option: str, run: Callable[..., tuple[object, str, str]]) -> None:
+    code, told, warned = run(name, option)
+    program = f"{name}.py" if name in SCRIPTS else f"python -m penstock.benchmarks.{name}"
+    assert (code, warned) == (0, "")
+    assert told.startswith(f"usage: {program} ")
+    assert "Traceback" not in told
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("name", CHILDREN)
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--help", "a", "b", "c", "d"], ["a", "b"], []], ids=str)
+def test_a_process_that_a_benchmark_starts_says_which(
+    name: str, arguments: list[str], run: Callable[..., tuple[object, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PENSTOCK_SIMULATED", raising=False)
+    code, told, warned = run(name, *arguments)
+    assert (code, told) == (2, "")
+    found = re.fullmatch(
+        r"This process is a part of `([\w. -]+)`, which starts it: run that command instead\.\n", warned
+    )
+    assert found, warned
+    module = found[1].removeprefix("python -m penstock.benchmarks.")
+    assert found[1] == "penstock bench" or module in RUNNABLE
 
 
 def test_paragraphs_are_wrapped_and_commands_are_not() -> None:

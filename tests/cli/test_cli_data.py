@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from called_commands import call
 
@@ -201,3 +202,54 @@ def test_raw_token_files_are_read_with_a_length(tmp_path: Path, capsys: pytest.C
     assert call_json(capsys, "inspect", tmp_path, "--seq-len", 10)[1]["samples"] == 200
     assert call_json(capsys, "inspect", tmp_path, "--seq-len", 10, "--dtype", "uint32")[1]["samples"] == 100
     assert call(capsys, "inspect", tmp_path, "--seq-len", 10, "--format", "tar")[0] == 2
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder of one raw file of four documents that end with token 0, but for the last."""
+    (tmp_path / "raw").mkdir()
+    np.array([5, 6, 0, 7, 0, 8, 9, 9, 0, 1, 2], "<u2").tofile(tmp_path / "raw" / "a.bin")
+    return tmp_path / "raw"
+
+
+def test_documents_of_token_files_are_indexed_and_then_found(
+    documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--format token_documents" in call(capsys, "index", documents)[2]
+    assert "as in --eos 2" in call(capsys, "index", documents, "--format", "token_documents")[2]
+    for name in ("inspect", "verify", "plan"):
+        ranks = ["--world-size", 2, "--batch-size", 1] if name == "plan" else []
+        assert call(capsys, name, documents, "--eos", 0, *ranks)[0] == 0
+    code, told = call_json(capsys, "index", documents, "--eos", 0, "--dtype", "uint16")
+    assert (code, told["format"], told["config"]["eos"], told["samples"]) == (0, "token_documents", 0, 4)
+    assert call_json(capsys, "inspect", documents)[1]["samples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--eos", 0, "--seq-len", 3], "--seq-len cuts token files into sequences"),
+        (["--format", "token_documents", "--seq-len", 3], "--seq-len cuts token files into sequences"),
+        (["--eos", 0, "--format", "tokens"], "--eos applies to --format token_documents, not to --format tokens"),
+        (["--dtype", "uint16", "--format", "tar"], "--seq-len and --dtype apply to token files, not to --format tar"),
+        (["--eos", -1], "--eos -1: token ids are whole numbers from 0 on"),
+    ],
+)
+def test_options_of_token_files_that_contradict_are_refused(
+    documents: Path, options: list[object], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, "inspect", documents, *options)
+    assert (code, told in err) == (2, True), err
+
+
+def test_documents_of_token_files_are_packed_one_a_sample(
+    documents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--format", "jsonl", "--source-eos", 0)
+    assert call(capsys, "pack", documents, tmp_path / "out", *options)[0] == 0
+    lines = (tmp_path / "out" / "shard-000000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in lines] == [[5, 6, 0], [7, 0], [8, 9, 9, 0], [1, 2]]
+    code, _, err = call(capsys, "pack", documents, tmp_path / "no", *options, "--source-format", "csv")
+    assert (code, "--source-eos applies to --source-format token_documents" in err) == (2, True)
+    code, _, err = call(capsys, "pack", documents, tmp_path / "no", "--source-dtype", "uint16")
+    assert (code, "--source-seq-len" in err, "--source-eos" in err) == (2, True, True)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from tar_dataset import write_tars
+from torch.utils.data import DataLoader
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, StateMismatchError
@@ -77,6 +79,33 @@ def test_an_argument_that_nobody_has_is_pythons_own_error(tars):
     assert "threads" in inspect.signature(DistributedDataLoader).parameters
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loader: next(iter(DataLoader(loader))),
+        lambda loader: next(iter(DataLoader(loader, batch_size=None))),
+        lambda loader: next(iter(DataLoader(loader, batch_size=2, shuffle=True))),
+        lambda loader: next(iter(DataLoader(loader, num_workers=1))),
+        lambda loader: torch.utils.data.random_split(loader, [0.5, 0.5])[0][0],
+        lambda loader: loader[0],
+    ],
+    ids=["batches", "single", "shuffled", "in workers", "split", "by number"],
+)
+def test_a_loader_that_is_taken_for_a_data_set_says_what_to_do(tars, use):
+    with load(tars, batch_size=4) as loader:
+        cure = r"(?s)for batch in loader.*TorchLoader\(loader\).*get_train_dataloader.*subset=.*dataset\[i\]"
+        with pytest.raises(TypeError, match=cure):
+            use(loader)
+        assert len(list(loader)) == 15, "it goes on as if nothing had been tried"
+
+
+def test_asking_for_items_finds_none(tars):
+    with load(tars, batch_size=4) as loader:
+        assert not hasattr(loader, "__getitem__"), "frameworks that look would prefer it over __iter__"
+        assert not hasattr(DistributedDataLoader, "__getitem__")
+        assert dict(inspect.getmembers(loader))["rank"] == 0
+
+
 def test_a_state_that_is_empty_or_of_something_else_is_refused_with_what_is_missing(tars):
     with load(tars, batch_size=4) as loader:
         state = loader.state_dict()
@@ -115,6 +144,7 @@ for other in collated:
     reveal_type(other)
 reveal_type(next(iter(collated)))
 DistributedDataLoader("x", batch_sise=1)
+plain[0]
 """
 
 
@@ -140,4 +170,5 @@ REVEALED = (
     '"tuple[int, str]"',
     '"tuple[int, str]"',
     'Unexpected keyword argument "batch_sise"',
+    "is not indexable",
 )

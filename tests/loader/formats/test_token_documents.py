@@ -78,7 +78,7 @@ def test_chunks_are_about_as_long_as_asked(token_store: FolderStore) -> None:
 
 def test_a_raw_file_without_the_token_that_ends_documents_is_refused(token_store: FolderStore) -> None:
     token_store.put("a.bin", b"\x01\x00")
-    with pytest.raises(FormatError, match=r"a.bin: has no .idx .* TokenDocumentsFormat\(eos=...\)"):
+    with pytest.raises(FormatError, match=r"a.bin: has no .idx .*TokenDocumentsFormat\(eos=2\)"):
         index_all(token_store, TokenDocumentsFormat())
 
 

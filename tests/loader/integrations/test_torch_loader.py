@@ -63,6 +63,13 @@ def test_it_passes_for_a_torch_loader_that_is_dealt_out_already(loader: TorchLoa
     assert (len(loader), loader.batch_size, len(loader.dataset)) == (STEPS, BATCH, ROWS)
 
 
+def test_one_that_is_taken_for_a_data_set_says_what_to_do(loader: TorchLoader) -> None:
+    with pytest.raises(TypeError, match=r"is a DataLoader already.*get_train_dataloader"):
+        next(iter(DataLoader(loader)))  # type: ignore[arg-type]
+    assert not hasattr(loader, "__getitem__")
+    assert len(ids(loader)) == STEPS
+
+
 def test_a_loop_over_it_is_a_pass_of_the_loader(loader: TorchLoader, unbroken: list[list[int]]) -> None:
     assert next(iter(loader)).keys() == {"x", "y", "__id__"}
     assert ids(loader) + ids(loader) == unbroken

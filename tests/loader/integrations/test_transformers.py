@@ -46,6 +46,7 @@ def test_a_resume_is_the_rest_of_an_unbroken_run(
     ("case", "error"),
     [
         ("bare loader", r"ConfigError: .* is a DistributedDataLoader; .*get_train_dataloader.*TorchLoader\(loader\)"),
+        ("as its data set", r"TypeError: .*TorchLoader\(loader\).*get_train_dataloader.*train_dataset= away"),
         ("ignore_data_skip", r"ConfigError: .*ignore_data_skip=True.*leave it False"),
         ("another global batch", r"ConfigError: .*had 12 batches .* has 6 now, with a global batch of 20"),
         ("another seed", r"StateMismatchError: .*seed: 5 in the state, 6 here"),

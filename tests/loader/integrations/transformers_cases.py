@@ -110,6 +110,17 @@ def train(
     return {"batches": trainer.batches, "weights": weights, "epoch": trainer.state.epoch, **told}
 
 
+def train_as_dataset(folder: Path) -> dict[str, Any]:
+    """What the Trainer itself says to a loader as its ``train_dataset``."""
+    arguments = TrainingArguments(str(folder / "saved"), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True)
+    with DistributedDataLoader(str(folder / "rows"), batch_size=BATCH) as loader:
+        try:
+            Trainer(model=Model(), args=arguments, train_dataset=loader).train()
+        except TypeError as exc:
+            return {"batches": [], "error": f"TypeError: {exc}"}
+    return {"batches": ["trained"]}
+
+
 def evaluate(folder: Path) -> dict[str, Any]:
     """The Trainer's loss over all rows, twice, and the loss itself."""
     trainer = RowsTrainer(
@@ -141,6 +152,7 @@ def main(folder: Path) -> None:
         tell(f"resumed at {kill_at}", train(resumed))
     tell("evaluated", evaluate(fresh("evaluated")))
     tell("bare loader", train(fresh("bare"), view=lambda rows: rows))
+    tell("as its data set", train_as_dataset(fresh("dataset")))
 
     killed = fresh("killed")
     train(killed, kill_at=3)

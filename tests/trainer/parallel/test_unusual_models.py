@@ -217,7 +217,8 @@ class Picky(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.grad[parameter.grad.gt(0)] = 1.0
+                if parameter.grad is not None:  # torch's own skip these, too
+                    parameter.grad[parameter.grad.gt(0)] = 1.0
         return super().step(closure)
 
 
