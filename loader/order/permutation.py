@@ -10,14 +10,15 @@ UIntArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 _MASK = (1 << 64) - 1
 _TILE = 8192  # numbers that a core's cache holds, with all that is made of them
 _GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix64(values: UIntArray) -> UIntArray:
     """A bijection of uint64 that looks random: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = values ^ (values >> np.uint64(30))
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed *= np.uint64(_FACTORS[0])
     mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed *= np.uint64(_FACTORS[1])
     mixed ^= mixed >> np.uint64(31)
     return mixed
 
@@ -26,8 +27,15 @@ def stream_key(*words: int) -> int:
     """One uint64 key from several integers; distinct words give unrelated keys."""
     key = 0
     for word in words:
-        key = int(mix64(np.array([(key + _GOLDEN + int(word)) & _MASK], np.uint64))[0])
+        key = _mix_one((key + _GOLDEN + int(word)) & _MASK)
     return key
+
+
+def _mix_one(value: int) -> int:
+    """``mix64`` of one number, in a tenth of the time that an array of one takes."""
+    value = (value ^ (value >> 30)) * _FACTORS[0] & _MASK
+    value = (value ^ (value >> 27)) * _FACTORS[1] & _MASK
+    return value ^ (value >> 31)
 
 
 def random_numbers(start: int, stop: int, key: int) -> UIntArray:
