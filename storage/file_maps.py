@@ -7,6 +7,7 @@ those that are let go of keep their pages up to a limit, and the threads that ma
 
 from __future__ import annotations
 
+import resource
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -73,9 +74,11 @@ class FileMaps:
             mapped = sum(each.size for each in self._files.values()) if file is None else 0
         if file is not None or mapped + size > self._most_mapped_bytes:
             return file
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:  # what is left is for others' memory
+            return None
         try:
             return _MappedFile(identity, libc.map_pages(fd, 0, size), size)
-        except OSError:  # the process may not have so many addresses
+        except OSError:  # the kernel may refuse what is so large
             return None
 
     def _let_go(self) -> None:

@@ -58,10 +58,12 @@ class Call(Future[T]):
             self.make(function)
 
     def make(self, function: Callable[[], T]) -> None:
-        """Have what comes of ``function`` be its result; called by who took it on."""
+        """Have what comes of ``function`` be its result; called by who took it on. An interrupt is raised, too."""
         try:
             result = function()
-        except BaseException as exc:  # noqa: BLE001 - raised where the result is waited for
+        except BaseException as exc:
             self.set_exception(exc)
+            if not isinstance(exc, Exception):  # else who makes the call of another would not be stopped
+                raise
         else:
             self.set_result(result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from weakref import ref
 
 from ...storage.interruptible import Future
 from .call import Call
@@ -27,32 +28,31 @@ def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call
     """Jobs of batches that follow each other: rows of all are copied when one is asked for, or its call begun.
 
     Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while it is
-    elsewhere.
+    elsewhere. It is interrupted nowhere but in the loop's thread, which then closes the pipeline: nobody waits for the
+    jobs that are left.
     """
-    calls: list[Call[RowJob]] = []
+    waiting: list[tuple[ref[Call[RowJob]], Rows]] = []  # no cycle: what nobody asks for lets go of its files at once
 
-    def copy(asked: int) -> RowJob:
+    def copy(asked: Rows) -> RowJob:
         since = time.perf_counter()
-        others = [number for number, call in enumerate(calls) if call.take_on()]
+        others = [(call, rows) for of_call, rows in waiting if (call := of_call()) is not None and call.take_on()]
         try:
-            first, *copied = complete_all([parts[number] for number in (asked, *others)], crew.memory)
-            for number, rows in zip(others, copied, strict=True):
-                calls[number].make(partial(RowJob, crew, rows, epoch))
+            copied = complete_all([asked, *(rows for _, rows in others)], crew.memory)
+            first, *jobs = [RowJob(crew, rows, epoch) for rows in copied]
         except Exception:  # noqa: BLE001 - each job tells by itself whether it is its own
-            for number in others:
-                calls[number].make(partial(copy_alone, number))
+            for call, rows in others:
+                call.make(partial(copy_alone, rows))
             return copy_alone(asked)
-        except BaseException as exc:  # an interrupt
-            for number in others:
-                calls[number].set_exception(exc)
-            raise
+        for (call, _), job in zip(others, jobs, strict=True):
+            call.set_result(job)
         crew.counters.add(assemble_s=time.perf_counter() - since)
-        return RowJob(crew, first, epoch)
+        return first
 
-    def copy_alone(number: int) -> RowJob:
-        return RowJob(crew, parts[number].complete(crew.memory), epoch)
+    def copy_alone(rows: Rows) -> RowJob:
+        return RowJob(crew, rows.complete(crew.memory), epoch)
 
-    calls += [Call(partial(copy, number)) for number in range(len(parts))]
+    calls = [Call(partial(copy, rows)) for rows in parts]
+    waiting += zip(map(ref, calls), parts, strict=True)
     return calls
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -154,6 +155,18 @@ def test_where_files_take_too_many_addresses_parts_are_mapped_by_themselves(
     small = FileMaps()
     views += [take(small, opened, 2, part) for part in range(3)]
     assert calls == ["map_pages"] * 6
+
+
+def test_where_addresses_are_few_whole_files_take_none(
+    opened: list[int], calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 34, resource.RLIM_INFINITY))
+    maps = FileMaps()
+    held = [take(maps, opened, 0, 0), take(maps, opened, 0, 1)]
+    assert calls == ["map_pages"] * 2
+    held.clear()
+    gc.collect()
+    assert calls == ["map_pages"] * 2 + ["unmap_pages"] * 2
 
 
 def test_a_part_behind_the_end_of_a_file_is_an_error_and_is_not_held(opened: list[int], paths: list[Path]) -> None:

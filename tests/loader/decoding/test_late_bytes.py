@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import tarfile
 import threading
 import time
+from inspect import iscode
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from interrupt import Interrupt
 
 from penstock.loader import DistributedDataLoader, TarFormat
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.decoding import late_jobs
 from penstock.loader.decoding.batch_memory import BatchMemory
+from penstock.loader.decoding.call import Call
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
 from penstock.loader.decoding.late_bytes import LateBytes
+from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline import pipeline, plain
+from penstock.loader.pipeline.delivery_queue import DeliveryQueue
 from penstock.loader.reading import mapped_chunks
 from penstock.loader.reading.mapped_chunks import MappedColumn
 from penstock.loader.reading.mapped_files import Looks, MappedFile
@@ -129,6 +137,65 @@ def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, m
     monkeypatch.setattr(late_jobs, "complete_all", note)
     assert batches_of(load(folder)) == expected
     assert set(asked) == {1, 2, 4}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_while_some_are_made_together_is_raised_at_once_and_loses_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    complete_all = late_jobs.complete_all
+
+    def complete(parts: list[Rows], memory: BatchMemory | None) -> list[Rows]:
+        if fails and len(parts) > 1:
+            raise ObjectChangedError("file://", "0.tar", "for all of them")
+        return complete_all(parts, memory)
+
+    monkeypatch.setattr(late_jobs, "complete_all", complete)
+    expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
+    inner = [SimpleNamespace(__code__=code) for code in late_jobs.start_on_call.__code__.co_consts if iscode(code)]
+    functions: list[Any] = [LateBytes.make, RowJob.__init__, Call.make, *inner]
+    for number in count():
+        with load(folder) as loader:
+            batches = iter(loader)
+            found = [next(batches) for _ in range(3)]  # alone, and two together
+            with Interrupt(functions, number) as interrupt:
+                try:
+                    found.append(next(batches))
+                except KeyboardInterrupt:
+                    is_raised = True
+                else:
+                    is_raised = False
+            assert is_raised == interrupt.was_raised
+            found += list(batches)
+        assert [{name: list(values) for name, values in batch.items()} for batch in found] == expected
+        if not is_raised:
+            break
+    assert number > 20
+
+
+def test_a_loader_that_is_closed_leaves_no_file_to_the_garbage_collector(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where some of those that are made together wait for room in the queue."""
+    monkeypatch.setattr(DeliveryQueue, "_is_full", lambda queue, item, **_: len(queue) >= 2)
+    gc.collect()
+    gc.disable()
+    try:
+        loader = load(folder)
+        batches = iter(loader)
+        taken = [next(batches) for _ in range(2)]
+        owner: Any = loader
+        until = time.monotonic() + 60
+        while (blocked := owner._resources.pipeline._out._blocked) is None or len(blocked.ids) != BATCH:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        del blocked
+        assert str(folder) in Path("/proc/self/maps").read_text()
+        loader.close()
+        assert str(folder) not in Path("/proc/self/maps").read_text()
+        assert len(taken) == 2
+    finally:
+        gc.enable()
 
 
 def test_a_loop_that_is_elsewhere_meanwhile_finds_the_next_two_made(
