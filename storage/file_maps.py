@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from . import libc
 from .mapped import map_range, view_pages
 
-# The pages of files, which the kernel may take at any time, though they are counted as the process's.
-KEPT_BYTES = 1 << 30
+# Pages that the kernel may take at any time, though they are counted as the process's. Until a pipeline sets its limit.
+_MOST_BYTES = 1 << 30
 # The tables of pages take a 512th of what was ever touched, and are freed with the mapping.
 _MOST_MAPPED_BYTES = 64 << 30
 
@@ -32,14 +32,18 @@ class FileMaps:
     Mutable state, under a lock: the mapped files, and which of their parts are kept though nobody looks at them.
     """
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES, most_mapped_bytes: int = _MOST_MAPPED_BYTES) -> None:
-        self._most_kept_bytes = kept_bytes
+    def __init__(self, most_bytes: int = _MOST_BYTES, most_mapped_bytes: int = _MOST_MAPPED_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._most_mapped_bytes = most_mapped_bytes
         self._lock = threading.Lock()
         self._files: dict[_Identity, _MappedFile] = {}
         self._kept: OrderedDict[tuple[_MappedFile, _Part], None] = OrderedDict()  # in the order in which they were left
-        self._kept_bytes = 0
+        self._bytes = 0  # of parts that are in use or kept
         self._released = _Released()
+
+    def limit(self, nbytes: int) -> None:
+        """Keep no part from now on that makes more than this together with those that are in use."""
+        self._most_bytes = nbytes
 
     def map(self, fd: int, identity: _Identity, size: int, start: int, nbytes: int) -> memoryview | None:
         """Bytes of a file of ``size`` bytes; as `penstock.storage.mapped.map_range`.
@@ -53,8 +57,10 @@ class FileMaps:
             return map_range(fd, start, nbytes)
         with self._lock:
             file = self._files.setdefault(identity, file)
-            file.in_use[part] += 1
             self._forget(file, part)
+            if not file.in_use[part]:
+                self._bytes += nbytes
+            file.in_use[part] += 1
             released = self._released
         return view_pages(file.address, start, nbytes, released.put, file, part)
 
@@ -65,7 +71,7 @@ class FileMaps:
             self._released = _Released()
             self._files.clear()
             self._kept.clear()
-            self._kept_bytes = 0
+            self._bytes = 0
 
     def _find(self, fd: int, identity: _Identity, size: int) -> _MappedFile | None:
         """The mapped file; None where parts of it are to be mapped by themselves."""
@@ -89,8 +95,9 @@ class FileMaps:
                 file.in_use[part] -= 1
                 if not file.in_use[part]:
                     del file.in_use[part]
-                    self._keep(file, part)
-            while self._kept_bytes > self._most_kept_bytes:
+                    self._kept[file, part] = None
+                    file.kept += 1
+            while self._kept and self._bytes > self._most_bytes:
                 file, part = next(iter(self._kept))
                 self._forget(file, part)
                 dropped.append((file, part))
@@ -100,16 +107,11 @@ class FileMaps:
             if file.in_use or file.kept:
                 libc.drop_pages(file.address + start, nbytes)
 
-    def _keep(self, file: _MappedFile, part: _Part) -> None:
-        self._kept[file, part] = None
-        self._kept_bytes += part[1]
-        file.kept += 1
-
     def _forget(self, file: _MappedFile, part: _Part) -> None:
         """Keep a part no longer, where it is kept."""
         if (file, part) in self._kept:
             del self._kept[file, part]
-            self._kept_bytes -= part[1]
+            self._bytes -= part[1]
             file.kept -= 1
 
 

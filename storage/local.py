@@ -118,6 +118,10 @@ class LocalStore:
         except OSError as exc:
             raise _translate(exc, self.url, key) from exc
 
+    def limit_pages(self, nbytes: int) -> None:
+        """Keep pages of no more than this mapped, but for those that are in use, for whoever asks for them again."""
+        self._file_maps.limit(nbytes)
+
     def _map(self, file: _OpenFile, start: int, nbytes: int) -> memoryview | None:
         if self.maps_views:  # who writes to one must not change another of the same part
             return map_range(file.fd, start, nbytes, private=True)

@@ -301,6 +301,10 @@ class JointChunks(ChunkSource):
         for chunks in self.of_sources:
             chunks.limit_memory(limit_bytes)
 
+    def limit_pages(self, nbytes: int) -> None:
+        for chunks in self.of_sources:
+            chunks.limit_pages(nbytes // len(self.of_sources))
+
     def reserve(self, index: int) -> int:
         source, chunk = self._sources.of_chunk(index)
         return self.of_sources[source].reserve(chunk)

@@ -85,6 +85,7 @@ class Pipeline:
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
         source.limit_memory(options.memory_limit_bytes)
+        source.limit_pages(options.memory_limit_bytes)
         # Half: a user who keeps every batch leaves the other half to reading.
         self._leases = Leases(options.chunk_budget_bytes // 2) if decoders.raw == "view" else None
         self._reader = ChunkReader(

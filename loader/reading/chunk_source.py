@@ -292,6 +292,11 @@ class ChunkSource:
         """Refuse a chunk that alone takes more than this, and more than 64 MiB, once opened."""
         self._memory_limit = max(limit_bytes, ALWAYS_BYTES)
 
+    def limit_pages(self, nbytes: int) -> None:
+        """Keep no more than this mapped of local files, but for chunks that are in use."""
+        if self._mapped is not None:
+            self._mapped.limit(nbytes)
+
     @property
     def mean_reserve(self) -> int:
         """What ``reserve`` says of a chunk, about."""

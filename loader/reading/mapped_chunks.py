@@ -42,6 +42,10 @@ class MappedChunks:
         """None where the store's bytes are not those of files, or where it does not let ``views`` of them be kept."""
         return MappedChunks(store) if isinstance(store, LocalStore) and (store.maps_views or not views) else None
 
+    def limit(self, nbytes: int) -> None:
+        """Keep no more than this mapped, but for what is in use."""
+        self._store.limit_pages(nbytes)
+
     def map(self, chunk: ChunkRef, ranges: Sequence[ByteRange]) -> memoryview | None:
         """All of a chunk's bytes, if they are what is asked for and can be mapped; else None.
 

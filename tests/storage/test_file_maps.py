@@ -94,7 +94,7 @@ def test_pages_of_parts_that_are_too_many_are_dropped_first_those_that_were_left
 ) -> None:
     dropped: list[int] = []
     monkeypatch.setattr(libc, "drop_pages", lambda address, nbytes: dropped.append(address))
-    maps = FileMaps(kept_bytes=3 * PART)
+    maps = FileMaps()
     held = take(maps, opened, 0, 11)
     views = [take(maps, opened, 0, part) for part in range(8)]
     first = int(np.frombuffer(views[0], np.uint8).__array_interface__["data"][0])
@@ -102,19 +102,23 @@ def test_pages_of_parts_that_are_too_many_are_dropped_first_those_that_were_left
         views[part] = held
     gc.collect()
     take(maps, opened, 0, 1)
+    assert dropped == []
+    maps.limit(7 * PART)  # of which four are in use
+    take(maps, opened, 0, 1)
     assert [(address - first) // PART for address in dropped] == [5, 2]
     again = [take(maps, opened, 0, part) for part in (7, 0)]  # kept no longer, as they are in use
     views[4] = views[6] = held
     take(maps, opened, 0, 1)
     assert [(address - first) // PART for address in dropped] == [5, 2]
     again.clear()
+    maps.limit(5 * PART)
     take(maps, opened, 0, 1)
     assert [(address - first) // PART for address in dropped] == [5, 2, 3, 4]
 
 
 def test_a_file_that_nobody_needs_is_unmapped(opened: list[int], calls: list[str], paths: list[Path]) -> None:
     before = count_maps(paths)
-    maps = FileMaps(kept_bytes=0)
+    maps = FileMaps(most_bytes=0)
     take(maps, opened, 0, 1)
     held = take(maps, opened, 1, 1)
     take(maps, opened, 1, 2)
@@ -130,7 +134,7 @@ def test_a_file_that_nobody_needs_is_unmapped(opened: list[int], calls: list[str
 
 
 def test_a_part_that_two_look_at_is_kept_for_the_second(opened: list[int], calls: list[str]) -> None:
-    maps = FileMaps(kept_bytes=0)
+    maps = FileMaps(most_bytes=0)
     one, two = take(maps, opened, 0, 1), take(maps, opened, 0, 1)
     del one
     take(maps, opened, 0, 2)
@@ -171,7 +175,7 @@ def test_where_addresses_are_few_whole_files_take_none(
 
 def test_a_part_behind_the_end_of_a_file_is_an_error_and_is_not_held(opened: list[int], paths: list[Path]) -> None:
     before = count_maps(paths)
-    maps = FileMaps(kept_bytes=0)
+    maps = FileMaps(most_bytes=0)
     size = len(DATA[0]) + 5 * 4096
     with pytest.raises(OSError, match=r"Input/output|Bad address"):
         maps.map(opened[0], (0,), size, 0, size)
@@ -190,7 +194,7 @@ def test_whatever_is_asked_for_and_left_the_bytes_are_those_of_the_files(
 ) -> None:
     opened = [os.open(path, os.O_RDONLY) for path in paths]
     before = count_maps(paths)
-    maps = FileMaps(kept_bytes=kept * PART)
+    maps = FileMaps(most_bytes=kept * PART)
     held: dict[tuple[int, int], memoryview] = {}
     for number, (file, part, is_held) in enumerate(steps):
         if number == closes_at:
