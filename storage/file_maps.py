@@ -38,6 +38,7 @@ class FileMaps:
         self._lock = threading.Lock()
         self._files: dict[_Identity, _MappedFile] = {}
         self._kept: OrderedDict[tuple[_MappedFile, _Part], None] = OrderedDict()  # in the order in which they were left
+        self._mapped_bytes = 0  # of files
         self._bytes = 0  # of parts that are in use or kept
         self._released = _Released()
 
@@ -56,7 +57,10 @@ class FileMaps:
         if file is None:
             return map_range(fd, start, nbytes)
         with self._lock:
-            file = self._files.setdefault(identity, file)
+            if identity not in self._files:
+                self._files[identity] = file
+                self._mapped_bytes += size
+            file = self._files[identity]
             self._forget(file, part)
             if not file.in_use[part]:
                 self._bytes += nbytes
@@ -71,14 +75,14 @@ class FileMaps:
             self._released = _Released()
             self._files.clear()
             self._kept.clear()
-            self._bytes = 0
+            self._mapped_bytes = self._bytes = 0
 
     def _find(self, fd: int, identity: _Identity, size: int) -> _MappedFile | None:
         """The mapped file; None where parts of it are to be mapped by themselves."""
         with self._lock:
             file = self._files.get(identity)
-            mapped = sum(each.size for each in self._files.values()) if file is None else 0
-        if file is not None or mapped + size > self._most_mapped_bytes:
+            is_too_much = self._mapped_bytes + size > self._most_mapped_bytes
+        if file is not None or is_too_much:
             return file
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:  # what is left is for others' memory
             return None
@@ -103,6 +107,7 @@ class FileMaps:
                 dropped.append((file, part))
                 if not file.in_use and not file.kept:
                     del self._files[file.identity]  # which unmaps it, at the end of this call
+                    self._mapped_bytes -= file.size
         for file, (start, nbytes) in dropped:
             if file.in_use or file.kept:
                 libc.drop_pages(file.address + start, nbytes)

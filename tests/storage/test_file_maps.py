@@ -145,9 +145,14 @@ def test_a_part_that_two_look_at_is_kept_for_the_second(opened: list[int], calls
 def test_where_files_take_too_many_addresses_parts_are_mapped_by_themselves(
     opened: list[int], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maps = FileMaps(most_mapped_bytes=len(DATA[0]))
+    maps = FileMaps(most_bytes=0, most_mapped_bytes=len(DATA[0]))
     views = [take(maps, opened, file, part) for file in range(2) for part in range(2)]
     assert calls == ["map_pages"] * 3
+    views.clear()
+    views = [take(maps, opened, 1, part) for part in range(3)]  # the first file is unmapped by now
+    assert calls == [*["map_pages"] * 3, *["unmap_pages"] * 3, "map_pages"]
+    calls.clear()
+    calls += ["map_pages"] * 3
     map_pages = libc.map_pages
 
     def refuse(fd: int, start: int, nbytes: int, *, private: bool = False) -> int:
