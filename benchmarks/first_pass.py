@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,10 +137,12 @@ def main(config: Config) -> None:
             print(f"  {unit:18}", " | ".join(f"{value:,.{digits}f}" for value in values[unit]))
     if config.out is not None:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "load": os.getloadavg()}
-        command = f"python -m penstock.benchmarks.first_pass --before BEFORE/penstock --rounds {config.rounds}"
-        command += f" --store {config.store}" + (
-            f" --memory-limit {config.memory_limit}" if config.memory_limit else ""
+        given = (
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in asdict(config).items()
+            if name not in ("before", "out") and value is not None
         )
+        command = " ".join(["python -m penstock.benchmarks.first_pass --before BEFORE/penstock", *given])
         result = {"command": command, "machine": machine, "quartiles": quartiles, "passes": passes}
         config.out.write_text(json.dumps(result, indent=1) + "\n")
 
