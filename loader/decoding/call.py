@@ -26,39 +26,35 @@ class Call(Future[T]):
             self._is_submitted = True
             # PoolClosedError: whoever waits is told by ``cancel``. Else no thread can be had, and he makes it.
             with suppress(RuntimeError):
-                pool.submit(self._make)
+                pool.submit(self._make_once)
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for it, or make it where nobody has begun. Raises what it raised, or CancelledError."""
-        self._make()
+        self._make_once()
         return super().result(timeout)
 
     def cancel(self) -> bool:
         """Make it no more; False where somebody has begun."""
-        if self._take() is None:
+        if self.take() is None:
             return self.cancelled()
         super().cancel()
         self.set_running_or_notify_cancel()  # so that those who wait for several hear of it
         return True
 
-    def _take(self) -> Callable[[], T] | None:
-        """The function, for one of those who ask."""
+    def take(self) -> Callable[[], T] | None:
+        """The function, for the first who asks: nobody else begins it then, and he is to ``make`` what comes of it."""
         try:
             return self._not_begun.pop()
         except IndexError:
             return None
 
-    def take_on(self) -> bool:
-        """Have nobody else begin it: who asks will ``make`` it. False where somebody has begun."""
-        return self._take() is not None
-
-    def _make(self) -> None:
-        function = self._take()
+    def _make_once(self) -> None:
+        function = self.take()
         if function is not None:
             self.make(function)
 
     def make(self, function: Callable[[], T]) -> None:
-        """Have what comes of ``function`` be its result; called by who took it on. An interrupt is raised, too."""
+        """Have what comes of ``function`` be its result; called by who took it. An interrupt is raised, too."""
         try:
             result = function()
         except BaseException as exc:

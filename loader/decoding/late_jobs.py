@@ -35,7 +35,7 @@ def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call
 
     def copy(asked: Rows) -> RowJob:
         since = time.perf_counter()
-        others = [(call, rows) for of_call, rows in waiting if (call := of_call()) is not None and call.take_on()]
+        others = [(call, rows) for of_call, rows in waiting if (call := of_call()) is not None and call.take()]
         try:
             copied = complete_all([asked, *(rows for _, rows in others)], crew.memory)
             first, *jobs = [RowJob(crew, rows, epoch) for rows in copied]
