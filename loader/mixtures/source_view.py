@@ -23,10 +23,6 @@ class ReaderOfSource:
     def has_room(self) -> bool:
         return self._reader.has_room
 
-    @property
-    def needs_requests(self) -> bool:
-        return self._reader.needs_requests
-
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         self._reader.request([self._first + chunk for chunk in chunks], at_once=at_once)
 

@@ -24,9 +24,6 @@ from .leases import Leases
 from .opening_queue import OpeningQueue
 from .slot import Slot
 
-# Requests for each thread that keep it busy until more come, also while one of them takes long.
-_QUEUED_PER_THREAD = 8
-
 
 class ChunkReader:
     """Keeps requested chunks in memory, as far as ``budget_bytes`` allow; the shards' headers count too.
@@ -35,8 +32,7 @@ class ChunkReader:
     fit, resident chunks are evicted, the one with the furthest next use first (Belady 1966), and fetched again when
     their turn comes: a budget smaller than the open windows costs reads, never correctness. At most one chunk at a time
     is held beyond the budget, and only when nothing else can be evicted. ``set_read_ahead`` and ``set_threads`` may
-    change at any time how much is fetched before it is asked for, and how many chunks at a time. With ``keeps_unused``,
-    chunks that nobody asks for any more stay as long as there is room, for later epochs.
+    change at any time how much is fetched before it is asked for, and how many chunks at a time.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class ChunkReader:
         next_use: Callable[[Sequence[int]], dict[int, int]],
         counters: Counters,
         leases: Leases | None = None,
-        keeps_unused: bool = False,
     ) -> None:
         self._source = source
         self._counters = counters
@@ -59,8 +54,6 @@ class ChunkReader:
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._requested_bytes = 0
-        self._keeps_unused = keeps_unused
-        self._unused: dict[int, None] = {}  # chunks that nobody asks for, in the order in which they were released
         self._read_ahead_bytes = budget_bytes
         self._waited_s = 0.0
         self._closed = False
@@ -103,7 +96,6 @@ class ChunkReader:
                 slot = self._slots.setdefault(chunk, Slot())
                 slot.uses += 1
                 if slot.uses == 1:
-                    self._unused.pop(chunk, None)
                     self._requested_bytes += self._source.hold(chunk)
                     if slot.block is None and not slot.in_flight:
                         self._queue.ask(chunk, at_once=at_once)
@@ -114,21 +106,16 @@ class ChunkReader:
         """Whether more would fit than is requested so far."""
         return self._requested_bytes < self._memory.budget
 
-    @property
-    def needs_requests(self) -> bool:
-        """Whether its threads may soon have nothing to fetch, though not all there is was asked for."""
-        is_all = len(self._slots) == self._source.manifest.num_chunks
-        return not is_all and len(self._queue) < _QUEUED_PER_THREAD * self._threads.wanted
-
     def release(self, chunks: Sequence[int]) -> None:
-        """Withdraw one request for each of these chunks; one without requests is dropped, where not all are kept."""
+        """Withdraw one request for each of these chunks; a chunk without requests is dropped."""
         with self._lock:
             for chunk in () if self._closed else chunks:
                 slot = self._slots[chunk]
                 slot.uses -= 1
                 if slot.uses == 0:
                     self._requested_bytes -= self._source.hold(chunk)
-                    self._note_unused(chunk, slot)
+                    if not slot.in_flight:
+                        self._drop(chunk)
             self._wake()
 
     def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
@@ -195,7 +182,6 @@ class ChunkReader:
         self._threads.join(until)
         with self._lock:
             self._slots.clear()
-            self._unused.clear()
             self._current.clear()
             self._requested_bytes = 0
             self._memory.close()
@@ -271,7 +257,7 @@ class ChunkReader:
         size = self._source.reserve(chunk)
         memory = self._memory
         is_within = not memory.untaken or memory.untaken + size <= self._read_ahead_bytes
-        return is_within and (not memory.reserved or self._fits_without_unused(size))
+        return is_within and (not memory.reserved or memory.fits(size))
 
     def _next_work(self) -> Callable[[], None] | None:
         """What the calling thread does next: opens a chunk that was fetched, or fetches one. Holds the lock."""
@@ -288,8 +274,7 @@ class ChunkReader:
         chunk = self._queue.find_urgent()
         if chunk is not None:
             size = self._source.reserve(chunk)
-            if not self._fits_without_unused(size):
-                self._memory.make_room(size, self._current)
+            self._memory.make_room(size, self._current)
             if not self._memory.fits(size) and self._urgent_must_wait():
                 return None
         elif self._fits_ahead():
@@ -310,24 +295,9 @@ class ChunkReader:
         self._threads.note(1)
         self._memory.resize(slot, size)
 
-    def _note_unused(self, chunk: int, slot: Slot) -> None:
-        """Nobody asks for a chunk, which may be on its way: drop it, or keep it. Holds the lock."""
-        if self._keeps_unused and slot.block is not None:
-            self._unused[chunk] = None
-        elif not slot.in_flight:
-            self._drop(chunk)
-
     def _drop(self, chunk: int) -> None:
         self._queue.forget(chunk)
         self._memory.let_go(self._slots.pop(chunk))
-
-    def _fits_without_unused(self, size: int) -> bool:
-        """Whether so many bytes fit into the budget, once chunks that nobody asks for are dropped. Holds the lock."""
-        while self._unused and not self._memory.fits(size):
-            chunk = next(iter(self._unused))
-            del self._unused[chunk]
-            self._drop(chunk)
-        return self._memory.fits(size)
 
     def _fetch(self, chunk: int) -> None:
         try:
@@ -363,7 +333,7 @@ class ChunkReader:
                 self._memory.resize(slot, block.nbytes if block is not None else 0)
                 slot.block, slot.error = block, error
                 if slot.uses == 0:
-                    self._note_unused(chunk, slot)
+                    self._drop(chunk)
             if chunk in self._current:
                 self._arrived.notify()
             self._wake()
