@@ -23,6 +23,14 @@ class ReaderOfSource:
     def has_room(self) -> bool:
         return self._reader.has_room
 
+    @property
+    def needs_requests(self) -> bool:
+        return self._reader.needs_requests
+
+    @property
+    def keeps_unused(self) -> bool:
+        return self._reader.keeps_unused
+
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         self._reader.request([self._first + chunk for chunk in chunks], at_once=at_once)
 

@@ -41,6 +41,12 @@ class ReadsChunks(Protocol):
     @property
     def has_room(self) -> bool: ...
 
+    @property
+    def needs_requests(self) -> bool: ...
+
+    @property
+    def keeps_unused(self) -> bool: ...
+
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None: ...
 
     def release(self, chunks: Sequence[int]) -> None: ...
@@ -53,7 +59,7 @@ class Equipment:
     """What a pipeline owns and lends its assembler.
 
     ``deliver`` waits for room in the queue of batches, and returns False once the pipeline is stopped; ``stopping`` is
-    set then. Everything here ends with the pipeline.
+    set then. ``is_short``: whether few batches are in the queue. Everything here ends with the pipeline.
     """
 
     source: ChunkSource
@@ -64,6 +70,7 @@ class Equipment:
     counters: Counters
     stopping: Event
     deliver: Callable[[Delivery], bool]
+    is_short: Callable[[], bool]
 
 
 class Assembler(Protocol):

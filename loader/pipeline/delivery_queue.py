@@ -46,8 +46,9 @@ class DeliveryQueue:
     """A bounded queue from one producing thread to one consuming thread.
 
     It holds up to ``max_bytes``, but always takes two deliveries, so that one is being made while the other waits. Of
-    batches that are made when they are asked for, it holds a few: nothing is gained by more. Once it is full of those,
-    it takes no other before half are gone: each turn between the two threads costs more than to put one in.
+    batches that are made when they are asked for, it holds about those of a span: nothing is gained by more. Once it is
+    full of those, it takes no other before half are gone: each turn between the two threads costs more than to put one
+    in.
     """
 
     def __init__(self, max_bytes: int, max_items: int = 256) -> None:
@@ -88,7 +89,7 @@ class DeliveryQueue:
 
     def _is_full(self, item: Delivery, most_on_call: int = _MOST_ON_CALL) -> bool:
         waiting = len(self._items)
-        if waiting >= most_on_call and isinstance(item.batch, UnfinishedBatch) and item.batch.is_on_call:
+        if waiting >= most_on_call and _is_on_call(item):
             return True
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
 
@@ -131,6 +132,15 @@ class DeliveryQueue:
     def __len__(self) -> int:
         return len(self._items)
 
+    def is_short(self) -> bool:
+        """Whether it holds less than half of what it takes; any thread may ask."""
+        with self._changed:
+            waiting = len(self._items)
+            if waiting < 2:
+                return True
+            most = _MOST_ON_CALL if _is_on_call(self._items[-1]) else self._max_items
+            return 2 * waiting < most and 2 * self._bytes < self._max_bytes
+
     def count(self) -> tuple[int, int]:
         """(batches that wait here, those of them that could be taken at once, in order); any thread may ask."""
         with self._changed:
@@ -148,3 +158,7 @@ class DeliveryQueue:
                     item.batch.cancel()
             self._items.clear()
             self._changed.notify_all()
+
+
+def _is_on_call(item: Delivery) -> bool:
+    return isinstance(item.batch, UnfinishedBatch) and item.batch.is_on_call

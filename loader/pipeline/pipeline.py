@@ -95,6 +95,7 @@ class Pipeline:
             next_use=self._next_use,
             counters=counters,
             leases=self._leases,
+            keeps_unused=source.fit_into(options.chunk_budget_bytes),
         )
         self._feeder = None if options.device is None else DeviceFeeder(options.device)
         self._host_out = self._out if self._feeder is None else DeliveryQueue(options.batch_budget_bytes)
@@ -111,6 +112,7 @@ class Pipeline:
             counters=counters,
             stopping=self._stopping,
             deliver=self._host_out.put,
+            is_short=self._host_out.is_short,
         )
         self._assembler = make_assembler(equipment, start)
         self._threads = [Thread(target=self._assemble, name="penstock-assemble")]

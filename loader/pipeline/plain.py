@@ -23,9 +23,9 @@ from ..order.costs import SampleCosts
 from ..order.selection import Selection
 from ..order.spans import EpochSpans, Span
 from ..reading.quarantine import Quarantine
-from .assembler import MOST_AT_ONCE, Equipment, ReadsChunks, Start, cut_step, hand_over, pick_uses, steps_at_once
+from .assembler import MOST_AT_ONCE, Equipment, Start, cut_step, hand_over, pick_uses, steps_at_once
 from .delivery_queue import Delivery
-from .requests import request, request_first
+from .look_ahead import LookAhead
 from .tuning import mean_row_bytes
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
@@ -76,7 +76,8 @@ class PlainAssembler:
     def run(self) -> None:
         world_size = self._share.world_size
         epochs = 1 if world_size == 1 and self._selection is None else _EPOCHS_OF_A_RANK * world_size
-        for spans, span in _LookAhead(self._spans(), self._reader, epochs=epochs):
+        ahead = LookAhead(self._spans(), self._reader, epochs=epochs, is_short=self._equipment.is_short)
+        for spans, span in ahead:
             if self._equipment.stopping.is_set() or not self._assemble_span(spans, span):
                 return
 
@@ -238,48 +239,3 @@ def _copied_at_once(rows: Rows, span: Span) -> int:
     else:
         return 1
     return min(most, max(1, most_bytes * span.steps // max(1, sum(each.nbytes for each in late))))
-
-
-class _LookAhead:
-    """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
-
-    A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
-    Nothing is planned beyond ``epochs`` after the one that is consumed: those ask for all there is, so that no chunk is
-    dropped and fetched again, and of a small data set not hundreds are planned that nobody may ever ask for.
-    """
-
-    _PER_SPAN = 8
-    _MOST = 1024
-
-    def __init__(
-        self,
-        planned: Iterator[tuple[EpochSpans, Span | None]],
-        reader: ReadsChunks,
-        *,
-        epochs: int,
-    ) -> None:
-        self._source = planned
-        self._reader = reader
-        self._epochs = epochs
-        self._planned: deque[tuple[EpochSpans, Span | None]] = deque()
-        self._ended = -1  # the last epoch that is planned to its end
-
-    def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
-        is_first = True
-        while True:
-            for _ in range(self._PER_SPAN):
-                if self._planned and not self._goes_on:
-                    break
-                spans, span = next(self._source)
-                if span is not None:
-                    request_first(self._reader, spans, span) if is_first else request(self._reader, spans, span)
-                is_first = False
-                self._planned.append((spans, span))
-                if span is None:
-                    self._ended = spans.plan.epoch
-            yield self._planned.popleft()
-
-    @property
-    def _goes_on(self) -> bool:
-        asks_for_all = self._ended >= self._planned[0][0].plan.epoch + self._epochs
-        return len(self._planned) < self._MOST and not asks_for_all and self._reader.has_room

@@ -24,6 +24,9 @@ from .leases import Leases
 from .opening_queue import OpeningQueue
 from .slot import Slot
 
+# Requests for each thread that keep it busy until more come, also while one of them takes long.
+_QUEUED_PER_THREAD = 8
+
 
 class ChunkReader:
     """Keeps requested chunks in memory, as far as ``budget_bytes`` allow; the shards' headers count too.
@@ -32,7 +35,8 @@ class ChunkReader:
     fit, resident chunks are evicted, the one with the furthest next use first (Belady 1966), and fetched again when
     their turn comes: a budget smaller than the open windows costs reads, never correctness. At most one chunk at a time
     is held beyond the budget, and only when nothing else can be evicted. ``set_read_ahead`` and ``set_threads`` may
-    change at any time how much is fetched before it is asked for, and how many chunks at a time.
+    change at any time how much is fetched before it is asked for, and how many chunks at a time. With ``keeps_unused``,
+    chunks that nobody asks for any more stay for later requests, until the first time that there is no room.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ChunkReader:
         next_use: Callable[[Sequence[int]], dict[int, int]],
         counters: Counters,
         leases: Leases | None = None,
+        keeps_unused: bool = False,
     ) -> None:
         self._source = source
         self._counters = counters
@@ -54,6 +59,8 @@ class ChunkReader:
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._requested_bytes = 0
+        self.keeps_unused = keeps_unused
+        self._unused: dict[int, None] = {}  # chunks that nobody asks for, in the order in which they were released
         self._read_ahead_bytes = budget_bytes
         self._waited_s = 0.0
         self._closed = False
@@ -96,6 +103,7 @@ class ChunkReader:
                 slot = self._slots.setdefault(chunk, Slot())
                 slot.uses += 1
                 if slot.uses == 1:
+                    self._unused.pop(chunk, None)
                     self._requested_bytes += self._source.hold(chunk)
                     if slot.block is None and not slot.in_flight:
                         self._queue.ask(chunk, at_once=at_once)
@@ -106,16 +114,21 @@ class ChunkReader:
         """Whether more would fit than is requested so far."""
         return self._requested_bytes < self._memory.budget
 
+    @property
+    def needs_requests(self) -> bool:
+        """Whether its threads may soon have nothing to fetch, though not all there is was asked for."""
+        is_all = len(self._slots) == self._source.manifest.num_chunks
+        return not is_all and len(self._queue) < _QUEUED_PER_THREAD * self._threads.wanted
+
     def release(self, chunks: Sequence[int]) -> None:
-        """Withdraw one request for each of these chunks; a chunk without requests is dropped."""
+        """Withdraw one request for each of these chunks; one without requests is dropped, where not all are kept."""
         with self._lock:
             for chunk in () if self._closed else chunks:
                 slot = self._slots[chunk]
                 slot.uses -= 1
                 if slot.uses == 0:
                     self._requested_bytes -= self._source.hold(chunk)
-                    if not slot.in_flight:
-                        self._drop(chunk)
+                    self._note_unused(chunk, slot)
             self._wake()
 
     def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
@@ -182,6 +195,7 @@ class ChunkReader:
         self._threads.join(until)
         with self._lock:
             self._slots.clear()
+            self._unused.clear()
             self._current.clear()
             self._requested_bytes = 0
             self._memory.close()
@@ -257,7 +271,7 @@ class ChunkReader:
         size = self._source.reserve(chunk)
         memory = self._memory
         is_within = not memory.untaken or memory.untaken + size <= self._read_ahead_bytes
-        return is_within and (not memory.reserved or memory.fits(size))
+        return is_within and (not memory.reserved or memory.fits(size - self._unused_bytes))
 
     def _next_work(self) -> Callable[[], None] | None:
         """What the calling thread does next: opens a chunk that was fetched, or fetches one. Holds the lock."""
@@ -273,6 +287,7 @@ class ChunkReader:
             return None
         chunk = self._queue.find_urgent()
         if chunk is not None:
+            self._drop_unused(chunk)
             size = self._source.reserve(chunk)
             self._memory.make_room(size, self._current)
             if not self._memory.fits(size) and self._urgent_must_wait():
@@ -280,6 +295,7 @@ class ChunkReader:
         elif self._fits_ahead():
             chunk = self._queue.find_ahead(self._threads.wanted)
             assert chunk is not None
+            self._drop_unused(chunk)
         else:
             return None
         self._queue.take(chunk)
@@ -295,9 +311,28 @@ class ChunkReader:
         self._threads.note(1)
         self._memory.resize(slot, size)
 
+    def _note_unused(self, chunk: int, slot: Slot) -> None:
+        """Nobody asks for a chunk, which may be on its way: drop it, or keep it. Holds the lock."""
+        if self.keeps_unused and slot.block is not None:
+            self._unused[chunk] = None
+        elif not slot.in_flight:
+            self._drop(chunk)
+
     def _drop(self, chunk: int) -> None:
         self._queue.forget(chunk)
         self._memory.let_go(self._slots.pop(chunk))
+
+    @property
+    def _unused_bytes(self) -> int:
+        return sum(self._slots[chunk].reserved for chunk in self._unused)
+
+    def _drop_unused(self, wanted: int) -> None:
+        """If there is no room for a chunk, drop those that nobody asks for, and keep none any more. Holds the lock."""
+        if not self._memory.fits(self._source.reserve(wanted)):
+            self.keeps_unused = False
+            for chunk in self._unused:
+                self._drop(chunk)
+            self._unused.clear()
 
     def _fetch(self, chunk: int) -> None:
         try:
@@ -333,7 +368,7 @@ class ChunkReader:
                 self._memory.resize(slot, block.nbytes if block is not None else 0)
                 slot.block, slot.error = block, error
                 if slot.uses == 0:
-                    self._drop(chunk)
+                    self._note_unused(chunk, slot)
             if chunk in self._current:
                 self._arrived.notify()
             self._wake()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
 from ...storage.daemon_pool import DaemonPool
 from ...storage.options import MappedReads
@@ -302,6 +304,11 @@ class ChunkSource:
         """What ``reserve`` says of a chunk, about."""
         manifest = self.manifest
         return int((manifest.lengths.sum() + manifest.memory.sum()) // max(1, manifest.num_chunks))
+
+    def fit_into(self, nbytes: int) -> bool:
+        """Whether so much memory holds all chunks, as far as is known before they are opened."""
+        lengths, memory = self.manifest.lengths, self.manifest.memory
+        return int(np.where(memory == lengths, lengths, lengths + memory).sum()) <= nbytes
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""

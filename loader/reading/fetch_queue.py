@@ -27,6 +27,10 @@ class FetchQueue:
         self._at_once: set[int] = set()
         self._to_come: set[int] = set()  # those of them whose bytes are not there
 
+    def __len__(self) -> int:
+        """How many are to be fetched ahead of need, about."""
+        return len(self._ahead)
+
     def ask(self, chunk: int, *, at_once: bool = False) -> None:
         """Fetch it ahead of need, after those that were asked for before."""
         self._slots[chunk].queued = True

@@ -21,7 +21,6 @@ from penstock.loader.decoding.gather import gather
 from penstock.loader.decoding.rows import Rows, complete_all
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline.pipeline import Pipeline
-from penstock.loader.pipeline.plain import _LookAhead
 from penstock.loader.reading.records import pack_records
 from penstock.storage.daemon_pool import DaemonPool
 
@@ -268,37 +267,6 @@ def test_a_loader_that_another_thread_closes_while_a_pass_starts_says_so(tokens,
     monkeypatch.setattr(Pipeline, "start", start_and_close)
     with pytest.raises(LoaderClosedError):
         next(iter(loader))
-
-
-class _Spans:
-    """An epoch's spans, as far as planning ahead looks at them."""
-
-    def __init__(self, epoch: int) -> None:
-        self.plan = self
-        self.epoch = epoch
-
-
-class _Reader:
-    has_room = True
-
-    def request(self, chunks: list[int]) -> None:
-        pass
-
-
-@pytest.mark.parametrize("epochs", [1, 8])
-def test_no_more_epochs_are_planned_ahead_than_ask_for_every_chunk(epochs):
-    ended: list[int] = []
-
-    def planned():
-        for epoch in range(10_000):
-            ended.append(epoch)
-            yield _Spans(epoch), None
-
-    spans = iter(_LookAhead(planned(), _Reader(), epochs=epochs))
-    for epoch in range(50):
-        assert next(spans)[0].epoch == epoch
-        assert ended[-1] <= epoch + epochs
-    assert ended[-1] == 49 + epochs
 
 
 def test_epochs_after_the_first_find_every_chunk_in_memory(tokens):

@@ -146,3 +146,19 @@ def test_closing_wakes_producer_and_consumer():
     assert not full.put(delivery(3, 1))
     with pytest.raises(LoaderClosedError):
         full.get()
+
+
+def test_it_is_short_while_it_holds_less_than_half_of_what_it_takes():
+    by_bytes, by_count, on_call = DeliveryQueue(100), DeliveryQueue(1 << 40, max_items=6), DeliveryQueue(1 << 40)
+    for queue, item, enough in (
+        (by_bytes, delivery(0, 10), 5),
+        (by_count, delivery(0, 10), 3),
+        (on_call, replace(delivery(0, 10), batch=OnCall()), _MOST_ON_CALL // 2),
+        (DeliveryQueue(0), delivery(0, 10), 2),
+    ):
+        for _ in range(enough):
+            assert queue.is_short()
+            queue.put(item)
+        assert not queue.is_short()
+        queue.get()
+        assert queue.is_short()

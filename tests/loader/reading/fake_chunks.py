@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 from started_threads import started_threads
@@ -43,6 +44,10 @@ class FakeSource:
 
     header_bytes = 0
 
+    @property
+    def manifest(self) -> SimpleNamespace:
+        return SimpleNamespace(num_chunks=len(self.sizes))
+
     def reserve(self, index: int) -> int:
         return self.sizes[index]
 
@@ -73,6 +78,8 @@ def make_reader(
     threads: int = 4,
     next_use: NextUse | None = None,
     leases: Leases | None = None,
+    *,
+    keeps_unused: bool = False,
 ) -> ChunkReader:
     reader = ChunkReader(
         source,  # type: ignore[arg-type]
@@ -81,6 +88,7 @@ def make_reader(
         next_use=next_use or (lambda chunks: dict.fromkeys(chunks, 0)),
         counters=Counters(),
         leases=leases,
+        keeps_unused=keeps_unused,
     )
     reader.start()
     return reader

@@ -192,3 +192,70 @@ def test_an_error_is_given_to_every_take_until_the_chunk_is_released_and_then_tr
     ((_, block),) = reader.take([0])
     assert isinstance(block, Block)
     close(reader)
+
+
+def test_chunks_that_nobody_asks_for_stay_until_there_is_no_room():
+    source = FakeSource([10] * 6, failing=frozenset([3]))
+    reader = make_reader(source, 40, threads=1, keeps_unused=True)
+    reader.request([0, 1, 2, 3])
+    list(reader.take([0, 1, 2, 3]))
+    reader.release([2, 0, 1, 3])
+    assert reader.resident_bytes == 30
+    assert reader.has_room
+    assert reader.keeps_unused
+    reader.request([0])
+    assert [chunk for chunk, _ in reader.take([0])] == [0]
+    assert source.loads == [0, 1, 2, 3]
+    reader.request([4, 5])  # the second takes the place of those that nobody asks for
+    assert {chunk for chunk, _ in reader.take([4, 5])} == {4, 5}
+    assert source.loads == [0, 1, 2, 3, 4, 5]
+    assert {chunk for chunk, slot in reader._slots.items() if slot.block is not None} == {0, 4, 5}
+    assert not reader.keeps_unused
+    reader.release([0, 4])
+    assert reader.resident_bytes == 10
+    assert reader.levels().peak_bytes <= 50
+    close(reader)
+    assert reader.resident_bytes == 0
+
+
+def test_a_chunk_that_is_needed_takes_the_place_of_those_that_nobody_asks_for():
+    source = FakeSource([10, 10, 40])
+    reader = make_reader(source, 40, threads=1, keeps_unused=True)
+    for chunk in (0, 1, 2, 0, 2, 1):
+        reader.request([chunk])
+        assert [chunk for chunk, _ in reader.take([chunk])] == [chunk]
+        reader.release([chunk])
+    assert reader.levels().peak_bytes <= 50
+    close(reader)
+
+
+def test_a_chunk_released_while_in_flight_is_kept_once_it_is_there():
+    source = FakeSource([10], held=frozenset([0]))
+    reader = make_reader(source, 100, keeps_unused=True)
+    reader.request([0])
+    wait_until(lambda: source.loads == [0], "the chunk was not fetched")
+    reader.release([0])
+    source.gate.set()
+    wait_until(lambda: reader.levels().resident_chunks == 1, "the chunk was dropped")
+    reader.request([0])
+    assert [chunk for chunk, _ in reader.take([0])] == [0]
+    assert source.loads == [0]
+    close(reader)
+
+
+def test_requests_are_needed_until_all_chunks_are_asked_for_or_the_threads_have_enough_to_do():
+    source = FakeSource([1] * 40, held=frozenset([0, 1]))
+    reader = make_reader(source, 1000, threads=2)
+    assert reader.needs_requests
+    reader.request(range(17))
+    wait_until(lambda: len(source.loads) == 2, "both threads fetch")
+    assert reader.needs_requests  # 15 wait, of 8 for each thread
+    reader.request([17])
+    assert not reader.needs_requests
+    source.gate.set()
+    list(reader.take(range(18)))
+    assert reader.needs_requests
+    reader.request(range(18, 40))
+    list(reader.take(range(18, 40)))
+    assert not reader.needs_requests
+    close(reader)
