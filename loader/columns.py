@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class ArrayColumn:
         return int(self.values.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BytesColumn:
     """Values that are slices of one buffer: value i is ``buffer[starts[i]:stops[i]]``, missing where starts[i] < 0.
 
@@ -58,6 +59,11 @@ class BytesColumn:
     stops: IntArray
     text: bool = False
     ascii: str | None = None
+
+    @cached_property
+    def value_bytes(self) -> int:
+        """Bytes of all values."""
+        return int((self.stops - self.starts)[self.starts >= 0].sum())
 
     def take(self, rows: IntArray) -> list[Any]:
         """Copies of the values of ``rows`` as bytes or str; None where missing."""

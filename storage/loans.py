@@ -36,11 +36,15 @@ class Loans(Generic[Memory]):
         self._lent: dict[int, _Loan[Memory]] = {}  # by their own ids
         self._ended: deque[_Loan[Memory]] = deque()
 
-    def lend(self, memory: Memory, exporter: Any) -> None:
-        """Note that ``memory``, or what stands for it, is lent until ``exporter``, a numpy array, is deallocated."""
+    def lend(self, memory: Memory, exporter: Any) -> weakref.ref[Any]:
+        """Note that ``memory``, or what stands for it, is lent until ``exporter``, a numpy array, is deallocated.
+
+        What is returned refers to the exporter as long as that lives.
+        """
         loan: _Loan[Memory] = _Loan(exporter, self._ended.append)
         loan.memory = memory
         self._lent[id(loan)] = loan
+        return loan
 
     def take_back(self) -> Iterator[Memory]:
         """What came back since it was last asked for. Who is interrupted in between loses one."""

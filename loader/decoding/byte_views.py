@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
 
 import numpy as np
@@ -84,7 +85,7 @@ class ByteViews:
     def __getitem__(self, index: slice) -> ByteViews: ...
     def __getitem__(self, index: int | slice) -> memoryview | ByteViews | None:
         if isinstance(index, slice):
-            return self.pick(np.arange(len(self))[index])
+            return self._at(index)
         start = int(self._starts[index])
         return None if start < 0 else self._buffers[self._which[index]][start : self._stops[index]]
 
@@ -108,13 +109,17 @@ class ByteViews:
             IndexError: there is no such row, or a mask has not one value a row.
         """
         given: AnyArray = np.asarray(rows)
-        rows = np.arange(len(self))[given if given.size else given.astype(np.int64)]
+        return self._at(np.arange(len(self))[given if given.size else given.astype(np.int64)])
+
+    def _at(self, rows: IntArray | slice) -> ByteViews:
         starts = self._starts[rows]
         present = starts >= 0
-        used, inverse = np.unique(self._which[rows][present], return_inverse=True)
-        which = np.zeros(len(rows), np.int64)
-        which[present] = inverse
-        return ByteViews.of_buffers([self._buffers[i] for i in used], which, starts, self._stops[rows])
+        used = self._which[rows][present]
+        is_used = np.zeros(len(self._buffers), bool)
+        is_used[used] = True
+        which = np.zeros(len(starts), np.int64)
+        which[present] = (np.cumsum(is_used) - 1)[used]
+        return ByteViews.of_buffers(list(compress(self._buffers, is_used)), which, starts, self._stops[rows])
 
     @property
     def missing(self) -> AnyArray:
@@ -190,50 +195,50 @@ class ViewsOfSpan:
 
     def __init__(self) -> None:
         self._buffers: list[memoryview] = []
-        self._parts: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._counts: list[int] = []  # how many values in a row lie in each
+        self._starts: list[IntArray] = []
+        self._stops: list[IntArray] = []
         self._count = 0
 
     def add(self, column: BytesColumn, rows: IntArray, lend: Lend | None) -> None:
         """The values of ``rows``: views where the chunk may be lent, else copies, each on its own."""
-        lent = lend_buffer(column, rows, lend)
-        first = len(self._buffers)
+        lent = _lend(column, lend)
         if lent is not None:
-            self._buffers.append(lent)
-            self._parts.append((np.full(len(rows), first), column.starts[rows], column.stops[rows]))
+            self._note([lent], [len(rows)], column.starts[rows], column.stops[rows])
         else:
             copies = ByteViews(column.copies(rows))
-            self._buffers += copies._buffers
-            self._parts.append((copies._which + first, copies._starts, copies._stops))
-        self._count += len(rows)
+            self._note(copies._buffers, [1] * len(rows), copies._starts, copies._stops)
+
+    def _note(self, buffers: list[memoryview], counts: list[int], starts: IntArray, stops: IntArray) -> None:
+        self._buffers += buffers
+        self._counts += counts
+        self._starts.append(starts)
+        self._stops.append(stops)
+        self._count += len(starts)
 
     def pad(self, count: int) -> None:
         """Missing values, until there are ``count``."""
-        absent = np.full(count - self._count, -1, np.int64)
-        self._parts.append((np.zeros(len(absent), np.int64), absent, absent))
-        self._count = count
+        if count > self._count:
+            absent = np.full(count - self._count, -1, np.int64)
+            self._note([memoryview(b"")], [len(absent)], absent, absent)
 
     def finish(self, order: IntArray) -> ByteViews:
-        which, starts, stops = (np.concatenate(parts)[order] for parts in zip(*self._parts, strict=True))
+        which = np.repeat(np.arange(len(self._buffers)), self._counts)[order]
+        starts, stops = (np.concatenate(parts)[order] for parts in (self._starts, self._stops))
         return ByteViews.of_buffers(self._buffers, which, starts, stops)
 
 
 def take_views(column: BytesColumn, rows: IntArray, lend: Lend | None) -> list[memoryview | None]:
     """The values of ``rows`` for decoders: views where the chunk may be lent, else copies."""
-    lent = lend_buffer(column, rows, lend)
+    lent = _lend(column, lend)
     if lent is None:
         return column.copies(rows)
     places = zip(column.starts[rows].tolist(), column.stops[rows].tolist(), strict=True)
     return [lent[start:stop] if start >= 0 else None for start, stop in places]
 
 
-def lend_buffer(column: BytesColumn, rows: IntArray, lend: Lend | None) -> memoryview | None:
-    """The column's buffer to view ``rows`` in; None where they shall be copied.
-
-    The share of the chunk that the field takes is reckoned from these rows.
-    """
-    starts = column.starts[rows]
-    sizes = (column.stops[rows] - starts)[starts >= 0]
-    if lend is None or not len(sizes):
+def _lend(column: BytesColumn, lend: Lend | None) -> memoryview | None:
+    """The column's buffer to view values in; None where they shall be copied."""
+    if lend is None or column.value_bytes < _LEAST_SHARE * owner_of(column.buffer)[1]:
         return None
-    of_field = int(sizes.sum()) / len(rows) * len(column.starts)
-    return lend(column.buffer) if of_field >= _LEAST_SHARE * owner_of(column.buffer)[1] else None
+    return lend(column.buffer)

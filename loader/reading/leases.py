@@ -1,12 +1,13 @@
 """Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
 
-A view refers to an array over the chunk's bytes that is made for one span and dies with its last view
-(`penstock.storage.loans`). Mutable state: the held buffers, under a lock, and the loans, which may end at any time.
+A view refers to an array over the chunk's bytes, which dies with the last view (`penstock.storage.loans`). Mutable
+state: the held buffers, under a lock, and the loans, which may end at any time.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,11 @@ class _Held:
     nbytes: int
     exporters: int = 0
     is_resident: bool = True
+    last: tuple[weakref.ref[memoryview], weakref.ref[Any]] | None = None  # a buffer, and its exporter
+
+    def exporter_of(self, buffer: memoryview) -> Any:
+        """The array that was made over a buffer, None where it is dead or another one was made since."""
+        return self.last[1]() if self.last is not None and self.last[0]() is buffer else None
 
 
 def owner_of(buffer: memoryview) -> tuple[int, int]:
@@ -51,6 +57,10 @@ class Leases:
         """A read-only buffer of the same bytes whose views are counted; None where the limit is reached: copy then."""
         owner, nbytes = owner_of(buffer)
         with self._lock:
+            held = self._held.get(owner)
+            exporter: Any = None if held is None else held.exporter_of(buffer)
+            if exporter is not None:
+                return memoryview(exporter)
             self._settle()
             held = self._held.get(owner)
             if held is None:
@@ -59,9 +69,9 @@ class Leases:
                 held = self._held[owner] = _Held(nbytes)
                 self._lent_bytes += nbytes
             held.exporters += 1
-            exporter: Any = np.frombuffer(buffer, np.uint8)
+            exporter = np.frombuffer(buffer, np.uint8)
             exporter.flags.writeable = False
-            self._loans.lend(owner, exporter)
+            held.last = weakref.ref(buffer), self._loans.lend(owner, exporter)
             return memoryview(exporter)
 
     def drop(self, block: Block) -> None:

@@ -92,7 +92,7 @@ class MappedArray(ArrayColumn):
     file: MappedFile = field(kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MappedColumn(BytesColumn):
     """Values that lie in a mapped file, to be copied by ``take``, or by whoever is ``looking_at`` it."""
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,37 @@ def test_a_chunk_is_charged_from_when_the_reader_drops_it_until_its_last_view_di
     assert leases.retained_bytes == 600
     del part
     assert leases.retained_bytes == 0
+
+
+def test_spans_of_a_chunk_share_its_array_as_long_as_a_view_lives():
+    leases = Leases(1000)
+    column, other = column_of(600), column_of(300)
+    first, again, beside = leases.lend(column.buffer), leases.lend(column.buffer), leases.lend(other.buffer)
+    assert first.obj is again.obj
+    assert (first.nbytes, beside.nbytes) == (600, 300)
+    part = memoryview(column.buffer)[10:20]  # of the same owner: an array of its own
+    assert bytes(leases.lend(part)) == bytes(part)
+    assert leases.lend(column.buffer).nbytes == 600
+    array = weakref.ref(first.obj)
+    leases.drop(Block(1, 600, {"a": column}))
+    del first
+    assert leases.retained_bytes == 600
+    del again
+    assert array() is None
+    assert leases.retained_bytes == 0
+    assert leases.lend(column.buffer).nbytes == 600
+
+
+def test_parts_of_views_keep_only_their_own_buffers():
+    views = ByteViews([None, b"one", None, b"two", b"three", None])
+    for rows, buffers in (([0], 0), ([1, 3], 2), ([2, 5, 0], 0), ([4, 4, 0, 4], 1), ([], 0)):
+        picked = views.pick(rows)
+        assert picked.to_bytes() == [views.to_bytes()[i] for i in rows]
+        assert len(picked._buffers) == buffers
+        assert picked.pick(range(len(rows))).arrow().to_pylist() == picked.to_bytes()
+    assert views[:1].to_bytes() == [None]
+    assert len(views[::-2]._buffers) == 2
+    assert len(ByteViews()[:]) == 0
 
 
 def test_beyond_the_limit_nothing_is_lent_until_views_die():
