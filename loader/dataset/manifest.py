@@ -21,6 +21,8 @@ from .part_sums import FORMATS_IN_PARTS, PartSums
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
+# To start Arrow's threads takes longer than all of a manifest that is not huge.
+_READ = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +218,7 @@ class Manifest:
         """
         try:
             stream = pa.BufferReader(pa.py_buffer(data))
-            table = pa.ipc.open_stream(stream).read_all()
+            table = pa.ipc.open_stream(stream, options=_READ).read_all()
             metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
             if metadata.get("penstock") != str(_VERSION):
                 raise DatasetError(

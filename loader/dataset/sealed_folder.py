@@ -21,6 +21,7 @@ from ...storage.own_folder import OwnFolder
 _LOCK_PATIENCE_S = 600.0
 _OURS = re.compile(rf"[0-9a-f]{{32}}(-copy)?\.(arrow|lock)|{re.escape(TEMPORARY_PREFIX)}.*")
 _SEAL_BYTES = 16
+_RENEWED_S = 60.0  # which takes a write to the disk
 _NO_HOME = "this user has no home folder: give cache_dir=, or set PENSTOCK_CACHE"
 
 
@@ -133,8 +134,9 @@ def _seal(key: str, data: bytes | memoryview) -> bytes:
 
 
 def _read(folder: OwnFolder, name: str) -> bytes:
-    """A file's content; its time is renewed."""
+    """A file's content; its time is renewed where it is older than a minute."""
     with os.fdopen(folder.open(name, os.O_RDONLY), "rb") as file:
         with suppress(OSError):  # a read-only file system
-            os.utime(file.fileno())
+            if os.fstat(file.fileno()).st_mtime < time.time() - _RENEWED_S:
+                os.utime(file.fileno())
         return file.read()

@@ -239,6 +239,6 @@ def take_views(column: BytesColumn, rows: IntArray, lend: Lend | None) -> list[m
 
 def _lend(column: BytesColumn, lend: Lend | None) -> memoryview | None:
     """The column's buffer to view values in; None where they shall be copied."""
-    if lend is None or column.value_bytes < _LEAST_SHARE * owner_of(column.buffer)[1]:
+    if lend is None or column.bytes_about < _LEAST_SHARE * owner_of(column.buffer)[1]:
         return None
     return lend(column.buffer)

@@ -32,6 +32,8 @@ _LARGEST = np.iinfo(np.int32).max  # of the chunks
 _FEWEST_SAMPLES, _FEWEST_CHUNKS = 1000, 8
 _LOCK_PATIENCE_S = 1.0  # without the lock, what others found meanwhile may be lost
 
+_READ = pa.ipc.IpcReadOptions(use_threads=False)  # to start Arrow's takes longer
+
 IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
 
 
@@ -90,7 +92,7 @@ class KeptLayouts:
         with suppress(StorageError, pa.ArrowException):  # a folder that is not this user's alone
             data = self._folder.load(self._key)
             if data is not None:
-                return _Table(pa.ipc.open_file(pa.BufferReader(data)).read_all())
+                return _Table(pa.ipc.open_file(pa.BufferReader(data), options=_READ).read_all())
         return _Table(_SCHEMA.empty_table())
 
 
@@ -120,8 +122,8 @@ class _Table:
         self.nbytes = int(table.nbytes)
         self._columns = {name: table.column(name).to_pylist() for name in _ONE_A_FIELD}
         places, self._places_at = _ends(table.column("places"))
-        data, self._data_at = _ends(table.column("data"))
-        self._places, self._data = places.astype(np.int64), data.tobytes()
+        self._places = places.astype(np.int64)
+        self._data, self._data_at = _ends(table.column("data"))
         self._rows: dict[int, range] = {}
         for row, chunk in enumerate(self._columns["chunk"]):
             self._rows[chunk] = range(self._rows.get(chunk, range(row, row)).start, row + 1)
@@ -144,7 +146,7 @@ class _Table:
         starts, stops = self._places[start:middle], self._places[middle:stop]
         if self._columns["in_chunk"][row]:
             return BytesColumn(IN_CHUNK, starts, stops, text=self._columns["text"][row])
-        data = self._data[self._data_at[row] : self._data_at[row + 1]]
+        data = self._data[self._data_at[row] : self._data_at[row + 1]].tobytes()
         text = data.decode("ascii") if self._columns["ascii"][row] else None
         return BytesColumn(memoryview(data), starts, stops, text=self._columns["text"][row], ascii=text)
 
