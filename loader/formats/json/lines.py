@@ -224,6 +224,10 @@ def _refuse_other_text(lines: Lines) -> None:
 
 def _refuse_depth(lines: Lines) -> None:
     data = np.frombuffer(lines.run, np.uint8)
+    # Of all opening brackets each object's first is one: what is left may all be in one line.
+    opened = np.count_nonzero(data == ord("{")) + np.count_nonzero(data == ord("["))
+    if opened - np.count_nonzero(data[lines.starts] == ord("{")) < MAX_DEPTH:
+        return
     # The four brackets, and few other characters, have these bits.
     places = np.flatnonzero((data & 0xD9) == 0x59)
     kinds = data[places] | 0x20

@@ -83,6 +83,15 @@ def test_lines_that_nest_deeper_than_100_are_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize("flat", [b'{"d":[]}\n', b"7\n"])
+@pytest.mark.parametrize("deep_at", [0, 300, 599])
+def test_one_deep_line_among_many_flat_ones_is_named(tmp_path: Path, flat: bytes, deep_at: int) -> None:
+    lines = [flat] * 600
+    lines[deep_at] = json.dumps({"d": nested(100)}).encode() + b"\n"
+    with pytest.raises(FormatError, match=rf"line {deep_at + 1} nests more than 100 deep"):
+        index(tmp_path, b"".join(lines))
+
+
 @pytest.mark.slow
 def test_maps_with_keys_of_their_own_in_each_row_cost_no_more_than_their_text(tmp_path: Path) -> None:
     rows = [{"id": i, "counts": {f"key{i}": i}} for i in range(6000)]
