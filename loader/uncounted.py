@@ -27,7 +27,10 @@ class UncountedPosition(RunPosition):
 
     @property
     def steps_per_epoch(self) -> int:
-        raise TypeError(f"{self.who} has no number of batches: what is made of them is known once it is read")
+        raise TypeError(
+            f"{self.who} has no number of batches: what is made of them is known once it is read; iterate over it, "
+            "without len() and without a DataLoader of torch's around it"
+        )
 
     @property
     def steps_left(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import threading
 from collections import OrderedDict
@@ -277,4 +278,7 @@ def _translate(exc: OSError, url: str, key: str) -> StorageError:
         return AccessDeniedError(f"{name} may not be read or written by uid {os.geteuid()} ({exc.strerror})")
     if exc.errno in {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}:
         return StoreUnavailableError(f"{name}: the disk or network file system failed ({exc.strerror})")
+    if exc.errno == errno.EMFILE:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return StorageError(f"{name}: this process may have no more than {most} files open; raise that, by `ulimit -n`")
     return StorageError(f"{name}: {exc.strerror or exc}")

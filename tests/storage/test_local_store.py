@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,15 @@ def test_links_to_folders_are_followed_and_those_back_up_end(tmp_path: Path) -> 
     store = LocalStore(root)
     assert [info.key for info in store.list()] == ["data/x"]
     assert store.get("data/x") == b"1"
+
+
+def test_a_process_that_may_open_no_more_files_says_how_many_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = LocalStore(tmp_path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"a: this process may have no more than 3 files open; .*ulimit -n"):
+            store.get("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
