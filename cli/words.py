@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _VALUE = r"(?:'[^']*'|\"[^\"]*\"|[\w.+-]+(?:\([^()]*\))?)"
 
 
-def option_words(message: str, options: Iterable[str]) -> str:
+def option_words(message: str, options: Collection[str]) -> str:
     """A message of the library with its arguments as options; ``options`` are the command's, named as fields are."""
     # What names both has the command line's word already.
     message = re.sub(rf"\b\w+={_VALUE}? \((--[\w-]+(?: [\w./-]+)?)\)", r"\1", message)
     message = re.sub(rf"\b\w+={_VALUE}, or (--[\w-]+(?: [\w./-]+)?) on the command line", r"\1", message)
+    for name in options:
+        own = name.removeprefix("source_")  # what is read has options of its own beside those of what is written
+        if own not in options:
+            message = re.sub(rf"(?<![\w-])--{own.replace('_', '-')}(?![\w-])", f"--{name.replace('_', '-')}", message)
     for name in options:
         word = "--" + name.replace("_", "-")
         message = re.sub(rf"(?<![\w.-]){name}=(?:True)?(?![\w'\"\[{{(.-])", word, message)

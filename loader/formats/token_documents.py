@@ -74,7 +74,7 @@ class TokenDocumentsFormat(BaseFormat):
                 raise FormatError(
                     task.info.key,
                     "has no .idx of Megatron's beside it that says where documents begin; give the token that ends "
-                    "each, as in format=TokenDocumentsFormat(eos=2) (--eos 2, of what pack reads --source-eos 2)",
+                    "each, as in format=TokenDocumentsFormat(eos=2) (--eos 2)",
                 )
             spans = _cut(read_bounds(store, task.hint, task.info), dtype.itemsize, self.chunk_bytes)
         else:

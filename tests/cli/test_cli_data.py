@@ -253,3 +253,5 @@ def test_documents_of_token_files_are_packed_one_a_sample(
     assert (code, "--source-eos applies to --source-format token_documents" in err) == (2, True)
     code, _, err = call(capsys, "pack", documents, tmp_path / "no", "--source-dtype", "uint16")
     assert (code, "--source-seq-len" in err, "--source-eos" in err) == (2, True, True)
+    code, _, err = call(capsys, "pack", documents, tmp_path / "no", "--source-format", "token_documents")
+    assert (code, "as in --source-eos 2" in err) == (2, True), err
