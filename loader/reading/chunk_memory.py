@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from ...storage.buffers import BUFFERS
 from ..metrics import Counters
@@ -15,16 +15,20 @@ class ChunkMemory:
     """Counts the bytes of ``slots``, of headers and of what batches keep. It has no lock: who calls holds the reader's.
 
     Mutable state: the bytes that are reserved, the most that there were, and how many of them no span has asked for.
+    With ``keeps_unused``, which ends the first time that there is no room, also the chunks that nobody asks for any
+    more, and their bytes.
     """
 
     def __init__(
         self,
-        slots: Mapping[int, Slot],
+        slots: MutableMapping[int, Slot],
         source: ChunkSource,
         budget_bytes: int,
         next_use: Callable[[Sequence[int]], dict[int, int]],
         counters: Counters,
         leases: Leases | None,
+        *,
+        keeps_unused: bool,
     ) -> None:
         self._slots = slots
         self._source = source
@@ -34,6 +38,9 @@ class ChunkMemory:
         self._leases = leases
         self._idle = BUFFERS.allow()  # as much as the budget has left
         self._peak = 0
+        self._unused: set[int] = set()
+        self._unused_bytes = 0
+        self.keeps_unused = keeps_unused
         self.reserved = 0
         self.untaken = 0  # reserved bytes of chunks that no span has asked for yet
 
@@ -58,6 +65,10 @@ class ChunkMemory:
         """Whether so many bytes more stay within the budget."""
         return self.reserved + size <= self.budget
 
+    def fits_beside_used(self, size: int) -> bool:
+        """Whether so many bytes more would stay within the budget without the chunks that nobody asks for."""
+        return self.fits(size - self._unused_bytes)
+
     def resize(self, slot: Slot, size: int) -> None:
         """Reserve so many bytes for a chunk, instead of what it had."""
         growth, slot.reserved = size - slot.reserved, size
@@ -79,6 +90,27 @@ class ChunkMemory:
         slot.block = None
         self.resize(slot, 0)
 
+    def keep_unused(self, chunk: int) -> None:
+        """Nobody asks for a chunk any more, which is in memory: it stays until somebody does, or there is no room."""
+        self._unused.add(chunk)
+        self._unused_bytes += self._slots[chunk].reserved
+
+    def note_used(self, chunk: int) -> None:
+        """Somebody asks for a chunk that nobody asked for before."""
+        if chunk in self._unused:
+            self._unused.remove(chunk)
+            self._unused_bytes -= self._slots[chunk].reserved
+
+    def drop_unused(self, size: int) -> None:
+        """If there is no room for so many bytes, drop the chunks that nobody asks for, and keep none any more."""
+        if self.fits(size):
+            return
+        self.keeps_unused = False
+        for chunk in self._unused:
+            self.let_go(self._slots.pop(chunk))
+        self._unused.clear()
+        self._unused_bytes = 0
+
     def make_room(self, size: int, needed: Mapping[int, None]) -> None:
         """Drop resident chunks but those ``needed`` now, the furthest next use first, until so many bytes would fit."""
         wanted = self.reserved + size - self.budget
@@ -97,5 +129,6 @@ class ChunkMemory:
 
     def close(self) -> None:
         """Count nothing more, and give idle memory back."""
-        self.reserved = self.untaken = 0
+        self.reserved = self.untaken = self._unused_bytes = 0
+        self._unused.clear()
         self._idle.close()

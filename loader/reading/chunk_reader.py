@@ -53,14 +53,14 @@ class ChunkReader:
         self._source = source
         self._counters = counters
         self._slots: dict[int, Slot] = {}
-        self._memory = ChunkMemory(self._slots, source, budget_bytes, next_use, counters, leases)
+        self._memory = ChunkMemory(
+            self._slots, source, budget_bytes, next_use, counters, leases, keeps_unused=keeps_unused
+        )
         self._queue = FetchQueue(self._slots)
         self._received = OpeningQueue(usable_cores())
         self._current: dict[int, None] = {}  # needed by the current span and not yet handed to it
         self._waiting_since: float | None = None  # the assembler waits for one of these, since this perf_counter()
         self._requested_bytes = 0
-        self.keeps_unused = keeps_unused
-        self._unused: dict[int, None] = {}  # chunks that nobody asks for, in the order in which they were released
         self._read_ahead_bytes = budget_bytes
         self._waited_s = 0.0
         self._closed = False
@@ -103,7 +103,7 @@ class ChunkReader:
                 slot = self._slots.setdefault(chunk, Slot())
                 slot.uses += 1
                 if slot.uses == 1:
-                    self._unused.pop(chunk, None)
+                    self._memory.note_used(chunk)
                     self._requested_bytes += self._source.hold(chunk)
                     if slot.block is None and not slot.in_flight:
                         self._queue.ask(chunk, at_once=at_once)
@@ -113,6 +113,11 @@ class ChunkReader:
     def has_room(self) -> bool:
         """Whether more would fit than is requested so far."""
         return self._requested_bytes < self._memory.budget
+
+    @property
+    def keeps_unused(self) -> bool:
+        """Whether chunks that nobody asks for stay."""
+        return self._memory.keeps_unused
 
     @property
     def needs_requests(self) -> bool:
@@ -128,7 +133,7 @@ class ChunkReader:
                 slot.uses -= 1
                 if slot.uses == 0:
                     self._requested_bytes -= self._source.hold(chunk)
-                    self._note_unused(chunk, slot)
+                    self._let_go_unused(chunk, slot)
             self._wake()
 
     def take(self, chunks: Sequence[int]) -> Iterator[tuple[int, Block | BaseException]]:
@@ -195,7 +200,6 @@ class ChunkReader:
         self._threads.join(until)
         with self._lock:
             self._slots.clear()
-            self._unused.clear()
             self._current.clear()
             self._requested_bytes = 0
             self._memory.close()
@@ -271,7 +275,7 @@ class ChunkReader:
         size = self._source.reserve(chunk)
         memory = self._memory
         is_within = not memory.untaken or memory.untaken + size <= self._read_ahead_bytes
-        return is_within and (not memory.reserved or memory.fits(size - self._unused_bytes))
+        return is_within and (not memory.reserved or memory.fits_beside_used(size))
 
     def _next_work(self) -> Callable[[], None] | None:
         """What the calling thread does next: opens a chunk that was fetched, or fetches one. Holds the lock."""
@@ -287,19 +291,20 @@ class ChunkReader:
             return None
         chunk = self._queue.find_urgent()
         if chunk is not None:
-            self._drop_unused(chunk)
             size = self._source.reserve(chunk)
+            self._memory.drop_unused(size)
             self._memory.make_room(size, self._current)
             if not self._memory.fits(size) and self._urgent_must_wait():
                 return None
         elif self._fits_ahead():
             chunk = self._queue.find_ahead(self._threads.wanted)
             assert chunk is not None
-            self._drop_unused(chunk)
+            size = self._source.reserve(chunk)
+            self._memory.drop_unused(size)
         else:
             return None
         self._queue.take(chunk)
-        self._admit(self._slots[chunk], self._source.reserve(chunk))
+        self._admit(self._slots[chunk], size)
         return chunk
 
     def _urgent_must_wait(self) -> bool:
@@ -311,28 +316,13 @@ class ChunkReader:
         self._threads.note(1)
         self._memory.resize(slot, size)
 
-    def _note_unused(self, chunk: int, slot: Slot) -> None:
+    def _let_go_unused(self, chunk: int, slot: Slot) -> None:
         """Nobody asks for a chunk, which may be on its way: drop it, or keep it. Holds the lock."""
         if self.keeps_unused and slot.block is not None:
-            self._unused[chunk] = None
+            self._memory.keep_unused(chunk)
         elif not slot.in_flight:
-            self._drop(chunk)
-
-    def _drop(self, chunk: int) -> None:
-        self._queue.forget(chunk)
-        self._memory.let_go(self._slots.pop(chunk))
-
-    @property
-    def _unused_bytes(self) -> int:
-        return sum(self._slots[chunk].reserved for chunk in self._unused)
-
-    def _drop_unused(self, wanted: int) -> None:
-        """If there is no room for a chunk, drop those that nobody asks for, and keep none any more. Holds the lock."""
-        if not self._memory.fits(self._source.reserve(wanted)):
-            self.keeps_unused = False
-            for chunk in self._unused:
-                self._drop(chunk)
-            self._unused.clear()
+            self._queue.forget(chunk)
+            self._memory.let_go(self._slots.pop(chunk))
 
     def _fetch(self, chunk: int) -> None:
         try:
@@ -368,7 +358,7 @@ class ChunkReader:
                 self._memory.resize(slot, block.nbytes if block is not None else 0)
                 slot.block, slot.error = block, error
                 if slot.uses == 0:
-                    self._note_unused(chunk, slot)
+                    self._let_go_unused(chunk, slot)
             if chunk in self._current:
                 self._arrived.notify()
             self._wake()
