@@ -33,8 +33,6 @@ AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 # So few that their slices do not wake the interpreter's garbage collector, to which memoryviews are known.
 _JOINED_AT_ONCE = 256
-
-
 # With more than 500 numbers numpy gives Python's lock away, and waits for it again.
 _LOOKED_AT = 250
 

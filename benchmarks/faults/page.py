@@ -131,12 +131,13 @@ def _format_row(case: Case, row: dict[str, Any]) -> str:
 
 def _describe_soak(soak: dict[str, Any]) -> str:
     faults = ", ".join(f"{name} {count} times" for name, count in sorted(soak["faults"].items()))
-    growth = f"{soak['growth_threads']} threads, {soak['growth_descriptors']} descriptors"
+    growth = f"{soak['growth_threads']} threads beside those that fetch, {soak['growth_descriptors']} descriptors"
+    machine = f"{soak['machine']['cores']} cores of {soak['machine']['cpu']}"
     outcome = "; ".join(soak["failures"]) if soak["failures"] else "Every limit held."
     return f"""## A soak
 
 `{soak["command"]}`: random faults for {soak["seconds"] / 60:.0f} minutes on {soak["ranks"]} ranks of torchrun and on
-fewer after restarts, drawn from a seed ({soak["date"][:10]}).
+fewer after restarts, drawn from a seed ({soak["date"][:10]}, on {machine}).
 
 | | |
 | --- | --- |

@@ -91,13 +91,13 @@ class SoakReport:
         samples = (
             f"{self.delivered:,} samples of {self.epochs} epochs: {self.missing} missing, {self.repeated} repeated"
         )
-        growth = f"{self.growth_bytes / 2**20:.1f} MiB, {self.growth_threads} threads, {self.growth_descriptors}"
+        growth = f"{self.growth_bytes / 2**20:.1f} MiB, {self.growth_threads} threads beside those that fetch"
         lines = [
             f"{self.seconds / 60:.1f} minutes, {self.ranks} ranks, seed {self.seed}: {self.attempts} starts",
             f"  {samples}, {self.wrong} wrong;",
             f"  {self.misplaced} batches not as planned, {self.replayed:,} replayed after a kill",
             f"  {self.requests:,} requests, {self.retries:,} tried again; longest gap {self.gap_s:.1f} s",
-            f"  growth of a process: {growth} descriptors",
+            f"  growth of a process: {growth}, {self.growth_descriptors} descriptors",
             f"  faults: {faults}",
         ]
         return "\n".join([*lines, *(f"  FAILED: {failure}" for failure in self.failures)])

@@ -17,12 +17,10 @@ from ..columns import IntArray
 from ..errors import DatasetError, MemoryLimitError
 from ..formats.shard import ChunkRef, ShardIndex
 from .bounds import find_misfit, find_strange_schema
-from .part_sums import FORMATS_IN_PARTS, PartSums
+from .part_sums import FORMATS_IN_PARTS, UNTHREADED, PartSums
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
-# To start Arrow's threads takes longer than all of a manifest that is not huge.
-_READ = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +216,7 @@ class Manifest:
         """
         try:
             stream = pa.BufferReader(pa.py_buffer(data))
-            table = pa.ipc.open_stream(stream, options=_READ).read_all()
+            table = pa.ipc.open_stream(stream, options=UNTHREADED).read_all()
             metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
             if metadata.get("penstock") != str(_VERSION):
                 raise DatasetError(

@@ -14,6 +14,9 @@ from ..columns import IntArray
 
 SumArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
+# To start Arrow's threads takes longer than to read an index that is not huge.
+UNTHREADED = pa.ipc.IpcReadOptions(use_threads=False)
+
 FORMATS_IN_PARTS = frozenset({"parquet", "mds"})  # whose chunks may be read in part
 
 
@@ -53,7 +56,7 @@ class PartSums:
     @classmethod
     def from_stream(cls, stream: pa.BufferReader, fingerprint: str, num_chunks: int) -> Self:
         """Read what ``to_bytes`` wrote. Raises ValueError, KeyError or what Arrow raises where it is something else."""
-        table = pa.ipc.open_stream(stream).read_all()
+        table = pa.ipc.open_stream(stream, options=UNTHREADED).read_all()
         (lists,) = table.column("parts").chunks
         parts = cls(lists.offsets.to_numpy(), lists.values.to_numpy())
         types_fit = parts.starts.dtype == np.int64 and parts.sums.dtype == np.uint64

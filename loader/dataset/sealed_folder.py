@@ -21,7 +21,7 @@ from ...storage.own_folder import OwnFolder
 _LOCK_PATIENCE_S = 600.0
 _OURS = re.compile(rf"[0-9a-f]{{32}}(-copy)?\.(arrow|lock)|{re.escape(TEMPORARY_PREFIX)}.*")
 _SEAL_BYTES = 16
-_RENEWED_S = 60.0  # which takes a write to the disk
+_RENEWED_S = 60.0  # a file's time, which tells what was used last; each time is a write to the disk
 _NO_HOME = "this user has no home folder: give cache_dir=, or set PENSTOCK_CACHE"
 
 
@@ -44,7 +44,7 @@ def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 class SealedFolder:
-    """Files by key, 32 hex digits, of which the ``kept`` that were used last stay.
+    """Files by key, 32 hex digits, of which the ``kept`` that were used last stay, to a minute.
 
     Every disk failure means 'not there', as does a user without a home; a folder that is not this user's alone is an
     AccessDeniedError. Files are written atomically; damaged ones, and those of another key, are removed.

@@ -21,6 +21,7 @@ import xxhash
 from ...storage.errors import StorageError
 from ..columns import AnyArray, Block, BytesColumn
 from ..dataset.manifest import Manifest
+from ..dataset.part_sums import UNTHREADED
 from ..dataset.sealed_folder import SealedFolder
 
 # What the formats make of the same bytes: to be raised when that changes.
@@ -31,8 +32,6 @@ _LARGEST = np.iinfo(np.int32).max  # of the chunks
 # Of fewer samples in fewer chunks, headers are walked in the time that a file takes.
 _FEWEST_SAMPLES, _FEWEST_CHUNKS = 1000, 8
 _LOCK_PATIENCE_S = 1.0  # without the lock, what others found meanwhile may be lost
-
-_READ = pa.ipc.IpcReadOptions(use_threads=False)  # to start Arrow's takes longer
 
 IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
 
@@ -92,7 +91,7 @@ class KeptLayouts:
         with suppress(StorageError, pa.ArrowException):  # a folder that is not this user's alone
             data = self._folder.load(self._key)
             if data is not None:
-                return _Table(pa.ipc.open_file(pa.BufferReader(data), options=_READ).read_all())
+                return _Table(pa.ipc.open_file(pa.BufferReader(data), options=UNTHREADED).read_all())
         return _Table(_SCHEMA.empty_table())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock import DistributedDataLoader, open_manifest
 from penstock.loader.dataset.cache import IndexCache
+from penstock.loader.dataset.sealed_folder import SealedFolder
 from penstock.storage import AccessDeniedError, MemoryStore
 
 PutShards = Callable[..., list[int]]
@@ -102,3 +104,24 @@ def test_an_index_that_an_older_penstock_cached_is_built_anew(
     cached.write_bytes(first.to_bytes())
     assert open_manifest(memory_store.url).fingerprint == first.fingerprint
     assert cached.read_bytes() == sealed
+
+
+def test_the_files_that_were_used_last_stay(tmp_path: Path) -> None:
+    folder = SealedFolder("kept", tmp_path, kept=2)
+    used, unused, new = ("a" * 32, "b" * 32, "c" * 32)
+    for key, age_s in ((used, 200), (unused, 100)):
+        folder.save(key, key.encode())
+        os.utime(folder.file(key), (time.time() - age_s,) * 2)
+    assert folder.load(used) == used.encode()
+    folder.save(new, b"")
+    assert [folder.load(key) for key in (used, unused, new)] == [used.encode(), None, b""]
+
+
+def test_reading_a_file_again_within_a_minute_writes_nothing(tmp_path: Path) -> None:
+    folder, key = SealedFolder("kept", tmp_path, kept=2), "a" * 32
+    folder.save(key, b"")
+    at = time.time() - 30
+    os.utime(folder.file(key), (at, at))
+    before = folder.file(key).stat().st_mtime_ns
+    assert folder.load(key) == b""
+    assert folder.file(key).stat().st_mtime_ns == before
