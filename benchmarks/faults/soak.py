@@ -21,13 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...loader.progress import show_progress
+from ...loader.progress import Advance, show_progress
 from .account import Line, account, longest_gap_s
 from .bench import Bench
 from .disk_cases import delete, flip, harm_some, swap, truncate
 from .faults import Answer, BlackHole, Corrupt, Delay, Drip, Fault, Reset, Silence, Truncate
 from .network_cases import ABSENT, FORBIDDEN, Weather
-from .stage import Run, Stage
+from .stage import Run, Stage, StageError
 
 GROWTH_BYTES = 64 << 20
 GROWTH_DESCRIPTORS = 16
@@ -132,17 +132,23 @@ class Soak:
             show_progress("soak", int(self._seconds), unit="s", enabled=not quiet) as advance,
         ):
             (stage.folder / "cache").mkdir()
-            told = 0
-            while (left_s := self._seconds - (time.monotonic() - began)) > 0:
-                self._start(stage)
-                for _ in self._live(stage, min(left_s, self._draw.uniform(*self._deadly_every_s))):
-                    now = int(time.monotonic() - began)
-                    advance(now - told)
-                    told = now
-                if time.monotonic() - began < self._seconds:
-                    self._end_deadly(stage)
+            try:
+                self._play(stage, began, advance)
+            except StageError as exc:  # a start that never began: what came before it counts
+                self._failures.append(f"start {len(stage.runs)}: {exc}")
             self._end_well(stage)
             return self._report(stage, time.monotonic() - began)
+
+    def _play(self, stage: Stage, began: float, advance: Advance) -> None:
+        told = 0
+        while (left_s := self._seconds - (time.monotonic() - began)) > 0:
+            self._start(stage)
+            for _ in self._live(stage, min(left_s, self._draw.uniform(*self._deadly_every_s))):
+                now = int(time.monotonic() - began)
+                advance(now - told)
+                told = now
+            if time.monotonic() - began < self._seconds:
+                self._end_deadly(stage)
 
     def _start(self, stage: Stage) -> None:
         """Start, the first time on all ranks, and later on some of them, with or without the cache."""

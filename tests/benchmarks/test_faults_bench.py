@@ -19,6 +19,7 @@ from penstock.benchmarks.faults.cases import CASES
 from penstock.benchmarks.faults.network_cases import nothing
 from penstock.benchmarks.faults.page import write_page
 from penstock.benchmarks.faults.soak import Soak, parse_seconds
+from penstock.benchmarks.faults.stage import Stage
 from penstock.loader import ConfigError
 
 PLAN = {0: [[4, 1], [0, 3], [2]], 1: [[2, 0], [1, 4], [3]]}
@@ -133,6 +134,15 @@ def test_a_short_soak_of_random_faults_and_kills_is_exact(bench: Bench) -> None:
     assert report.failures == []
     assert report.delivered > 0
     assert report.faults
+
+
+@pytest.mark.s3
+def test_a_soak_whose_job_never_begins_reports_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Stage.start
+    monkeypatch.setattr(Stage, "start", lambda stage, ranks, **how: start(stage, ranks, prefix=("false",), **how))
+    report = Soak(bench, ranks=2, seconds=0.5, seed=3, deadly_every_s=(0.1, 0.1)).run(quiet=True)
+    assert any("ended before it began" in failure or "ended by itself" in failure for failure in report.failures)
+    assert report.delivered == 0
 
 
 @pytest.mark.s3
