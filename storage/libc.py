@@ -28,6 +28,11 @@ _STATX_BYTES = 256
 _STATX = struct.Struct("=I24xH2xQQ64xqI")
 # Offsets of files are longs there, and the numbers above mean what they say.
 HAS_PAGE_CALLS = sys.platform == "linux" and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_longlong)
+_LARGE, _SMALL = 4, 7  # of struct mallinfo2: hblkhd, bytes of blocks from the kernel; uordblks, of all others in use
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
 
 
 def map_pages(fd: int, offset: int, nbytes: int, *, private: bool = False) -> int:
@@ -115,6 +120,14 @@ def trim_heap() -> None:
         _LIBC.malloc_trim(0)
 
 
+def count_allocated_bytes() -> int:
+    """Bytes that malloc gave out and that were not freed, of all threads; 0 where no glibc of 2.33 or newer tells."""
+    if not hasattr(_LIBC, "mallinfo2"):
+        return 0
+    sizes = _LIBC.mallinfo2().sizes
+    return int(sizes[_LARGE] + sizes[_SMALL])
+
+
 def set_mmap_threshold(nbytes: int) -> None:
     """Have blocks from so many bytes on go back to the system when they are freed; without glibc nothing is done."""
     if hasattr(_LIBC, "mallopt"):
@@ -134,6 +147,7 @@ def _declare() -> Any:
         "madvise": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]),
         "malloc_trim": (ctypes.c_int, [ctypes.c_size_t]),
         "mallopt": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
+        "mallinfo2": (_MallInfo, []),
     }
     for name, (result, arguments) in calls.items():
         if hasattr(libc, name):

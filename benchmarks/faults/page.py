@@ -131,7 +131,11 @@ def _format_row(case: Case, row: dict[str, Any]) -> str:
 
 def _describe_soak(soak: dict[str, Any]) -> str:
     faults = ", ".join(f"{name} {count} times" for name, count in sorted(soak["faults"].items()))
-    growth = f"{soak['growth_threads']} threads beside those that fetch, {soak['growth_descriptors']} descriptors"
+    resident, allocated = (soak[name] / 2**20 for name in ("growth_bytes", "growth_allocated_bytes"))
+    growth = (
+        f"{resident:.1f} MiB resident, {allocated:.1f} MiB given out by malloc, "
+        f"{soak['growth_threads']} threads beside those that fetch, {soak['growth_descriptors']} descriptors"
+    )
     machine = f"{soak['machine']['cores']} cores of {soak['machine']['cpu']}"
     outcome = "; ".join(soak["failures"]) if soak["failures"] else "Every limit held."
     return f"""## A soak
@@ -148,7 +152,7 @@ fewer after restarts, drawn from a seed ({soak["date"][:10]}, on {machine}).
 | replayed after kills | {soak["replayed"]:,} |
 | requests, tried again | {soak["requests"]:,}, {soak["retries"]:,} |
 | longest time without a batch | {soak["gap_s"]:.1f} s |
-| growth of a process | {soak["growth_bytes"] / 2**20:.1f} MiB, {growth} |
+| growth of a process | {growth} |
 
 Faults: {faults}. {outcome}
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ...loader.data_loader import DistributedDataLoader
+from ...storage.libc import count_allocated_bytes
 from ...storage.retry import RetryStore
 from ..child_arguments import take_arguments
 from .case import KEPT_DESCRIPTORS, LEFT_S
@@ -50,15 +51,17 @@ def identity(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_at_process() -> dict[str, int]:
-    """Resident bytes, threads but those that fetch, threads of penstock's and descriptors of this process.
+    """What this process has: resident bytes and those that malloc gave out, threads, descriptors.
 
-    How many threads fetch is tuned while it runs: while a server fails there are more, and later fewer again.
+    ``threads`` leaves those out that fetch: how many these are is tuned while it runs, more while a server fails, and
+    later fewer again.
     """
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     own = [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
     fetching = sum(thread.name.startswith("penstock-fetch") for thread in own)
     return {
         "rss": resident,
+        "allocated": count_allocated_bytes(),
         "threads": len(list(Path("/proc/self/task").iterdir())) - fetching,
         "own_threads": len(own),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),

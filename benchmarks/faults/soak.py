@@ -29,7 +29,8 @@ from .faults import Answer, BlackHole, Corrupt, Delay, Drip, Fault, Reset, Silen
 from .network_cases import ABSENT, FORBIDDEN, Weather
 from .stage import Run, Stage, StageError
 
-GROWTH_BYTES = 64 << 20
+GROWTH_BYTES = 64 << 20  # resident, so with what malloc keeps of freed memory, in an arena for each few threads
+GROWTH_ALLOCATED_BYTES = 16 << 20
 GROWTH_DESCRIPTORS = 16
 GROWTH_THREADS = 16
 GAP_S = 60.0
@@ -82,6 +83,7 @@ class SoakReport:
     hedges: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     growth_bytes: int = 0
+    growth_allocated_bytes: int = 0
     growth_threads: int = 0
     growth_descriptors: int = 0
     failures: list[str] = field(default_factory=list)
@@ -91,7 +93,10 @@ class SoakReport:
         samples = (
             f"{self.delivered:,} samples of {self.epochs} epochs: {self.missing} missing, {self.repeated} repeated"
         )
-        growth = f"{self.growth_bytes / 2**20:.1f} MiB, {self.growth_threads} threads beside those that fetch"
+        growth = (
+            f"{self.growth_bytes / 2**20:.1f} MiB, {self.growth_allocated_bytes / 2**20:.1f} MiB given out by malloc, "
+            f"{self.growth_threads} threads beside those that fetch"
+        )
         lines = [
             f"{self.seconds / 60:.1f} minutes, {self.ranks} ranks, seed {self.seed}: {self.attempts} starts",
             f"  {samples}, {self.wrong} wrong;",
@@ -282,7 +287,12 @@ def _note_growth(told: list[Line], report: SoakReport) -> None:
         return
     told = told[len(told) // 10 :]
     third = len(told) // 3
-    for name, where in (("rss", "growth_bytes"), ("threads", "growth_threads"), ("descriptors", "growth_descriptors")):
+    for name, where in (
+        ("rss", "growth_bytes"),
+        ("allocated", "growth_allocated_bytes"),
+        ("threads", "growth_threads"),
+        ("descriptors", "growth_descriptors"),
+    ):
         first, last = (statistics.median(line[name] for line in part) for part in (told[:third], told[-third:]))
         setattr(report, where, max(getattr(report, where), int(last - first)))
 
@@ -295,6 +305,7 @@ def _list_failures(report: SoakReport) -> Iterator[str]:
         yield f"{report.gap_s:.0f} s without a batch; the limit is {GAP_S:.0f} s"
     for name, limit in (
         ("growth_bytes", GROWTH_BYTES),
+        ("growth_allocated_bytes", GROWTH_ALLOCATED_BYTES),
         ("growth_threads", GROWTH_THREADS),
         ("growth_descriptors", GROWTH_DESCRIPTORS),
     ):

@@ -32,12 +32,23 @@ def test_without_calls_for_pages_files_are_read_and_memory_is_lent(
 def test_without_glibc_its_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libc, "_LIBC", SimpleNamespace(munmap=libc._LIBC.munmap))
     libc.trim_heap()
+    assert libc.count_allocated_bytes() == 0
     libc.set_mmap_threshold(1 << 16)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_glibc_has_what_is_asked_of_its_allocator() -> None:
     assert {"malloc_trim", "mallopt"} <= set(vars(libc._LIBC))
+
+
+@pytest.mark.skipif(not hasattr(libc._LIBC, "mallinfo2"), reason="needs glibc 2.33")
+def test_what_malloc_gave_out_is_counted_until_it_is_freed() -> None:
+    before = libc.count_allocated_bytes()
+    small, large = [bytes(1000) for _ in range(10_000)], bytes(64 << 20)
+    with_both = libc.count_allocated_bytes() - before
+    assert with_both >= len(small) * 1000 + len(large)
+    del small, large
+    assert libc.count_allocated_bytes() - before < with_both - (64 << 20)
 
 
 @pytest.mark.skipif(not libc.HAS_PAGE_CALLS, reason="needs 64-bit Linux")
