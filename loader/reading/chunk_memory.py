@@ -124,6 +124,7 @@ class ChunkMemory:
                 break
             slot = self._slots[chunk]
             wanted -= slot.reserved
+            self.note_used(chunk)  # headers may have taken room since ``drop_unused``: it is no longer one of those
             self.let_go(slot)
             self._counters.add(evicted_chunks=1)
 

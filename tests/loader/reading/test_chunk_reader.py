@@ -11,7 +11,10 @@ from fake_chunks import FakeSource, close, make_reader, wait_until
 
 from penstock.loader.columns import Block
 from penstock.loader.errors import FormatError
+from penstock.loader.metrics import Counters
+from penstock.loader.reading.chunk_memory import ChunkMemory
 from penstock.loader.reading.leases import Leases
+from penstock.loader.reading.slot import Slot
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -227,6 +230,31 @@ def test_a_chunk_that_is_needed_takes_the_place_of_those_that_nobody_asks_for():
         reader.release([chunk])
     assert reader.levels().peak_bytes <= 50
     close(reader)
+
+
+def test_what_makes_room_for_headers_is_no_longer_counted_as_unused():
+    source = FakeSource([10] * 4)
+    slots = {chunk: Slot() for chunk in range(4)}
+    memory = ChunkMemory(
+        slots,
+        source,  # type: ignore[arg-type]
+        40,
+        lambda chunks: dict.fromkeys(chunks, 0),
+        Counters(),
+        None,
+        keeps_unused=True,
+    )
+    for chunk in (0, 1):
+        memory.resize(slots[chunk], 10)
+        slots[chunk].block = source.open(chunk, None)
+        memory.keep_unused(chunk)
+    memory.drop_unused(20)
+    source.header_bytes = 10  # another thread's, a moment later
+    memory.make_room(20, {})
+    assert memory.reserved == 10
+    assert memory.fits_beside_used(30)
+    assert not memory.fits_beside_used(31)
+    memory.close()
 
 
 def test_a_chunk_released_while_in_flight_is_kept_once_it_is_there():
