@@ -4,24 +4,67 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import zipfile
-from typing import IO, Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
 from ..columns import AnyArray
 from ..errors import DecodeError
 
+T = TypeVar("T")
+
 _MOST_ARRAYS = 10_000
 # What the arrays of one archive may take together: this much, or this many times the archive, if that is more.
 _MOST_BYTES, _MOST_RATIO = 1 << 30, 8
 _MOST_VALUE_BYTES = 1 << 20  # of a value of an empty array
+# The header that NumPy writes of numbers: magic, version 1.0, its length, then the text of a dict.
+_USUAL = re.compile(
+    rb"\x93NUMPY\x01\x00(..)\{'descr': '([<|>](?:b1|[iu][1248]|f[248]))', 'fortran_order': False, "
+    rb"'shape': \(((?:(?:0|[1-9][0-9]{0,8}), ?)*(?:0|[1-9][0-9]{0,8})?)\), \} *\n",
+    re.DOTALL,
+)
+_TRIES = 20
 
 
 def read_npy(data: memoryview) -> AnyArray:
     """The array of a .npy. Raises DecodeError or ValueError where it is none, is cut off, or holds objects."""
+    usual = _read_usual(data)
+    return _again(lambda: _read_any(data)) if usual is None else usual
+
+
+def _again(read: Callable[[], T]) -> T:
+    """What ``read`` returns, at its first call that ends without a SystemError.
+
+    NumPy reads headers by Python's ``ast``. In some versions of Python, 3.11.7 among them, all threads share its count
+    of depth, and a call that finds another's count there raises SystemError, which says nothing of the data.
+    """
+    for _ in range(_TRIES):
+        with suppress(SystemError):
+            return read()
+    return read()
+
+
+def _read_any(data: memoryview) -> AnyArray:
     _check_size(io.BytesIO(data), len(data))
     return _read(io.BytesIO(data))
+
+
+def _read_usual(data: memoryview) -> AnyArray | None:
+    """The array of a .npy of numbers as NumPy writes it; None where it is another, or not whole."""
+    found = _USUAL.match(data)
+    if found is None or found.end() != 10 + int.from_bytes(found[1], "little"):
+        return None
+    shape = [int(side) for side in found[3].replace(b" ", b"").split(b",") if side]
+    dtype = np.dtype(found[2].decode())
+    count = math.prod(shape)
+    is_tuple = len(shape) != 1 or found[3].endswith(b",")
+    if not is_tuple or not count or count * dtype.itemsize > len(data) - found.end():
+        return None
+    return np.frombuffer(data, dtype, count, found.end()).reshape(shape).copy()
 
 
 def read_npz(data: memoryview) -> dict[str, Any]:
@@ -30,6 +73,10 @@ def read_npz(data: memoryview) -> dict[str, Any]:
     Raises:
         DecodeError: it is none, or its arrays are too many or too large together.
     """
+    return _again(lambda: _read_archive(data))
+
+
+def _read_archive(data: memoryview) -> dict[str, Any]:
     if not zipfile.is_zipfile(io.BytesIO(data)):
         raise DecodeError(f"not an .npz archive: {len(data)} bytes that start with {bytes(data[:8])!r}")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
