@@ -25,6 +25,7 @@ import numpy as np
 from ..loader import DistributedDataLoader, ImageDecoder, TarFormat, TokensFormat, pack
 from ..loader.limits import usable_cores
 from .arguments import OptionalPath, parse_config
+from .child_arguments import one_of, take_mode
 from .faults.faults import Delay
 from .faults.proxy import FaultProxy
 from .machine import describe_machine
@@ -265,10 +266,14 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _read_options(text: str) -> dict[str, Any]:
+    return {**json.loads(text)}
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["--run"]:
-        case, url, seconds, options = sys.argv[2:6]
-        print(json.dumps(read(case, url, float(seconds), json.loads(options))))
+    run = take_mode("--run", (one_of(CASES), str, float, _read_options), "python -m penstock.benchmarks.autotune")
+    if run is not None:
+        print(json.dumps(read(*run)))
         return
     config = parse_config(Config, __doc__)
     cases: dict[str, Any] = {}

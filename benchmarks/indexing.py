@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ..loader.dataset.index import open_manifest
 from ..storage import LocalStore
 from .arguments import make_parser
+from .child_arguments import take_mode
 from .machine import describe_machine, list_versions
 
 
@@ -111,7 +112,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank-of"]:
-        run_rank(sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    rank = take_mode("--rank-of", (str, float, int, str), "python -m penstock.benchmarks.indexing", variable="RANK")
+    if rank is not None:
+        run_rank(*rank)
     else:
         main(sys.argv[1:])

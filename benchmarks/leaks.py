@@ -32,6 +32,7 @@ from ..loader import DistributedDataLoader
 from ..storage import open_store
 from ..storage.libc import trim_heap
 from .arguments import make_parser
+from .child_arguments import refuse
 from .machine import describe_machine, list_versions
 
 SAMPLES, BATCH = 64, 16
@@ -283,11 +284,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="storage options of --s3")
     parser.add_argument("--trace", action="store_true", help="print which lines of Python hold what memory grew by")
     parser.add_argument("--results", help="a folder for leaks.json, which the run is added to")
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     options = dict(pair.partition("=")[::2] for pair in given.option)
-    if given.case:
-        counts = run_case(given.case[0], int(given.case[1]), given.s3, options, given.trace)
+    if given.case is not None:
+        name, rounds = given.case if len(given.case) == 2 else ("", "")
+        if name not in CASES or not rounds.isdecimal() or (CASES[name].source == "s3" and not given.s3):
+            refuse("python -m penstock.benchmarks.leaks")
+        counts = run_case(name, int(rounds), given.s3, options, given.trace)
         print(json.dumps([asdict(found) for found in counts]), flush=True)
         return 0
     rows = []

@@ -27,11 +27,13 @@ import pyarrow.parquet as pq
 from ..loader import DistributedDataLoader, Mixture, Source, TokensFormat, pack
 from . import mixture_peers
 from .arguments import OptionalPath, parse_config
+from .child_arguments import one_of, take_mode
 from .machine import describe_machine
 
 _SOURCES, _SEQ_LEN = 8, 2048
 _BATCH = {"tokens": 64, "raw": 64, "rows": 1024}
 _CASES = tuple(_BATCH)
+_CONTENDERS = ("one", "mixture")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ def measure_peers(config: Config, folder: Path) -> dict[str, Any]:
     for round_ in range(-1, config.rounds):  # the first, in which index and page cache are filled, is not counted
         for name in sorted(runs, reverse=round_ % 2 == 0):
             if name == "penstock":
-                command = [sys.executable, "-m", "penstock.benchmarks.mixture", "--pass", "two"]
+                command = [sys.executable, "-m", "penstock.benchmarks.mixture", "--pass-two"]
                 found = _run([*command, str(folder / "webdataset"), samples])
             else:
                 found = _run([pythons[name], mixture_peers.__file__, name, "read", str(folder / name), samples])
@@ -204,11 +206,13 @@ def _run(command: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    if sys.argv[1:3] == ["--pass", "two"]:
-        print(json.dumps(read_two(sys.argv[3], int(sys.argv[4]))))
+    one_pass = take_mode("--pass", (one_of(_CASES), str, one_of(_CONTENDERS)), "python -m penstock.benchmarks.mixture")
+    if one_pass is not None:
+        print(json.dumps(read_once(*one_pass)))
         return
-    if sys.argv[1:2] == ["--pass"]:
-        print(json.dumps(read_once(*sys.argv[2:5])))
+    of_two = take_mode("--pass-two", (str, int), "python -m penstock.benchmarks.mixture")
+    if of_two is not None:
+        print(json.dumps(read_two(*of_two)))
         return
     config = parse_config(Config, __doc__)
     with tempfile.TemporaryDirectory() as folder:

@@ -73,6 +73,45 @@ def test_a_process_that_a_benchmark_starts_says_which(
     assert found[1] == "penstock bench" or module in RUNNABLE
 
 
+# What benchmarks start themselves with, and arguments behind it that are wrong or too few.
+MODES = {
+    "autotune": [
+        ["--run"],
+        ["--run", "tokens", "here", "1"],
+        ["--run", "none", "here", "1", "{}"],
+        ["--run", "tokens", "here", "soon", "{}"],
+        ["--run", "tokens", "here", "1", "{"],
+        ["--run", "tokens", "here", "1", "[]"],
+    ],
+    "indexing": [
+        ["--rank-of"],
+        ["--rank-of", "here", "0", "many", "there"],
+        ["--rank-of", "here", "0", "1", "there"],
+    ],
+    "mixture": [
+        ["--pass"],
+        ["--pass", "two"],
+        ["--pass", "none", "here", "one"],
+        ["--pass", "rows", "here", "none"],
+        ["--pass-two", "here"],
+        ["--pass-two", "here", "some"],
+    ],
+    "leaks": [["--case"], ["--case", "forks"], ["--case", "none", "10"], ["--case", "forks", "ten"]],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(("name", "arguments"), [(name, words) for name in MODES for words in MODES[name]], ids=str)
+def test_a_mode_that_a_benchmark_starts_itself_in_says_which_command_to_run(
+    name: str, arguments: list[str], run: Callable[..., tuple[object, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    code, told, warned = run(name, *arguments)
+    assert (code, told) == (2, "")
+    command = f"python -m penstock.benchmarks.{name}"
+    assert warned == f"This process is a part of `{command}`, which starts it: run that command instead.\n"
+
+
 def test_paragraphs_are_wrapped_and_commands_are_not() -> None:
     command = f"python -m penstock {'x' * 90}"
     told = describe(f"Some ``words``\n{'long ' * 40}\n\n{command}\n", 80).split("\n\n")
