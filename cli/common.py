@@ -164,7 +164,11 @@ def make_token_format(
             "read their documents; give the one or the other"
         )
     settings = {"seq_len": seq_len, "dtype": dtype, "eos": eos}
-    return make_format(kind, {setting: value for setting, value in settings.items() if value is not None})
+    try:
+        return make_format(kind, {setting: value for setting, value in settings.items() if value is not None})
+    except ConfigError as exc:
+        own = prefix.replace("-", "_")
+        raise ConfigError(re.sub(r"\b(seq_len|dtype|eos)=", rf"{own}\1=", str(exc))) from exc
 
 
 def parse_split(text: str | None) -> str | list[str] | None:
@@ -172,13 +176,13 @@ def parse_split(text: str | None) -> str | list[str] | None:
     return [name.strip() for name in text.split(",")] if text is not None and "," in text else text
 
 
-def parse_options(pairs: Sequence[str]) -> dict[str, str]:
-    """``KEY=VALUE`` words as a mapping. Raises ConfigError without echoing a value, which may be a secret."""
+def parse_options(pairs: Sequence[str], option: str = "--storage-option") -> dict[str, str]:
+    """``KEY=VALUE`` words of an option as a mapping. Raises ConfigError without a value, which may be a secret."""
     options = {}
     for number, pair in enumerate(pairs, start=1):
         key, mark, value = pair.partition("=")
         if not mark or not key:
-            raise ConfigError(f"--storage-option number {number} is not of the form KEY=VALUE")
+            raise ConfigError(f"{option} number {number} is not of the form KEY=VALUE")
         options[key] = value
     return options
 

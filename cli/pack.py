@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,8 +128,8 @@ class PackArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PackArguments, "pack", arguments)
-    if not given.shard_mib * (1 << 20) >= 1:
-        raise ConfigError(f"--shard-mib {given.shard_mib}: must be above 0")
+    if not 1 <= given.shard_mib * (1 << 20) < math.inf:
+        raise ConfigError(f"--shard-mib {given.shard_mib}: must be above 0, and a number of MiB")
     summary = pack(
         given.source,
         given.target,
@@ -146,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
         checksums=not given.no_checksums,
         overwrite=given.overwrite,
         storage_options=_target_options(given) or None,
-        source_storage_options=parse_options(given.source_storage_option) or None,
+        source_storage_options=parse_options(given.source_storage_option, "--source-storage-option") or None,
     )
     if given.json:
         print_json(summary)

@@ -15,15 +15,23 @@ def option_words(message: str, options: Collection[str]) -> str:
     # What names both has the command line's word already.
     message = re.sub(rf"\b\w+={_VALUE}? \((--[\w-]+(?: [\w./-]+)?)\)", r"\1", message)
     message = re.sub(rf"\b\w+={_VALUE}, or (--[\w-]+(?: [\w./-]+)?) on the command line", r"\1", message)
-    for name in options:
-        own = name.removeprefix("source_")  # what is read has options of its own beside those of what is written
-        if own not in options:
-            message = re.sub(rf"(?<![\w-])--{own.replace('_', '-')}(?![\w-])", f"--{name.replace('_', '-')}", message)
+    for word in ("source_storage_option", "storage_option"):
+        if word in options:
+            message = _storage_words(message, word)
     for name in options:
         word = "--" + name.replace("_", "-")
         message = re.sub(rf"(?<![\w.-]){name}=(?:True)?(?![\w'\"\[{{(.-])", word, message)
         message = re.sub(rf"(?<![\w.-]){name}=('?)([^\s;,:'\"]+)\1", rf"{word} \2", message)
     return re.sub(r"(--[\w-]+ [\w.-]+) or '([\w.-]+)'", r"\1 or \2", message)
+
+
+def _storage_words(message: str, option: str) -> str:
+    """``storage_options={'region': ...}``, ``storage_options='region'`` and ``storage_options=`` as the option."""
+    word = "--" + option.replace("_", "-")
+    name = rf"(?<![\w.-]){option}s="
+    message = re.sub(rf"{name}\{{'(\w+)': (True|False)\}}", lambda one: f"{word} {one[1]}={one[2].lower()}", message)
+    message = re.sub(rf"{name}\{{'(\w+)': '?([^'{{}}]+)'?\}}(?: \({word} [^()]*\))?", rf"{word} \1=\2", message)
+    return re.sub(rf"{name}(?:'(\w+)')?(?![\w{{])", lambda one: f"{word} {one[1]}" if one[1] else word, message)
 
 
 def options_of(kind: type) -> list[str]:

@@ -167,7 +167,7 @@ class LocalStore:
         check_key(self.url, key)
         path = Path(self._base + key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
             with replacing(path, durable=True) as fd:
                 write_all(fd, data)
                 identity = _identify(os.fstat(fd))
@@ -179,7 +179,7 @@ class LocalStore:
         check_key(self.url, key)
         folder = Path(self._base + key).parent
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(folder)
             with locked_folder(folder):
                 try:
                     found: str | None = self.head(key).etag
@@ -248,6 +248,15 @@ class LocalStore:
                     found.append(ObjectInfo(key, identity[1], _etag(identity)))
             except (FileNotFoundError, IsADirectoryError):
                 continue  # deleted meanwhile, a dangling link, or no regular file
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder to write into, with those above it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as exc:
+        file = next((each for each in (folder, *folder.parents) if os.path.lexists(each) and not each.is_dir()), folder)
+        raise StorageError(f"{folder}: {file} is a file, not a folder; give another folder to write to") from exc
 
 
 def _identify(status: os.stat_result) -> _Identity:

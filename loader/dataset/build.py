@@ -14,7 +14,7 @@ import numpy as np
 from ...storage import DecryptionError, ObjectInfo, StorageError, Store
 from ...storage.daemon_pool import DaemonPool
 from ..errors import DatasetError, FormatError
-from ..formats.detect import detect_format, make_format
+from ..formats.detect import detect_format, encrypted_hint, make_format
 from ..formats.failures import explain_failures
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from .manifest import MANIFEST_NAME, Manifest
@@ -162,7 +162,9 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -
     if not tasks and selection.chosen is None:
         tasks = [ShardTask(info) for info in selection.listing if "." not in info.key.rpartition("/")[2]]
     if not tasks:
-        raise DatasetError(f"{store.url}: no {shard_format.name} shards among its {len(selection.listing)} objects")
+        keys = [info.key for info in selection.listing]
+        problem = encrypted_hint(keys) or f"no {shard_format.name} shards among its {len(keys)} objects"
+        raise DatasetError(f"{store.url}: {problem}")
     return tasks
 
 

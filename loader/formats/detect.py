@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -136,19 +136,26 @@ def sniff_format(head: bytes) -> str | None:
     return None
 
 
+def encrypted_hint(keys: Iterable[str]) -> str:
+    """That the objects are encrypted, and what reads them; "" where none is."""
+    encrypted = [key for key in keys if key.endswith(ENCRYPTED_SUFFIX)]
+    if not encrypted:
+        return ""
+    return (
+        f"is encrypted ({encrypted[0]}{', ...' if len(encrypted) > 1 else ''}); give "
+        "storage_options={'encryption_key': 'env'} (--storage-option encryption_key=env), with the key in "
+        "PENSTOCK_ENCRYPTION_KEY"
+    )
+
+
 def _base(key: str) -> str:
     return key.rpartition("/")[2]
 
 
 def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
     keys = [info.key for info in listing]
-    encrypted = [key for key in keys if key.endswith(ENCRYPTED_SUFFIX)]
-    if encrypted:
-        return (
-            f"{store.url}: is encrypted ({encrypted[0]}{', ...' if len(encrypted) > 1 else ''}); give "
-            "storage_options={'encryption_key': 'env'} (--storage-option encryption_key=env), with the key in "
-            "PENSTOCK_ENCRYPTION_KEY"
-        )
+    if hint := encrypted_hint(keys):
+        return f"{store.url}: {hint}"
     known = ", ".join(suffixes[0] for name in FORMAT_NAMES if (suffixes := _format_class(name).suffixes))
     if any(_base(key) == "index.json" for key in keys):
         return (

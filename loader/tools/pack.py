@@ -31,6 +31,7 @@ from .packing.tables import ArrowWriter, ParquetWriter
 from .packing.tar import TarWriter
 from .packing.target import Cursor, Target
 from .packing.tokens import Tokenize, TokensWriter
+from .packing.words import told_of_source
 from .packing.writer import Sample, Shard, ShardWriter
 
 SHARD_BYTES = 64 << 20
@@ -87,10 +88,21 @@ class _Job:
             raise ConfigError(f"shard_bytes={self.shard_bytes}: needs 1 or more")
         if self.format not in ("tar", "parquet", "tokens", "mds", "jsonl", "arrow"):
             raise ConfigError(f"format={self.format!r}: pack writes tar, parquet, tokens, mds, jsonl or arrow")
-        if self.format != "tokens" and any(each is not None for each in (self.seq_len, self.tokenizer, self.field)):
-            raise ConfigError(f"seq_len, tokenizer and field apply to format='tokens', not {self.format!r}")
-        if self.format == "tokens" and (self.seq_len is None or self.seq_len < 1):
-            raise ConfigError(f"seq_len={self.seq_len}: packing tokens needs a sequence length, 1 or more")
+        if self.format != "tokens":
+            self._refuse_settings_of_tokens()
+        elif self.seq_len is None:
+            raise ConfigError("format='tokens' needs a sequence length: give seq_len=, in tokens")
+        elif self.seq_len < 1:
+            raise ConfigError(f"seq_len={self.seq_len}: a sequence has at least one token")
+
+    def _refuse_settings_of_tokens(self) -> None:
+        settings = {name: getattr(self, name) for name in ("seq_len", "tokenizer", "field")}
+        given = [f"{name}=" for name, value in settings.items() if value is not None]
+        if self.dtype != "uint16":
+            given.append("dtype=")
+        if given:
+            verb = "applies" if len(given) == 1 else "apply"
+            raise ConfigError(f"{' and '.join(given)} {verb} to format='tokens', not to format={self.format!r}")
 
     def shard_format(self) -> ShardFormat:
         config = {"seq_len": self.seq_len, "dtype": self.dtype} if self.format == "tokens" else None
@@ -187,15 +199,16 @@ def pack(
     started = time.monotonic()
     url = str(target_url).rstrip("/") + "/"
     job.writer({})  # refuses arguments before anything is listed
-    opened = open_source(
-        source,
-        storage_options=source_storage_options,
-        format=source_format,
-        split=split,
-        follow_links=follow_links,
-        progress=progress,
-        group=1 if processes == 0 else 64,
-    )
+    with told_of_source():
+        opened = open_source(
+            source,
+            storage_options=source_storage_options,
+            format=source_format,
+            split=split,
+            follow_links=follow_links,
+            progress=progress,
+            group=1 if processes == 0 else 64,
+        )
     try:
         writer = job.writer(opened.hints)
         store = open_store(url, storage_options=storage_options)

@@ -33,12 +33,6 @@ def test_arguments_are_told_as_options(message: str, told: str) -> None:
     assert option_words(message, OPTIONS) == told
 
 
-def test_what_is_read_has_options_of_its_own() -> None:
-    message = "as in format=TokenDocumentsFormat(eos=2) (--eos 2), of seq_len=8 (--seq-len 8)"
-    told = option_words(message, (*OPTIONS, "source_eos", "source_seq_len"))
-    assert told == "as in --source-eos 2, of --seq-len 8"
-
-
 def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspct"]) == 2
     assert "did you mean 'inspect'?" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from ...dataset.index import open_manifest
 from ...dataset.source import Selection, select
 from ...dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...errors import ConfigError, DatasetError
-from ...formats.detect import FORMAT_NAMES, format_by_name, make_format
+from ...formats.detect import FORMAT_NAMES, encrypted_hint, format_by_name, make_format
 from ...formats.names import is_hidden
 from ...formats.shard import ShardFormat
 from ...formats.tokens import index_keys
@@ -195,6 +195,8 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
     keys = [info.key for info in listing if not is_hidden(info.key)]
     if has_manifest:
         return "shards"
+    if hint := encrypted_hint(keys):  # what is encrypted would be packed as files that nobody can read
+        raise DatasetError(f"{store.url}: {hint}")
     companions = {index for key in keys for index in index_keys(key)}
     shards: dict[str, list[str]] = {}
     others: list[str] = []

@@ -228,8 +228,8 @@ def test_samples_that_cannot_be_written_are_named(
     [
         ({"format": "zip"}, "tar, parquet, tokens, mds, jsonl or arrow"),
         ({"shard_bytes": 0}, "shard_bytes=0"),
-        ({"format": "tokens"}, "seq_len=None"),
-        ({"seq_len": 3}, "apply to format='tokens'"),
+        ({"format": "tokens"}, "needs a sequence length: give seq_len="),
+        ({"seq_len": 3}, "seq_len= applies to format='tokens'"),
         ({"format": "tokens", "seq_len": 2, "dtype": "float32"}, "uint16 or uint32"),
         ({"format": "tokens", "seq_len": 2}, "give tokenizer="),
         ({"format": "tokens", "seq_len": 2, "field": "body"}, "no field 'body'"),
