@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from .dataset.manifest import Manifest
 from .no_items import NoItems
@@ -33,6 +33,14 @@ class Standing:
             "return that from get_train_dataloader, and leave train_dataset= away. Parts of the data are subset=, "
             "single samples loader.dataset[i]"
         )
+
+        def __array__(self, *_: object, **__: object) -> NoReturn:
+            # Without this numpy would read the whole epoch, and keep all batches as objects of one array.
+            raise TypeError(
+                "a DistributedDataLoader is no array: numpy would read its whole epoch and keep every batch; loop over "
+                "it, `for batch in loader`, and make arrays of a batch's fields; all batches of a small epoch at once "
+                "are list(loader)"
+            )
 
     @property
     def steps_left(self) -> int:

@@ -6,10 +6,11 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from tar_dataset import write_tars
@@ -41,6 +42,15 @@ def test_sizes_and_ranks_can_be_read(tars, options, batch_size, global_batch_siz
     with load(tars, **options) as loader:
         assert (loader.batch_size, loader.global_batch_size) == (batch_size, global_batch_size)
         assert (loader.rank, loader.world_size) == (options.get("rank", 0), options.get("world_size", 1))
+
+
+@pytest.mark.parametrize("make", [np.array, np.asarray, np.sum])
+def test_numpy_is_told_that_a_loader_is_no_array(tars: str, make: Callable[[Any], Any]) -> None:
+    with load(tars, batch_size=4) as loader:
+        with pytest.raises(TypeError, match=r"is no array: .*for batch in loader.*list\(loader\)"):
+            make(loader)
+        assert loader.metrics().batches == 0  # nothing was read for it
+        assert len(list(loader)) == len(loader)
 
 
 def test_the_batch_size_follows_the_shares(tars):
