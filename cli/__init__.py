@@ -29,12 +29,15 @@ OK, FOUND_BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main() -> None:
-    """The entry point. After Ctrl-C the process exits at once, even with requests in flight."""
+    """The entry point. After Ctrl-C the process exits at once, and breaks off requests in flight."""
     code = run(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     if code == INTERRUPTED:
+        from ..storage.hang_up import hang_up
+
+        hang_up()
         os._exit(code)
     sys.exit(code)
 
