@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import ShardFormat
-from .job import Decode, PeerDecode, PeerLayout
+from .job import Decode, PeerDecode, PeerLayout, check_run
 from .peers.catalogue import find_peer
 
 Environments = Literal["own", "here"]
@@ -47,6 +47,7 @@ class BenchConfig:
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
+        check_run(self.batch_size, self.epochs, self.seconds, self.step_ms)  # before any copy is made for peers
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}: must be 1 or more")
         if self.workers is not None and self.workers < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,20 @@ Decode = Literal["none", "auto", "224"]
 PeerDecode = Literal["auto", "pil", "opencv", "penstock"]
 PeerLayout = Literal["plain", "packed"]
 Mode = Literal["epoch", "first-batch", "check"]
+
+
+def check_run(batch_size: int, epochs: int | None, seconds: float | None, step_ms: float) -> None:
+    """Raise ConfigError where no run has these settings, of ``Job`` and of ``BenchConfig``."""
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: must be 1 or more")
+    if epochs is None and seconds is None:
+        raise ConfigError("a run needs an end: give epochs or seconds")
+    if epochs is not None and epochs < 1:
+        raise ConfigError(f"epochs={epochs}: must be 1 or more")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ConfigError(f"seconds={seconds}: must be above 0, and finite")
+    if not 0 <= step_ms < math.inf:
+        raise ConfigError(f"step_ms={step_ms}: must be 0 or above, and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +71,7 @@ class Job:
     """What the contender is known to import while it runs; imported before the clock starts, as all its imports are."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: must be 1 or more")
-        if self.epochs is None and self.seconds is None:
-            raise ConfigError("a run needs an end: give epochs or seconds")
-        if self.seconds is not None and self.seconds <= 0:
-            raise ConfigError(f"seconds={self.seconds}: must be above 0")
-        if self.step_ms < 0:
-            raise ConfigError(f"step_ms={self.step_ms}: must be 0 or above")
+        check_run(self.batch_size, self.epochs, self.seconds, self.step_ms)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

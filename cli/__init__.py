@@ -30,6 +30,9 @@ OK, FOUND_BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> None:
     """The entry point. After Ctrl-C the process exits at once, and breaks off requests in flight."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as `>&-` does
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the whole process
     code = run(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -45,6 +48,25 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command. Returns its exit code: 0 success, 1 bad data found, 2 wrong usage or an error, 130 Ctrl-C."""
     given = list(arguments)
+    name = " ".join(["penstock", *(word for word in given[:1] if word in COMMANDS)])
+    try:
+        code = _run_command(given[0], given[1:]) if given and given[0] in COMMANDS else _run_overview(given)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader closed the pipe (``| head``): nothing may be written to it any more, not at exit either.
+        _drop_output()
+        return OK
+    except OSError as exc:  # the user's files: a folder that is a file, a full disk, which may be that of the output
+        _drop_output()
+        where = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
+        return _tell_error(name, f"{where}{exc.strerror or exc}")
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run_overview(given: list[str]) -> int:
     if given[:1] in (["--version"], ["-V"]):
         from .. import __version__
 
@@ -53,14 +75,10 @@ def run(arguments: Sequence[str]) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         _print_overview()
         return OK if given else USAGE
-    name, *rest = given
-    if name not in COMMANDS:
-        from .words import did_you_mean
+    from .words import did_you_mean
 
-        meant = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
-        print(f"penstock: unknown command {name!r}{meant}", file=sys.stderr)
-        return USAGE
-    return _run_command(name, rest)
+    meant = did_you_mean(given[0], COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+    return _tell_error("penstock", f"unknown command {given[0]!r}{meant}")
 
 
 def _run_command(name: str, rest: list[str]) -> int:
@@ -70,22 +88,28 @@ def _run_command(name: str, rest: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = _show_warning
-            code = importlib.import_module(f".{name}", __name__).run(rest)
-        sys.stdout.flush()
-        return int(code)
+            return int(importlib.import_module(f".{name}", __name__).run(rest))
     except PenstockError as exc:
         from .common import in_option_words
-        from .screen import shown
 
-        print(f"penstock {name}: {shown(in_option_words(str(exc)))}", file=sys.stderr)
-        return USAGE
-    except BrokenPipeError:
-        # The reader closed the pipe (``| head``): nothing may be written to it any more, not at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
-    except KeyboardInterrupt:
-        print(f"\npenstock {name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _tell_error(f"penstock {name}", in_option_words(str(exc)))
+
+
+def _tell_error(name: str, problem: str) -> int:
+    from .screen import shown
+
+    with contextlib.suppress(OSError):  # the exit code tells it as well
+        print(f"{name}: {shown(problem)}", file=sys.stderr)
+    return USAGE
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere, where it cannot be written; else it would fail again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -96,16 +120,17 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _print_overview() -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    from .screen import Screen
+
+    console = Screen()
     console.print(Text("penstock: sharded data from object storage to the accelerators", style="bold"))
     console.print()
-    console.print("usage: penstock COMMAND [ARGUMENTS]", markup=False)
+    console.print("usage: penstock COMMAND [ARGUMENTS]")
     console.print()
     width = max(map(len, COMMANDS)) + 2
     for name, summary in COMMANDS.items():
         console.print(Text.assemble("  ", (name.ljust(width), "cyan"), summary))
     console.print()
-    console.print("Run `penstock COMMAND --help` for the options of a command and an example.", markup=False)
+    console.print("Run `penstock COMMAND --help` for the options of a command and an example.")

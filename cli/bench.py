@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +98,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--plot needs peers to compare with; name them with --against")
     if given.plot is not None:
         require_plotting()  # before anything is measured
+    if given.out is not None:
+        _refuse_unwritable(given.out)
     source = resolve_split(given.chosen_source(), given.chosen_split(), given.options())
     config = BenchConfig(
         source=source,
@@ -107,7 +110,7 @@ def run(arguments: Sequence[str]) -> int:
         peer_layout=given.peer_layout,
         environments=given.environments,
         workers=given.workers,
-        epochs=given.epochs if given.epochs or given.seconds else 1,
+        epochs=1 if given.epochs is None and given.seconds is None else given.epochs,
         seconds=given.seconds,
         rounds=given.rounds,
         step_ms=given.step_ms,
@@ -121,7 +124,6 @@ def run(arguments: Sequence[str]) -> int:
     with _status() as say:
         result = bench(config, command=_without_secrets(arguments), say=say)
     if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(result, indent=2) + "\n")
     if given.plot is not None:
         plot_ratios([result], given.plot)
@@ -130,6 +132,18 @@ def run(arguments: Sequence[str]) -> int:
     else:
         print_result(result, screen)
     return 0
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """Make the folder of a file. Raises ConfigError where it cannot be written, before anything is measured for it."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"--out {out}: its folder cannot be made ({exc.strerror})") from exc
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: is a folder; give the file to write")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ConfigError(f"--out {out}: may not be written")
 
 
 @contextmanager

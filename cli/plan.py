@@ -51,6 +51,7 @@ class PlanArguments(SimulationArguments):
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(PlanArguments, "plan", arguments)
+    given.refuse_no_samples()
     if given.simulate:
         if given.cost is not None or given.batch_tokens is not None or given.last_batch != "drop":
             raise ConfigError(

@@ -78,6 +78,16 @@ class PlanDataArguments(SourceArguments):
     bytes: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
     """Bytes of all samples of a hypothetical data set, such as 1PB, instead of --sample-bytes."""
 
+    def refuse_no_samples(self) -> None:
+        """Raise ConfigError where there are no ranks, or none of them has a sample in a batch."""
+        if not self.world_size:
+            raise ConfigError("--world-size without a number; give one or several, such as 8 64")
+        if self.global_batch_size is None and self.batch_size < 1:
+            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        for number in self.world_size:
+            if number < 1:
+                raise ConfigError(f"--world-size {number}: must be at least 1")
+
     def samples_of_step(self, world_size: int) -> int:
         """The global batch."""
         return self.batch_size * world_size if self.global_batch_size is None else self.global_batch_size
@@ -149,8 +159,10 @@ def made_up(given: PlanDataArguments) -> MadeUp:
 
 def list_chunks(given: PlanDataArguments) -> tuple[str, Chunks]:
     """Name and chunks of an existing data set."""
-    if given.bytes is not None:
-        raise ConfigError(f"--bytes {given.bytes} without --samples: it is that of a hypothetical data set")
+    for name in ("bytes", "shards", "sample_bytes"):
+        if (value := getattr(given, name)) != getattr(PlanDataArguments, name):
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ConfigError(f"{option} without --samples: it is that of a hypothetical data set")
     manifest = open_manifest(
         given.chosen_source(),
         split=given.chosen_split(),

@@ -113,8 +113,6 @@ def refuse_unused(given: SimulationArguments) -> None:
 
 def run_simulation(given: SimulationArguments) -> int:
     machines = given.machines()
-    if given.global_batch_size is None and given.batch_size < 1:
-        raise ConfigError(f"--batch-size {given.batch_size}: must be at least 1")
     name, facts = _data_set(given)
     found: list[Simulation] = []
     refused: list[tuple[int, ConfigError | PartitionError]] = []
@@ -167,8 +165,6 @@ def _data_set(given: SimulationArguments) -> tuple[str, _Facts]:
 def _simulate(
     given: SimulationArguments, machines: Machines, facts: _Facts, world_size: int, advance: Callable[[int], None]
 ) -> Simulation:
-    if world_size < 1:
-        raise ConfigError(f"world_size={world_size}: must be at least 1")
     if facts.listed is not None:
         samples, memory = facts.listed.samples, facts.listed.memory
     else:

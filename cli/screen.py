@@ -32,6 +32,9 @@ class Screen(Console):
         options.setdefault("crop", False)
         super().print(*(shown(each) if isinstance(each, str) else each for each in objects), **options)
 
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - rich calls it with the error at hand, and would exit with 1, which says "bad data found"
+
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             # What came here another way than ``shown``; nothing takes its place, as the lines are laid out already.

@@ -78,9 +78,12 @@ def _find_run(path: Path) -> Path:
     Raises:
         TrainerError: there is none.
     """
-    if not path.is_dir() or not (path / FOLDER).is_dir():
-        return find_log(path).parent
-    return path
+    if path.is_dir() and (path / FOLDER).is_dir():
+        return path
+    log = find_log(path)
+    if log.name != "metrics.jsonl":
+        raise TrainerError(f"{path} is a file; give the output_dir of a run")
+    return log.parent
 
 
 def _look(folder: Path, silence: Silence) -> View:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -71,14 +72,14 @@ class FieldConfig:
             raise ConfigError(f"--rounds {self.rounds}: must be 1 or more")
         if not 0 < self.scale <= 1000:
             raise ConfigError(f"--scale {self.scale}: must be above 0, and 1000 at most")
-        if self.seconds <= 0:
-            raise ConfigError(f"--seconds {self.seconds:g}: must be above 0")
+        if not 0 < self.seconds < math.inf:
+            raise ConfigError(f"--seconds {self.seconds:g}: must be above 0, and finite")
         if min(self.trial_s, self.timeout_s) <= 0:
             raise ConfigError("trial_s and timeout_s must be above 0")
-        if self.drop_slower is not None and self.drop_slower <= 1:
+        if self.drop_slower is not None and not self.drop_slower > 1:
             raise ConfigError(f"--drop-slower {self.drop_slower:g}: must be above 1")
-        if self.delay_ms < 0:
-            raise ConfigError(f"--delay-ms {self.delay_ms}: must be 0 or above")
+        if not 0 <= self.delay_ms < math.inf:
+            raise ConfigError(f"--delay-ms {self.delay_ms}: must be 0 or above, and finite")
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(self).items()}

@@ -90,6 +90,9 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     Raises:
         DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
+    if not Path(folder).is_dir():
+        what = "is a file" if Path(folder).exists() else "is not there"
+        raise DatasetError(f"{os.fspath(folder)}: {what}; give the folder that was passed as audit_dir=")
     paths = sorted(Path(folder).glob(f"*{SUFFIX}"))
     started = [log for log in map(read_log, paths) if log is not None]
     if not any(log.records for log in started):

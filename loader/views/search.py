@@ -22,7 +22,7 @@ def searched_field(manifest: Manifest, field: str | None) -> str:
         return KEY_COLUMN
     if field is None:
         raise ConfigError(
-            f"samples of {manifest.format} shards have no key; say which field to search (field=, --field): "
+            f"samples of {manifest.format} shards have no key; say which to search by field= (--field): "
             f"{', '.join(sorted(manifest.fields))}"
         )
     if field not in manifest.fields and not (has_keys and field == KEY_COLUMN):

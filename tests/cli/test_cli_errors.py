@@ -34,11 +34,30 @@ def run_process(arguments: Sequence[str], **more: Any) -> subprocess.CompletedPr
         (["index", "gopher://x/y"], "gopher"),
         (["index", "{tmp}", "--storage-option", "secret-word"], "KEY=VALUE"),
         (["unknown"], "unknown command 'unknown'"),
+        (["audit", "{tmp}/none"], "none: is not there; give the folder that was passed as audit_dir="),
+        (["audit", "{tmp}/file"], "file: is a file; give the folder"),
+        (["plan", "--samples", "1e6", "--world-size"], "--world-size without a number; give one or several"),
+        (["plan", "--samples", "1e6", "--world-size", "--simulate"], "--world-size without a number"),
+        (["plan", "--samples", "1e6", "--world-size", "8", "0"], "--world-size 0: must be at least 1"),
+        (["plan", "--samples", "1e6", "--batch-size", "0"], "plan: --batch-size 0: must be at least 1"),
+        (["plan", "{tmp}", "--shards", "3"], "--shards 3 without --samples: it is that of a hypothetical"),
+        (["plan", "{tmp}", "--sample-bytes", "3", "--simulate"], "--sample-bytes 3 without --samples"),
+        (["bench", "{tmp}", "--epochs", "0"], "--epochs 0: must be 1 or more"),
+        (["bench", "{tmp}", "--seconds", "nan"], "--seconds nan: must be above 0"),
+        (["bench", "{tmp}", "--step-ms", "nan"], "--step-ms nan: must be 0 or above"),
+        (["bench", "{tmp}", "--out", "{tmp}"], "is a folder; give the file to write"),
+        (["bench", "{tmp}", "--out", "{tmp}/file/x.json"], "its folder cannot be made"),
+        (["bench", "--quick", "--seconds", "nan"], "--seconds nan: must be above 0"),
+        (["bench", "--quick", "--delay-ms", "inf"], "--delay-ms inf: must be 0 or above"),
+        (["bench", "--quick", "--drop-slower", "nan"], "--drop-slower nan: must be above 1"),
+        (["bench", "--quick", "--results", "{tmp}/file"], "file/field-quick.json: Not a directory"),
     ],
 )
 def test_errors_are_one_message_and_code_two(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if any("{tmp}/file" in argument for argument in arguments):
+        (tmp_path / "file").write_text("no data")
     code, out, err = call(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert (code, out) == (2, "")
     assert message in err
@@ -58,9 +77,30 @@ def test_the_process_hands_on_exit_codes_and_survives_a_closed_pipe(shards: Path
     assert run_process([]).returncode == 2
     failed = run_process(["inspect", "/no/such/folder"])
     assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
-    piped = f"{sys.executable} -m penstock.cli inspect {shards} --json | true; exit ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    for arguments in (f"inspect {shards} --json", f"inspect {shards}", f"verify {shards}", "--help", "plan --help"):
+        piped = f"{sys.executable} -m penstock.cli {arguments} | true; exit ${{PIPESTATUS[0]}}"
+        ended = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (0, ""), arguments
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", ["inspect {shards}", "inspect {shards} --json", "--version", "", "plan --help"])
+def test_a_full_disk_under_the_output_is_an_error_in_words(arguments: str, shards: Path) -> None:
+    command = f"{sys.executable} -m penstock.cli {arguments.replace('{shards}', str(shards))}"
+    full = subprocess.run(["bash", "-c", command + " >/dev/full"], stderr=subprocess.PIPE, text=True, check=False)
+    name = " ".join(["penstock", *arguments.split()[:1]]).removesuffix(" --version")
+    assert (full.returncode, full.stderr) == (2, f"{name}: No space left on device\n")
+    closed = subprocess.run(["bash", "-c", command + " >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (0 if arguments else 2, "")
+
+
+@pytest.mark.slow
+def test_errors_that_cannot_be_told_still_are_code_two() -> None:
+    command = f"{sys.executable} -m penstock.cli inspect /no/such/folder"
+    for stderr in (">&-", "/dev/full"):
+        ended = subprocess.run(["bash", "-c", f"{command} 2>{stderr}".replace("2>>&-", "2>&-")], check=False)
+        assert ended.returncode == 2
 
 
 _SLOW = """

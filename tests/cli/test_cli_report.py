@@ -56,6 +56,17 @@ def test_what_is_no_run_and_what_cannot_be_written_are_errors_in_words(
     assert "is no folder or file; give the output_dir of a run" in capsys.readouterr().err
     assert run(["report", str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("no run\n{}\n")
+    for command in ("report", "top"):
+        assert run([command, str(tmp_path / "notes.txt")]) == 2
+        assert "notes.txt holds no records of a run; give the output_dir" in capsys.readouterr().err
+    (folder / "metrics.jsonl").rename(folder / "copy.jsonl")
+    assert run(["top", str(folder / "copy.jsonl")]) == 2
+    assert "copy.jsonl is a file; give the output_dir" in capsys.readouterr().err
+    assert run(["report", str(folder / "copy.jsonl"), "--json"]) == 0
+    (folder / "copy.jsonl").rename(folder / "metrics.jsonl")
+    capsys.readouterr()
+    assert not (tmp_path / "report.html").exists()
     assert run(["report", str(folder), "--output", str(tmp_path / "no" / "such.html")]) == 2
     assert "give --output FILE" in capsys.readouterr().err
 

@@ -127,7 +127,19 @@ def find_log(run: Path) -> Path:
     if not path.is_file():
         what = "holds no metrics.jsonl" if run.is_dir() else "is no folder or file"
         raise TrainerError(f"{run} {what}; give the output_dir of a run, or its metrics.jsonl")
+    if path.name != "metrics.jsonl" and not _has_records(path):
+        raise TrainerError(f"{run} holds no records of a run; give the output_dir of a run, or its metrics.jsonl")
     return path
+
+
+def _has_records(path: Path) -> bool:
+    """Whether there is a record among the first lines of a file that has another name than a run's has."""
+    try:
+        with path.open("rb") as file:
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return True  # whoever reads it says why it cannot be read
+    return any(_parse(line) is not None for line in lines)
 
 
 def read_run(path: Path) -> RunLog:

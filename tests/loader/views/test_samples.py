@@ -147,7 +147,7 @@ def test_what_no_row_holds_is_said_not_to_be_there(table: MemoryStore, field: st
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        (None, "1", "no key; say which field"),
+        (None, "1", "no key; say which to search"),
         ("n", "one", "holds int32, and 'one' is none"),
         ("pair", "1", r"holds arrays \[2\]"),
     ],
