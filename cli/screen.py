@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.table import Table
@@ -77,11 +78,11 @@ def print_grid(
     screen: Console, header: Sequence[str], rows: Sequence[Sequence[str]], *, styles: Sequence[str] = ()
 ) -> None:
     """A table of numbers, one row a line; where a line would not fit, its rows as columns, as many as fit at a time."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(map(cell_len, map(shown, column))) for column in zip(header, *rows, strict=True)]
     if sum(widths) + _GAP * (len(widths) - 1) > screen.width:
         print_columns(screen, header, list(rows), styles=styles)
         return
-    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
+    table = _table(sum(widths) + _GAP * len(widths))
     for name in header:
         table.add_column(Text(shown(name)), justify="right", no_wrap=True)
     for number, row in enumerate(rows):
@@ -93,8 +94,8 @@ def print_columns(
     screen: Console, labels: Sequence[str], columns: Sequence[Sequence[str]], *, styles: Sequence[str] = ()
 ) -> None:
     """Columns of cells beside their labels, the first of which head them; columns that do not fit follow below."""
-    start = max(map(len, labels)) + _GAP
-    widths = [max(map(len, column)) + _GAP for column in columns]
+    start = max(map(cell_len, labels)) + _GAP
+    widths = [max(map(cell_len, map(shown, column))) + _GAP for column in columns]
     first = 0
     while first < len(columns):
         stop, used = first + 1, start + widths[first]
@@ -103,7 +104,7 @@ def print_columns(
             stop += 1
         if first:
             screen.print()
-        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
+        table = _table(start + sum(widths[first:stop]))
         table.add_column(Text(labels[0], style="cyan"), style="cyan", no_wrap=True)
         for column in columns[first:stop]:
             table.add_column(Text(shown(column[0])), justify="right", no_wrap=True)
@@ -115,6 +116,11 @@ def print_columns(
             table.add_row(label, *cells)
         screen.print(table)
         first = stop
+
+
+def _table(width: int) -> Table:
+    """A table of that width, even where the terminal is narrower: else rich would cut what is in its cells."""
+    return Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", width=width)
 
 
 def heading(text: str) -> Text:

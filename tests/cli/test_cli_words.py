@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from penstock.cli import run
+from penstock.cli.screen import Screen, print_columns, print_grid
 from penstock.cli.words import option_words
 
 OPTIONS = ("global_batch_size", "last_batch", "tokenizer", "overwrite", "seq_len", "format", "dtype", "lanes")
@@ -42,3 +45,13 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(capsys: pytes
     with pytest.raises(SystemExit):
         run(["pack", "a", "b", "--tokeniser", "x:y"])
     assert "--tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", range(12, 60))
+def test_no_width_of_a_terminal_cuts_a_table(width: int) -> None:
+    cells = [["ranks", "8", "1,024"], ["lanes × window", "16 × 4,096", "2,048 × 64"], ["数据", "一二三", "0 (0.0%)"]]
+    for draw in (print_grid, print_columns):
+        screen = Screen(width=width, file=io.StringIO())
+        draw(screen, cells[0], cells[1:])
+        told = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert all(cell in told for row in cells for cell in row), told
