@@ -52,6 +52,12 @@ class Gradients:
         """The gradients that there are, by the names of their parameters."""
         return ((name, one.grad) for name, one in self._named if one.grad is not None)
 
+    def clear(self) -> None:
+        """Forget all gradients, also of parameters that the optimizer has not: those would add up from step to step."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for one in self._not_updated:
+            one.grad = None
+
     @torch.no_grad()
     def measure(self) -> Measured:
         """Look at each gradient once; a collective where the model is sharded. Does not wait for the device."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from .loss import LossFunction, check_loss
 from .parallel.activation import ActivationConfig
+from .parallel.buffers import BufferCopies
 from .parallel.model import ParallelModel
 from .parallel.precision import PrecisionConfig, compute_context
 
@@ -105,11 +106,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _kept_as_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put back, at the end, what a forward and a backward change of a model and of the process."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = BufferCopies(model)
     drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     for parameter, _ in gradients:
@@ -119,11 +116,7 @@ def _kept_as_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, kept in buffers:
-                if buffer is not None and kept is not None:
-                    buffer.copy_(kept)
-                module._buffers[name] = buffer
+        buffers.restore()
         torch.set_rng_state(drawn[0])
         np.random.set_state(drawn[1])
         random.setstate(drawn[2])

@@ -18,6 +18,7 @@ from .finite import NonFinitePolicy
 from .gradients import Gradients
 from .loss import LossFunction, check_loss
 from .options import check_choice, check_range
+from .parallel.buffers import BufferCopies
 from .parallel.limits import named_if_it_fails
 from .parallel.model import ParallelModel
 from .parallel.precision import LossScaler, PrecisionConfig, compute_context
@@ -208,9 +209,9 @@ class StepRunner:
             self._expected_count = totals.count
         if outcome == "non-finite":
             self._expected_count = expected_before
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
-        self._optimizer.zero_grad(set_to_none=True)
+            if buffers is not None:
+                buffers.restore()
+        self._gradients.clear()
         return StepResult(
             loss=totals.loss / totals.count if totals.count else math.nan,
             count=totals.count,
@@ -238,11 +239,9 @@ class StepRunner:
         if bad.item():
             self._policy.refuse_late(step, self._parallel.inner.named_parameters())
 
-    def _copy_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The buffers with copies, where a step may be skipped: a batch norm has then seen what is not finite."""
-        if self._config.on_nan == "stop":
-            return []
-        return [(buffer, buffer.detach().clone()) for buffer in self._parallel.inner.buffers()]
+    def _copy_buffers(self) -> BufferCopies | None:
+        """Copies of the buffers, where a step may be skipped: a batch norm has then seen what is not finite."""
+        return None if self._config.on_nan == "stop" else BufferCopies(self._parallel.inner)
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):

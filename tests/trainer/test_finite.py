@@ -30,6 +30,20 @@ class Normed(nn.Module):
         return self.line(self.norm(x))
 
 
+class Centred(nn.Module):
+    """Assigns its mean anew in forward, as running statistics by hand do; the optimizer has only ``line``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(2, 2)
+        self.line = Line()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.line(self.shift(x) - self.mean)
+
+
 class Steep(torch.autograd.Function):
     """The identity, with a slope of its own."""
 
@@ -92,6 +106,32 @@ def test_a_skipped_step_leaves_no_trace(world: World, tmp_path: Path, where: str
             trainer.train()
             found.append({key: value.clone() for key, value in trainer.parallel.inner.state_dict().items()})
     assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_nor_in_buffers_that_are_assigned_and_in_parameters_without_an_optimizer(
+    world: World, tmp_path: Path, zero: int
+) -> None:
+    torch.manual_seed(0)
+    good = [{"x": torch.randn(4, 2)} for _ in range(3)]
+    bad = {"x": torch.full((4, 2), torch.nan)}
+    found = []
+    for name, batches in (("good", good), ("bad", [good[0], bad, *good[1:]])):
+        torch.manual_seed(0)
+        model = Centred()
+        options = {
+            "step": {"on_nan": "skip", "max_skipped": 1},
+            "steps": len(batches),
+            "schedule": {"shape": "constant"},
+            "parallel": {"zero": zero},
+            "optimizer": torch.optim.SGD(model.line.parameters(), lr=0.1),
+        }
+        with make_trainer(world, str(tmp_path / name), batches, model, **options) as trainer:
+            trainer.train()
+            state = trainer.parallel.inner.state_dict()
+            found.append({key: getattr(one, "full_tensor", one.clone)() for key, one in state.items()})
+            assert all(one.grad is None for one in trainer.parallel.inner.parameters())
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 

@@ -28,6 +28,25 @@ def share_buffers(buffers: Iterable[Tensor], world: World) -> None:
             one.copy_(part.view(one.dtype).view_as(one))
 
 
+class BufferCopies:
+    """Copies of a model's buffers, and which tensor is which: a forward may write to a buffer or assign another one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make every buffer what it was, tensor and values."""
+        for module, name, buffer, kept in self._kept:
+            if buffer is not None and kept is not None:
+                buffer.copy_(kept)
+            module._buffers[name] = buffer
+
+
 @torch.no_grad()
 def copy_from_first_rank(model: nn.Module, world: World) -> None:
     """Give all ranks rank 0's weights and buffers, of what is not on the meta device; a collective.
