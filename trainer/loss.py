@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .errors import TrainerConfigError
 
@@ -25,7 +27,13 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             f"the loss function returned a {type(given).__name__}; it must return two values: the sum of the losses, "
             "and the count of samples or tokens in it"
         )
-    total = given[0]
+    total, count = given
+    if isinstance(total, DTensor):
+        raise TrainerConfigError(
+            "the sum that the loss function returned is a DTensor, because it uses parameters that lie in shards, such as "
+            "a sum over model.parameters(); compute that in the model's forward, use the optimizer's weight_decay for it, "
+            "or parallel.zero=0"
+        )
     if not (isinstance(total, torch.Tensor) and total.ndim == 0 and total.requires_grad):
         got = f"a {type(total).__name__}"
         if isinstance(total, torch.Tensor):
@@ -34,4 +42,16 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             f"the loss function returned {got} as the sum; it must be a tensor of shape () with a gradient, such as "
             "losses.sum()"
         )
-    return given
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
+        return total, count.detach().reshape(())
+    if not isinstance(count, numbers.Real):
+        got = (
+            f"a tensor of shape {tuple(count.shape)}"
+            if isinstance(count, torch.Tensor)
+            else f"a {type(count).__name__}"
+        )
+        raise TrainerConfigError(
+            f"the loss function returned {got} as the count; it must be the number of samples or tokens in the sum, such "
+            "as len(losses)"
+        )
+    return total, float(count)

@@ -183,7 +183,7 @@ class StepRunner:
                         order=self._parallel.order_marks(),
                         late=None if self._unread is None else self._unread[1],
                     )
-                with self._phase("backward"), self._computing():
+                with self._phase("backward"), self._parallel.watched_backward(), self._computing():
                     scale = self._world.world_size / self._expected_count
                     self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._parallel.check_gradients()

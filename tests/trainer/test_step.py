@@ -221,6 +221,8 @@ def test_a_request_to_stop_is_handed_back_with_the_result(world: World) -> None:
         (lambda total, count: (total.detach(), count), "without a gradient"),
         (lambda total, count: (total.reshape(1), count), r"returned a tensor of shape \(1,\)"),
         (lambda total, count: (3.0, count), "returned a float as the sum"),
+        (lambda total, count: (total, None), "returned a NoneType as the count"),
+        (lambda total, count: (total, torch.ones(2, 3)), r"returned a tensor of shape \(2, 3\) as the count"),
     ],
 )
 def test_a_loss_function_that_returns_something_else_is_refused(

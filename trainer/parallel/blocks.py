@@ -13,7 +13,8 @@ from ..options import suggest
 def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.Module]:
     """The modules whose class is named, outer before inner; with no names, the items of the outermost ``ModuleList``s.
 
-    Lists inside blocks (of experts, of heads) are left whole: their items may run on some ranks and not on others.
+    Of an item without a forward, such as a list in a list, the modules in it. Lists inside blocks (of experts, of
+    heads) are left whole: their items may run on some ranks and not on others.
 
     Raises:
         TrainerConfigError: a name that no module of the model has; the message names ``key``.
@@ -30,6 +31,15 @@ def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.M
 def _outermost_items(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield from child
+            yield from _runnable(child)
         else:
             yield from _outermost_items(child)
+
+
+def _runnable(container: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a container, and instead of those that have no forward (lists in a list) the modules in them."""
+    for item in container.children():
+        if type(item).forward is nn.Module.forward and "forward" not in vars(item):
+            yield from _runnable(item)
+        else:
+            yield item

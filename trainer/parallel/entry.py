@@ -14,6 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainerConfigError
 
+_MIXED = "mixed torch.Tensor and DTensor"
+_USED_IN_SHARDS = (
+    "the loss function uses a weight that lies in shards: weights are whole while the sharded module that they belong to "
+    "runs its forward (an item of an outermost ModuleList, a module of parallel.blocks, or the model), and this one was "
+    "used outside of that. Call that module itself, not what is in it; name the modules that are called with "
+    "parallel.blocks; or use parallel.zero=0"
+)
+HIDDEN_OUTPUT = (
+    "a sharded module returned an object in which torch finds no tensors, so that nothing told it of the gradient; "
+    "return tensors, or tuples, dicts or dataclasses of them, from forward, or use parallel.zero=0"
+)
+
 
 class EngineEntry:
     """Watches the losses of a model under DDP or ``fully_shard``; does nothing for any other.
@@ -27,8 +39,11 @@ class EngineEntry:
         self._is_watched = isinstance(module, DistributedDataParallel | FSDPModule)
         self._entered = False
         self._needed: list[tuple[str, nn.Parameter]] = []
-        if isinstance(module, DistributedDataParallel) and not may_be_unused:
-            self._needed = [(name, one) for name, one in inner.named_parameters() if one.requires_grad]
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        if isinstance(module, DistributedDataParallel):
+            self._frozen = [(name, one) for name, one in inner.named_parameters() if not one.requires_grad]
+            if not may_be_unused:
+                self._needed = [(name, one) for name, one in inner.named_parameters() if one.requires_grad]
         if self._is_watched:
             self._hook = module.register_forward_pre_hook(torch._dynamo.disable(self._enter), prepend=True)  # type: ignore[no-untyped-call]
 
@@ -53,19 +68,43 @@ class EngineEntry:
                 raise self._refusal("computes without calling the model") from exc
             if self._needed and "finished reduction in the prior iteration" in str(exc):
                 raise _name_unused(self._find_unused(str(exc))) from exc
+            if _MIXED in str(exc):
+                raise TrainerConfigError(_USED_IN_SHARDS) from exc
             raise
         if not self._entered:
             raise self._refusal("computes without calling the model")
         self._hook.remove()
 
+    @contextmanager
+    def watched_backward(self) -> Iterator[None]:
+        """What a backward runs in.
+
+        Raises:
+            TrainerConfigError: a sharded module's weights were not gathered again.
+        """
+        try:
+            yield
+        except RuntimeError as exc:
+            if isinstance(self._module, FSDPModule) and "out of bounds for storage of size 0" in str(exc):
+                raise TrainerConfigError(f"backward finds weights in shards, because {HIDDEN_OUTPUT}") from exc
+            raise
+
     def check_gradients(self) -> None:
         """To be called after the last backward of a step, before the update.
 
         A parameter that only an earlier microbatch used has a gradient, of this rank alone, and DDP still waits for it.
+        One that was frozen when DDP was made has a gradient of this rank alone, for which DDP never waits.
 
         Raises:
-            TrainerConfigError: a parameter that DDP waits for got no gradient.
+            TrainerConfigError: a parameter that DDP waits for got no gradient, or it exchanges none of one that has.
         """
+        unfrozen = [name for name, one in self._frozen if one.requires_grad]
+        if unfrozen:
+            raise TrainerConfigError(
+                f"the parameters {', '.join(unfrozen)} were frozen when the trainer was made and are trained now, and "
+                "their gradients are not exchanged; make a new trainer after unfreezing them, or leave them trained "
+                "from the beginning, in a parameter group whose rate is 0 until then"
+            )
         if not self._needed or not isinstance(self._module, DistributedDataParallel):
             return
         try:
@@ -93,5 +132,6 @@ class EngineEntry:
 def _name_unused(names: list[str]) -> TrainerConfigError:
     return TrainerConfigError(
         f"the parameters {', '.join(names) or '(unknown)'} got no gradient in a step's last microbatch, and the "
-        "ranks wait for it; set parallel.unused_parameters=True, or freeze them with requires_grad_(False)"
+        "ranks wait for it; set parallel.unused_parameters=True, or freeze them with requires_grad_(False) "
+        "before the trainer is made"
     )

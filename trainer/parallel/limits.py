@@ -75,6 +75,25 @@ def named_if_it_fails(optimizer: torch.optim.Optimizer, zero: int) -> Iterator[N
         ) from exc
 
 
+@contextmanager
+def named_if_formats_differ(model: nn.Module, zero: int) -> Iterator[None]:
+    """Turn torch's error about a sharded module whose parameters have several formats into one that names them."""
+    try:
+        yield
+    except AssertionError as exc:
+        if "uniform original parameter dtype" not in str(exc):
+            raise
+        first: dict[str, str] = {}
+        for name, parameter in model.named_parameters():
+            first.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+        found = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
+        raise TrainerConfigError(
+            f"parallel.zero={zero} shards a module's parameters together, which must be of one format: {found}; put "
+            "those of another format into modules of their own and name these with parallel.blocks, or use "
+            "parallel.zero=0"
+        ) from exc
+
+
 def keep_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The blocks that can be sharded one by one: without those that share a weight with what is outside of them.
 

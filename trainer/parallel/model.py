@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
@@ -21,7 +22,7 @@ from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .entry import EngineEntry
-from .limits import check_exchangeable, check_optimizer, keep_ties, list_sparse
+from .limits import check_exchangeable, check_optimizer, keep_ties, list_sparse, named_if_formats_differ
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
 from .precision import (
@@ -131,7 +132,8 @@ class ParallelModel:
         self.order: ModuleOrder | None = None
         if config.zero:
             sharded = list(_sharded_modules(model))
-            self.usage = ParameterUsage(model, sharded)
+            with named_if_formats_differ(model, config.zero):
+                self.usage = ParameterUsage(model, sharded)
             self.order = ModuleOrder(model, sharded, world)
         self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
 
@@ -214,9 +216,15 @@ class ParallelModel:
         if self.order is not None:
             self.order.check(total, total_of_squares)
 
+    def watched_backward(self) -> AbstractContextManager[None]:
+        """What a backward runs in, so that one which finds no weights is told in words."""
+        return self._entry.watched_backward()
+
     def check_gradients(self) -> None:
-        """Raise a TrainerConfigError where DDP still waits for a gradient after the last backward of a step."""
+        """Raise a TrainerConfigError where the engine lacks a gradient, or has one that it does not exchange."""
         self._entry.check_gradients()
+        if self.usage is not None:
+            self.usage.check_reduced()
 
     @property
     def replicas(self) -> int:
@@ -257,6 +265,12 @@ def check_trainable(model: nn.Module) -> None:
     """Refuse what is not a model, or has nothing to train."""
     if not isinstance(model, nn.Module):
         raise TrainerConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module; give one")
+    lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
+    if lazy:
+        raise TrainerConfigError(
+            f"the parameters {', '.join(lazy)} have no shape yet; run model={type(model).__name__} once on a batch before "
+            "the optimizer is built"
+        )
     if not any(True for _ in model.parameters()):
         raise TrainerConfigError(
             f"model={type(model).__name__} has no parameters; give one that has (are its layers attributes of the "

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..errors import TrainerConfigError, TrainerError
 from ..ranks.world import World
+from .entry import HIDDEN_OUTPUT
 
 _HASH_BITS = 20  # squares of hashes, added over all ranks, stay exact in float64
 
@@ -54,6 +55,19 @@ class ParameterUsage:
         if self.uses_all:  # made on the device: nothing is copied there
             return torch.ones(len(self._flags), dtype=torch.float64, device=device)
         return torch.tensor(list(self._flags.values()), dtype=torch.float64, device=device)
+
+    def check_reduced(self) -> None:
+        """To be called after the last backward of a step, before the update.
+
+        Raises:
+            TrainerConfigError: a gradient of this rank was not reduced.
+        """
+        lost = [name for name, used in self._flags.items() if used and self._sharded[name].grad is None]
+        if lost:
+            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+            raise TrainerConfigError(
+                f"the gradients of {', '.join(lost[:5])}{more} were not exchanged, because {HIDDEN_OUTPUT}"
+            )
 
     def drop_unused(self, used_anywhere: Iterable[float]) -> None:
         """Let parameters that no rank used have no gradient, as if the model were not sharded.
