@@ -30,9 +30,9 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
     total, count = given
     if isinstance(total, DTensor):
         raise TrainerConfigError(
-            "the sum that the loss function returned is a DTensor, because it uses parameters that lie in shards, such as "
-            "a sum over model.parameters(); compute that in the model's forward, use the optimizer's weight_decay for it, "
-            "or parallel.zero=0"
+            "the sum that the loss function returned is a DTensor, because it uses parameters that lie in shards, as a "
+            "sum over model.parameters() does; compute that in the model's forward, use the optimizer's weight_decay "
+            "for it, or parallel.zero=0"
         )
     if not (isinstance(total, torch.Tensor) and total.ndim == 0 and total.requires_grad):
         got = f"a {type(total).__name__}"
@@ -51,7 +51,7 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             else f"a {type(count).__name__}"
         )
         raise TrainerConfigError(
-            f"the loss function returned {got} as the count; it must be the number of samples or tokens in the sum, such "
-            "as len(losses)"
+            f"the loss function returned {got} as the count; it must be the number of samples or tokens in the sum, "
+            "such as len(losses)"
         )
     return total, float(count)

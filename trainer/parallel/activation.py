@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainerConfigError
@@ -67,7 +68,7 @@ def recompute_activations(model: nn.Module, config: ActivationConfig) -> int:
     """Make every k-th block recompute its activations, and return how many do. Parameter names stay the same."""
     chosen = _find_recomputed(model, config)
     for block in chosen:
-        block.forward = _recomputed(block.forward)
+        block.forward = _recomputed(block)
     return len(chosen)
 
 
@@ -124,5 +125,54 @@ def _refuse_graphs(parallel: ParallelConfig, world: World, activation: Activatio
         )
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False)
+def _recomputed(block: nn.Module) -> Callable[..., Any]:
+    forward, contexts = block.forward, partial(_keep_buffers, block)
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # which takes contexts of another kind alone
+            return checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+    return run
+
+
+def _keep_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of forward and of its recomputation, which sees the buffers as forward did and changes none.
+
+    Else a batch norm would count each batch twice. Only buffers that forward changes are kept, until backward.
+    """
+    before: list[tuple[nn.Module, str, Tensor]] = []
+    return _forward(block, before), _again(before)
+
+
+@contextmanager
+def _forward(block: nn.Module, before: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    if not torch.is_grad_enabled():
+        yield
+        return
+    held = [
+        (module, name, buffer, buffer._version, buffer.detach().clone())
+        for module in block.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for module, name, buffer, version, copy in held:
+        # Norms write to their statistics without a new version of them.
+        writes = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
+        if writes or module._buffers.get(name) is not buffer or buffer._version != version:
+            before.append((module, name, copy))
+
+
+@contextmanager
+def _again(before: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    # Exchanged rather than written to: a backward may have saved the tensors themselves. Each copy is copied again
+    # because a graph that is kept is recomputed again.
+    now = [(module, name, module._buffers[name]) for module, name, _ in before]
+    for module, name, copy in before:
+        module._buffers[name] = copy.clone()
+    try:
+        yield
+    finally:
+        for module, name, buffer in now:
+            module._buffers[name] = buffer

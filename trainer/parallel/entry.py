@@ -16,9 +16,9 @@ from ..errors import TrainerConfigError
 
 _MIXED = "mixed torch.Tensor and DTensor"
 _USED_IN_SHARDS = (
-    "the loss function uses a weight that lies in shards: weights are whole while the sharded module that they belong to "
-    "runs its forward (an item of an outermost ModuleList, a module of parallel.blocks, or the model), and this one was "
-    "used outside of that. Call that module itself, not what is in it; name the modules that are called with "
+    "the loss function uses a weight that lies in shards: weights are whole while the sharded module that they belong "
+    "to runs its forward (an item of an outermost ModuleList, a module of parallel.blocks, or the model), and this one "
+    "was used outside of that. Call that module itself, not what is in it; name the modules that are called with "
     "parallel.blocks; or use parallel.zero=0"
 )
 HIDDEN_OUTPUT = (

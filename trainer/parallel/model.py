@@ -268,8 +268,8 @@ def check_trainable(model: nn.Module) -> None:
     lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
     if lazy:
         raise TrainerConfigError(
-            f"the parameters {', '.join(lazy)} have no shape yet; run model={type(model).__name__} once on a batch before "
-            "the optimizer is built"
+            f"the parameters {', '.join(lazy)} have no shape yet; run model={type(model).__name__} once on a batch "
+            "before the optimizer is built"
         )
     if not any(True for _ in model.parameters()):
         raise TrainerConfigError(

@@ -82,3 +82,34 @@ def test_blocks_that_recompute_are_compiled_and_their_gradients_are_equal(
     recomputed = -(-DEPTH // every)
     assert len(graph_runs) == DEPTH + recomputed  # each block in forward, and again in backward
     assert torch.allclose(plain, both, atol=1e-7)
+
+
+class Counting(nn.Module):
+    """Has statistics, some of them assigned anew, and computes with those from before it changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        centred = torch.tanh(self.norm(self.line(x)) - self.mean) ** 2
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return x + centred
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_recomputed_blocks_change_buffers_once(world: World, tmp_path: Path, zero: int, accumulate: int) -> None:
+    found = []
+    for every in (0, 1):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(2, 4), Counting(), Counting(), nn.Linear(4, 1))
+        options = {"parallel": {"zero": zero}, "step": {"accumulate": accumulate}, "steps": 3}
+        if every:
+            options["activation"] = {"every": 1, "blocks": ["Counting"]}
+        with make_trainer(world, str(tmp_path / str(every)), rows(world, "drop"), model, **options) as trainer:
+            trainer.train()
+            state = trainer.parallel.inner.state_dict()
+            found.append({key: getattr(one, "full_tensor", one.clone)() for key, one in state.items()})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
