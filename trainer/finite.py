@@ -23,7 +23,7 @@ def any_not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         values = _values(tensor)
-        if values.numel() and values.is_floating_point():
+        if values.numel() and (values.is_floating_point() or values.is_complex()):
             by_device.setdefault(values.device, []).append(values)
     flag = torch.zeros(1, dtype=torch.float64, device=device)
     for same_device in by_device.values():

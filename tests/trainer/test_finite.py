@@ -171,6 +171,7 @@ def test_a_flag_says_what_a_look_at_each_element_says(values: list[list[float]],
 
 
 def test_sparse_and_whole_tensors_have_flags_too() -> None:
+    assert any_not_finite([torch.tensor([1 + 1j, complex(0, torch.nan)])], CPU).item() == 1.0
     sparse = torch.sparse_coo_tensor([[1]], [torch.nan], (3,), check_invariants=True)
     assert any_not_finite([torch.tensor([1, 2]), torch.zeros(0), sparse], CPU).tolist() == [1.0]
     assert any_not_finite([torch.tensor([1, 2]), torch.full((9,), 3e38)], CPU).tolist() == [0.0]

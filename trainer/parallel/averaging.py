@@ -5,6 +5,8 @@ Hierarchical averaging averages often within a node, where links are fast, and s
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,7 +120,9 @@ class PeriodicAverager:
                     tensor.copy_(own)
 
     def _tensors(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers(), *_optimizer_tensors(self._optimizer), *self._also()]
+        state = (tensor for _, tensor in _optimizer_tensors(self._optimizer))
+        found = (*self._model.parameters(), *self._model.buffers(), *state, *self._also())
+        return [torch.view_as_real(one.detach()) if one.is_complex() else one for one in found]
 
     def close(self) -> None:
         """Leave the node's group; closing twice is allowed."""
@@ -130,6 +134,7 @@ class PeriodicAverager:
     def _average(self, group: dist.ProcessGroup | None, ranks: int) -> None:
         if ranks == 1:
             return
+        self._check_alike(group, ranks)
         for (wide, device), members in _group_by_kind(self._tensors()).items():
             flat = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in members])
             floating = flat.is_floating_point()
@@ -141,13 +146,35 @@ class PeriodicAverager:
             for tensor, mean in zip(members, torch.split(flat, [one.numel() for one in members]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 
+    def _check_alike(self, group: dist.ProcessGroup | None, ranks: int) -> None:
+        """Raise a TrainerConfigError, on all of these ranks, where their optimizers have other states; a collective.
 
-def _optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Return the optimizer's tensors, in the order of its parameters, which is the same on every rank."""
+        An optimizer has no state of a parameter before its first gradient, which ranks may meet at different times.
+        """
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        mine = sorted({names.get(parameter, "?") for parameter, _ in _optimizer_tensors(self._optimizer)})
+        mark = zlib.crc32(json.dumps(mine).encode()) & 0xFFFFF  # so small that squares are exact in float64
+        marks = torch.tensor([mark, mark * mark], dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(marks, group=group)
+        total, of_squares = marks.tolist()
+        if of_squares * ranks == total * total:
+            return
+        everywhere: list[set[str]] = [set() for _ in range(ranks)]
+        dist.all_gather_object(everywhere, set(mine), group=group)
+        lacking = sorted(set.union(*everywhere) - set.intersection(*everywhere))
+        raise TrainerConfigError(
+            f"average_every={self._config.average_every} averages the optimizer's state, and some ranks have none yet "
+            f"of {', '.join(lacking[:5])}, which got no gradient there; use all parameters on every rank, or leave "
+            "average_every out and set parallel.unused_parameters=True"
+        )
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter with the tensors of its state, in the order of the parameters, the same on every rank."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        yield from (state[name] for name in sorted(state) if isinstance(state[name], Tensor))
+        yield from ((parameter, state[name]) for name in sorted(state) if isinstance(state[name], Tensor))
 
 
 def _group_by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

@@ -103,3 +103,37 @@ def test_averages_that_cannot_be_are_refused() -> None:
         AveragingConfig(average_every=0)
     with pytest.raises(TrainerConfigError, match="node_every=4 must be at least 1 and less than average_every=4"):
         AveragingConfig(average_every=4, node_every=4)
+
+
+def _average_complex(world: World) -> list[complex]:
+    net = nn.Module()
+    net.phases = nn.Parameter(torch.tensor([1 + 2j, 3.5 - 4j]) * (world.rank + 1))
+    averager = PeriodicAverager(net, torch.optim.SGD(net.parameters()), AveragingConfig(average_every=2), world)
+    averager.average_if_due(1)
+    with averager.averaged():
+        mean = net.phases.tolist()
+    assert net.phases.tolist() == [(1 + 2j) * (world.rank + 1), (3.5 - 4j) * (world.rank + 1)]
+    averager.average_if_due(2)
+    assert net.phases.tolist() == mean
+    return mean
+
+
+def test_complex_parameters_have_their_own_mean() -> None:
+    assert run_ranks(_average_complex, 2) == [[1.5 + 3j, 5.25 - 6j]] * 2
+
+
+def _average_what_one_rank_lacks(world: World) -> str:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(net.parameters())
+    used = net if world.rank else net[0]
+    used(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(TrainerConfigError) as caught:
+        PeriodicAverager(net, optimizer, AveragingConfig(average_every=1), world).average_if_due(1)
+    return str(caught.value)
+
+
+def test_optimizer_state_that_some_ranks_lack_is_refused_by_name() -> None:
+    for told in run_ranks(_average_what_one_rank_lacks, 3):
+        assert "some ranks have none yet of 1.bias, 1.weight" in told
+        assert "parallel.unused_parameters=True" in told
