@@ -121,7 +121,14 @@ class ArrayLoader:
         self._weights = np.asarray(weights, dtype=np.float64)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": _VERSION, "seed": self._seed, "epoch": self._epoch, "consumed": self._consumed}
+        return {
+            "version": _VERSION,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "consumed": self._consumed,
+            "rows": self._rows,
+            "shuffle": self._shuffle,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _VERSION or state.get("seed") != self._seed:
@@ -129,6 +136,12 @@ class ArrayLoader:
                 f"the state was taken with version={state.get('version')}, seed={state.get('seed')} and this loader "
                 f"has version={_VERSION}, seed={self._seed}; build it with the same seed"
             )
+        for name, mine in (("rows", self._rows), ("shuffle", self._shuffle)):
+            if state.get(name, mine) != mine:  # states of before have neither
+                raise TrainerConfigError(
+                    f"the state was taken with {name}={state[name]} and this loader has {name}={mine}, which makes "
+                    "another order of samples; build it as it was, or begin a new run with init_from"
+                )
         self._epoch, self._consumed, self._is_loaded = int(state["epoch"]), int(state["consumed"]), True
         self._skip_end()
 

@@ -299,3 +299,14 @@ def test_an_array_loader_resumes_on_other_ranks_at_the_next_sample() -> None:
         other.load_state_dict(state)
         seen += [int(n) for batch in other for n in batch["n"]]
     assert sorted(seen) == list(range(24))
+
+
+@pytest.mark.parametrize(("other", "told"), [({"rows": 30}, "rows=24"), ({"shuffle": False}, "shuffle=True")])
+def test_an_array_loader_refuses_a_state_of_another_order(other: dict[str, Any], told: str) -> None:
+    def build(rows: int = 24, shuffle: bool = True) -> ArrayLoader:
+        return ArrayLoader({"n": range(rows)}, global_batch_size=4, shuffle=shuffle, rank=0, world_size=1)
+
+    state = build().state_dict()
+    with pytest.raises(TrainerConfigError, match=f"taken with {told} and this loader has"):
+        build(**other).load_state_dict(state)
+    build(**other).load_state_dict({key: state[key] for key in ("version", "seed", "epoch", "consumed")})
