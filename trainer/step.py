@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .batches import count_rows
 from .computing import ComputeClock
-from .errors import NonFiniteLossError
+from .errors import NonFiniteLossError, TrainerError
 from .finite import NonFinitePolicy
 from .gradients import Gradients
 from .loss import LossFunction, check_loss
@@ -154,13 +154,17 @@ class StepRunner:
         *,
         stop_requested: bool = False,
         trace_requested: bool = False,
+        epoch: int = 0,
     ) -> StepResult:
         """Forward and backward of this rank's microbatches, then the update; a collective over all ranks.
+
+        ``epoch`` is that of the microbatches.
 
         A step that is skipped leaves no trace: weights, optimizer, buffers and the expected count are as before it.
 
         Raises:
             NonFiniteLossError: on every rank alike, before the weights are touched.
+            TrainerError: the same, where the ranks are in different epochs.
         """
         self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
@@ -181,6 +185,7 @@ class StepRunner:
                         stop=stop_requested,
                         trace=trace_requested,
                         order=self._parallel.order_marks(),
+                        epoch=epoch,
                         late=None if self._unread is None else self._unread[1],
                     )
                 with self._phase("backward"), self._parallel.watched_backward(), self._computing():
@@ -195,6 +200,8 @@ class StepRunner:
         if totals.late and unread is not None:
             self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
         self._parallel.check_order(totals.order, totals.order_squares)
+        if totals.epoch_squares * self._world.world_size != totals.epoch * totals.epoch:
+            self._refuse_epochs(step, epoch)
         norm: float | torch.Tensor | None = None
         outcome: Outcome
         if not math.isfinite(totals.loss):
@@ -238,6 +245,16 @@ class StepRunner:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bad.item():
             self._policy.refuse_late(step, self._parallel.inner.named_parameters())
+
+    def _refuse_epochs(self, step: int, epoch: int) -> NoReturn:
+        """Name the ranks' epochs; a collective."""
+        epochs = [0] * self._world.world_size
+        dist.all_gather_object(epochs, epoch)
+        raise TrainerError(
+            f"step {step}: ranks 0 to {self._world.world_size - 1} are in epochs {epochs}, and no weight was changed: "
+            "the loaders of those that are ahead gave fewer batches than len(loader) says; give every rank as many, or "
+            "take the length away, so that an epoch ends on all ranks with the first of them"
+        )
 
     def _copy_buffers(self) -> BufferCopies | None:
         """Copies of the buffers, where a step may be skipped: a batch norm has then seen what is not finite."""

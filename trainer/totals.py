@@ -22,6 +22,8 @@ class Totals:
     trace: float
     order: float
     order_squares: float
+    epoch: float
+    epoch_squares: float
     late: float
     """Ranks whose gradients of the step before were not finite, where that was not read in time."""
 
@@ -54,9 +56,12 @@ class StepTotals:
         """This rank's count so far, of no dimension."""
         return self._collect()[_NAMES.index("count")].clone()
 
-    def exchange(self, *, stop: bool, trace: bool, order: tuple[float, float], late: Tensor | None) -> Reading:
+    def exchange(
+        self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, late: Tensor | None
+    ) -> Reading:
         """Add what a step has once, then add up over all ranks, while the caller goes on."""
         once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
+        once |= {"epoch": epoch, "epoch_squares": epoch * epoch}
         for name, amount in once.items():
             self._add(name, amount)
         if late is not None:

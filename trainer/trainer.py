@@ -182,6 +182,7 @@ class DistributedTrainer:
                     microbatches,
                     stop_requested=self._guard.is_stop_requested(),
                     trace_requested=self._guard.is_trace_requested(),
+                    epoch=self.progress.epoch,
                 )
                 self.compression.end_step()
                 self.progress.count(result)

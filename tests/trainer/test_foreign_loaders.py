@@ -14,7 +14,7 @@ from launch_ranks import run_ranks
 from small_trainers import make_trainer, square
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from penstock.trainer import World
+from penstock.trainer import TrainerError, World
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
@@ -93,6 +93,34 @@ def test_iterables_without_a_length_end_an_epoch_together(tmp_path: Path, accumu
         assert seen == [[0.0], [1.0]] * 3
     notes = (tmp_path / "metrics.jsonl").read_text()
     assert "ended apart" in notes
+
+
+class TooLong:
+    """Rank 1 has three of the four batches that each rank says to have."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(4 - (self.rank == 1)):
+            yield {"x": torch.full((1, 2), 0.1), "number": torch.tensor([float(number)])}
+
+
+def meet_in_other_epochs(world: World, folder: str, zero: int) -> tuple[str, int]:
+    with make_trainer(world, folder, TooLong(world.rank), steps=9, parallel={"zero": zero}) as trainer:
+        with pytest.raises(TrainerError) as caught:
+            trainer.train()
+        return str(caught.value), trainer.progress.step
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_whose_epochs_come_apart_stop_before_a_weight_changes(tmp_path: Path, zero: int) -> None:
+    answers = run_ranks(meet_in_other_epochs, 3, str(tmp_path), zero)
+    assert {step for _, step in answers} == {3}
+    assert all("are in epochs [0, 1, 0]" in told and "len(loader)" in told for told, _ in answers)
 
 
 class OwnPosition:
