@@ -233,3 +233,22 @@ def test_a_loss_function_that_returns_something_else_is_refused(
 
     with pytest.raises(TrainerConfigError, match=message):
         make_steps(world, Slope(), loss=loss).run(0, [batch_of(1.0)])
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.tensor([1.0 + 1.0j]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.turn).abs()
+
+
+def test_complex_weights_are_scaled_back_as_others_are(world: World) -> None:
+    weights = []
+    for dtype in ("fp32", "fp16"):
+        model = Turned()
+        make_steps(world, model, precision=PrecisionConfig(dtype=dtype, init_scale=64.0)).run(0, [batch_of(1.0, 2.0)])
+        weights.append(model.turn.detach())
+    assert torch.allclose(*weights, atol=1e-3)
+    assert weights[0] != 1.0 + 1.0j

@@ -129,6 +129,7 @@ class LossScaler(torch.amp.GradScaler):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     local = local_part(parameter.grad)
+                    local = torch.view_as_real(local) if local.is_complex() else local
                     by_device.setdefault(local.device, []).append(local)
         overflow = found_inf.clone()
         for device, gradients in by_device.items():
