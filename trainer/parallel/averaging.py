@@ -151,8 +151,8 @@ class PeriodicAverager:
 
         An optimizer has no state of a parameter before its first gradient, which ranks may meet at different times.
         """
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
-        mine = sorted({names.get(parameter, "?") for parameter, _ in _optimizer_tensors(self._optimizer)})
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        mine = sorted({names[id(parameter)] for parameter, _ in _optimizer_tensors(self._optimizer)})
         mark = zlib.crc32(json.dumps(mine).encode()) & 0xFFFFF  # so small that squares are exact in float64
         marks = torch.tensor([mark, mark * mark], dtype=torch.float64, device=self._world.device)
         dist.all_reduce(marks, group=group)
@@ -161,7 +161,7 @@ class PeriodicAverager:
             return
         everywhere: list[set[str]] = [set() for _ in range(ranks)]
         dist.all_gather_object(everywhere, set(mine), group=group)
-        lacking = sorted(set.union(*everywhere) - set.intersection(*everywhere))
+        lacking = sorted({name for one in everywhere for other in everywhere for name in one - other})
         raise TrainerConfigError(
             f"average_every={self._config.average_every} averages the optimizer's state, and some ranks have none yet "
             f"of {', '.join(lacking[:5])}, which got no gradient there; use all parameters on every rank, or leave "
