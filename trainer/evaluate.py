@@ -82,7 +82,7 @@ def evaluate(
     which have one, and, if forward is a collective, those without repeat their last batch and do not count it.
 
     Raises:
-        TrainerError: on every rank, if a rank has no batch at all and forward needs all ranks.
+        TrainerError: on every rank, if an iterator is exhausted, or a rank has no batch and forward needs all ranks.
     """
     world = parallel.world
     model = parallel.module if parallel.is_sharded else parallel.inner
@@ -103,6 +103,11 @@ def evaluate(
                     if stopping:
                         return None
                     if not having:
+                        if idle == world.world_size and source is evaluation.batches:
+                            raise TrainerError(
+                                f"evaluation: batches is a {type(source).__name__} that is exhausted, and each "
+                                "evaluation iterates anew; give a list, a loader, or anything else with an __iter__ of its own"
+                            )
                         break
                     if idle and parallel.is_sharded:
                         raise TrainerError(

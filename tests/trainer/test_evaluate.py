@@ -12,7 +12,15 @@ import torch
 from small_world import FP32, Slope, batch_of, make_steps, sum_of_outputs
 from torch import nn
 
-from penstock.trainer import ArrayLoader, Evaluation, MetricFunction, ParallelConfig, TrainerConfigError, World
+from penstock.trainer import (
+    ArrayLoader,
+    Evaluation,
+    MetricFunction,
+    ParallelConfig,
+    TrainerConfigError,
+    TrainerError,
+    World,
+)
 from penstock.trainer.evaluate import evaluate
 from penstock.trainer.parallel.model import ParallelModel
 
@@ -50,6 +58,13 @@ def test_a_metric_without_counts_is_nan_and_no_batches_give_no_metrics(world: Wo
     assert found is not None
     assert math.isnan(found["y"])
     assert run(world, Slope(), []) == {}
+
+
+def test_a_spent_iterator_is_an_error_and_not_an_evaluation_of_nothing(world: World) -> None:
+    batches = iter([batch_of(1.0), batch_of(2.0)])
+    assert run(world, Slope(2.0), batches) == {"y": 3.0}
+    with pytest.raises(TrainerError, match="batches is a list_iterator that is exhausted"):
+        run(world, Slope(2.0), batches)
 
 
 @pytest.mark.parametrize("as_number", [False, True])
