@@ -106,7 +106,7 @@ def evaluate(
                         if idle == world.world_size and source is evaluation.batches:
                             raise TrainerError(
                                 f"evaluation: batches is a {type(source).__name__} that is exhausted, and each "
-                                "evaluation iterates anew; give a list, a loader, or anything else with an __iter__ of its own"
+                                "evaluation iterates anew; give a list, or a loader"
                             )
                         break
                     if idle and parallel.is_sharded:
