@@ -29,14 +29,14 @@ class _SumOfParameters(nn.Module):
         super().__init__()
         self._listed = tuple(parameters)  # in a tuple, so that they are not registered again
         self._sparse = {id(parameter) for parameter in sparse}
-        self._first_row = torch.zeros(1, dtype=torch.int64, device=self._listed[0].device)
+        self.first_row = torch.zeros(1, dtype=torch.int64, device=self._listed[0].device)
 
-    def forward(self) -> Tensor:
+    def forward(self, first_row: Tensor) -> Tensor:
         total = torch.zeros((), device=self._listed[0].device)
         for parameter in self._listed:
             # One element keeps the sum small; nodes made later run earlier in backward.
             if id(parameter) in self._sparse:
-                part = nn.functional.embedding(self._first_row, parameter, sparse=True)
+                part = nn.functional.embedding(first_row, parameter, sparse=True)
             else:
                 part = parameter.reshape(-1)[:1]
             total = total + 0.0 * part.sum().to(total.dtype)
@@ -56,12 +56,13 @@ def settle_buckets(model: DistributedDataParallel, sparse: Collection[Tensor] = 
     bare = cast(nn.Module, model.module)
     trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
     shares_buffers, model.broadcast_buffers = model.broadcast_buffers, False  # the stand-in has none
-    model.module = _SumOfParameters(trained, sparse)
+    model.module = stand_in = _SumOfParameters(trained, sparse)
     try:
-        model().backward()
+        # DDP with device_ids, as on CUDA, cannot call a module without inputs (pytorch/pytorch#37814).
+        model(stand_in.first_row).backward()
         # DDP regroups at the beginning of the next forward. Without a backward after it DDP would go on waiting, and
         # exchange the gradients of a first microbatch that belongs to no_sync.
-        model().backward()
+        model(stand_in.first_row).backward()
     finally:
         model.module = bare
         model.broadcast_buffers = shares_buffers

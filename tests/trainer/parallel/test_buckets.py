@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from penstock.trainer import DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
+from penstock.trainer.parallel.buckets import settle_buckets
 
 
 class Crossed(nn.Module):
@@ -98,6 +99,15 @@ def test_a_resumed_run_is_bit_equal_on_three_ranks_and_more(scheme: str, dtype: 
 def test_it_is_so_for_every_way_of_sharding(parallel: dict[str, Any], scheme: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert all(run_ranks(resume_and_compare, 3, folder, scheme, dtype, parallel))
+
+
+def test_buckets_are_settled_under_a_ddp_that_moves_inputs_to_its_device(world: World) -> None:
+    replicated = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    replicated.device_ids = [0]  # as on CUDA, where DDP cannot call what takes no inputs
+    settle_buckets(replicated)
+    assert all(one.grad is None for one in replicated.parameters())
+    replicated(torch.ones(1, 2)).sum().backward()
+    assert replicated.module.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def wide(layers: int) -> nn.Module:
