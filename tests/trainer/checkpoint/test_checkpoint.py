@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,21 @@ def test_state_survives_other_world_sizes_and_zero_stages(tmp_path: Path) -> Non
         before = saved
     assert own == {"owed": [0.0]}
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-4", "step-5"]
+
+
+def test_the_writing_thread_works_on_its_ranks_device(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's writer waits for the current device's stream, and a new thread's device is that of another rank."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda one: chosen.append((threading.current_thread().name, one)))
+    net, optimizer = build()
+    with Checkpointer(CheckpointConfig(folder=tmp_path), alone) as checkpoints:
+        checkpoints.save(1, net, optimizer, {}, blocking=True)
+        assert chosen == []
+        checkpoints._world = replace(alone, device=torch.device("cuda", 1))
+        checkpoints.save(2, net, optimizer, {}, blocking=True)
+    assert chosen == [("penstock-checkpoint", torch.device("cuda", 1))]
 
 
 def test_the_last_and_the_best_are_kept(alone: World, tmp_path: Path) -> None:
