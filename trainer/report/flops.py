@@ -77,7 +77,8 @@ def find_peak(device: torch.device, dtype: str) -> float | None:
     """The peak of the device that this process computes on, or None."""
     if device.type != "cuda":
         return None
-    return peak_flops(device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+    # Not torch.get_float32_matmul_precision(), which raises where a user has set this, the newer one of the two.
+    return peak_flops(device_name(device), dtype, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def copy_without_data(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.trainer.recipes.gpt import SmallGPT, next_token_loss
-from penstock.trainer.report.flops import copy_without_data, count_flops, peak_flops
+from penstock.trainer.report.flops import copy_without_data, count_flops, find_peak, peak_flops
 
 
 def test_a_transformers_flops_are_those_of_the_formula() -> None:
@@ -40,3 +40,26 @@ def test_a_peak_is_known_by_name_and_format_or_not_at_all(
     name: str, dtype: str, tf32: bool, peak: float | None
 ) -> None:
     assert peak_flops(name, dtype, tf32=tf32) == peak
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "peak"),
+    [
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32", 156e12),
+        (torch.backends.cuda.matmul, "fp32_precision", "ieee", 19.5e12),
+        (torch.backends.cuda.matmul, "allow_tf32", True, 156e12),
+        (torch.backends, "fp32_precision", "tf32", 156e12),
+    ],
+)
+def test_the_peak_heeds_tf32_whichever_of_torchs_settings_a_user_has_made(
+    monkeypatch: pytest.MonkeyPatch, where: object, name: str, value: object, peak: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    before = getattr(where, name), torch.backends.cuda.matmul.fp32_precision
+    setattr(where, name, value)
+    try:
+        assert find_peak(torch.device("cuda", 0), "fp32") == peak
+    finally:
+        setattr(where, name, before[0])
+        torch.backends.cuda.matmul.fp32_precision = before[1]
+    assert torch.get_float32_matmul_precision() == "highest"
