@@ -23,6 +23,7 @@ from penstock.trainer import (
     World,
 )
 from penstock.trainer.options import build_config
+from penstock.trainer.parallel.precision import LossScaler
 from penstock.trainer.report.progress import Progress
 from penstock.trainer.schedule import Schedule
 
@@ -175,6 +176,26 @@ def test_an_overflow_of_fp16_makes_no_update_and_halves_the_scale(world: World) 
         assert steps.loss_scale == (before if outcomes[-1] == "updated" else before / 2)
     assert outcomes[0] == "overflow"
     assert float(model.w.detach()) == -2.0
+
+
+def test_gradients_are_unscaled_by_format_as_cudas_kernel_wants_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unscale, seen = torch._amp_foreach_non_finite_check_and_unscale_, []
+
+    def watch(gradients: list[torch.Tensor], *others: torch.Tensor) -> None:
+        seen.append({one.dtype for one in gradients})
+        unscale(gradients, *others)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", watch)
+    weights = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.float32)]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 6.0)
+    scaler = LossScaler(PrecisionConfig(dtype="fp16", init_scale=2.0), world)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(weights, lr=1.0))
+    assert seen == [{torch.float32}, {torch.float64}]
+    assert all(weight.grad.tolist() == [3.0, 3.0] for weight in weights)
 
 
 def test_an_overflow_of_fp16_does_not_advance_the_schedule(world: World) -> None:

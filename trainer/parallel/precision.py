@@ -124,15 +124,16 @@ class LossScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        # CUDA's kernel takes the first one's format for that of all.
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     local = local_part(parameter.grad)
                     local = torch.view_as_real(local) if local.is_complex() else local
-                    by_device.setdefault(local.device, []).append(local)
+                    by_kind.setdefault((local.device, local.dtype), []).append(local)
         overflow = found_inf.clone()
-        for device, gradients in by_device.items():
+        for (device, _), gradients in by_kind.items():
             found_there = torch.zeros_like(found_inf, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_there, inv_scale.to(device))
             overflow += found_there.to(overflow.device)
