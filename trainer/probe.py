@@ -18,8 +18,17 @@ from .parallel.buffers import BufferCopies
 from .parallel.model import ParallelModel
 from .parallel.precision import PrecisionConfig, compute_context
 
-# Of cuBLAS, cuDNN, cuSOLVER and cuSPARSE; of cuFFT; and of what asks the driver itself.
-_OUT_OF_MEMORY = ("_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED", "CUDA error: out of memory")
+# Of cuBLAS, cuSOLVER, cuSPARSE and cuDNN 8; of cuFFT; of cuDNN 9; and of what asks the driver itself.
+_OUT_OF_MEMORY = (
+    "_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "_DEVICE_ALLOCATION_FAILED",
+    "_HOST_ALLOCATION_FAILED",
+    "CUDA error: out of memory",
+)
+# Torch tries cuDNN's engines in turn, catches what they raise where memory is short, and then says this. It says the
+# same where a device has none for a format, so the allocator is asked, which counts what it refused.
+_NO_ENGINE = "unable to find an engine to execute this computation"
 _OPTIMIZER_VALUES = 2  # a parameter, that are set aside where the optimizer has no state yet: Adam's
 
 
@@ -53,6 +62,7 @@ class MemoryProbe:
 
     def _try(self, batch: Any, rounds: int) -> bool:
         device = self._parallel.world.device
+        refused_before = _count_refusals(device)
         try:
             aside = self._set_aside()
             for _ in range(rounds):
@@ -63,7 +73,8 @@ class MemoryProbe:
                 torch.cuda.synchronize(device)
             del aside
         except (torch.OutOfMemoryError, RuntimeError) as exc:
-            if not is_out_of_memory(exc):
+            is_starved = _NO_ENGINE in str(exc) and _count_refusals(device) > refused_before
+            if not (is_starved or is_out_of_memory(exc)):
                 raise
             return False
         return True
@@ -100,6 +111,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
+
+
+def _count_refusals(device: torch.device) -> int:
+    """How often torch's allocator had no memory to give, so far."""
+    return int(torch.cuda.memory_stats(device)["num_ooms"]) if device.type == "cuda" else 0
 
 
 @contextmanager

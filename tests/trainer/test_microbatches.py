@@ -249,11 +249,32 @@ def test_the_search_goes_no_further_than_microbatch_says(world: World, tmp_path:
     assert max(loss.rows) == 6
 
 
-@pytest.mark.parametrize("words", ["cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CUDA error: out of memory",
+    ],
+)
 def test_memory_that_a_library_lacks_is_memory_too(world: World, tmp_path: Path, words: str) -> None:
     loss = LimitedLoss(5, RuntimeError(words))
     _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True})
     assert trainer.state_dict()["microbatches"]["rows"] == 5
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_an_engine_that_cudnn_does_not_find_is_memory_where_the_allocator_had_none(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    loss = LimitedLoss(5, RuntimeError("GET was unable to find an engine to execute this computation"))
+    monkeypatch.setattr("penstock.trainer.probe._count_refusals", lambda device: loss.refused if is_short else 3)
+    if is_short:
+        _, trainer = train(world, tmp_path, loss, step={"adaptive_batch": True})
+        assert trainer.state_dict()["microbatches"]["rows"] == 5
+    else:
+        with pytest.raises(RuntimeError, match="unable to find an engine"):
+            train(world, tmp_path, loss, step={"adaptive_batch": True})
 
 
 @pytest.mark.parametrize("step", [{"microbatch": 2}, {"adaptive_batch": True}])
