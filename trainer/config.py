@@ -110,6 +110,7 @@ class TrainerConfig:
                     "shares; use shares='equal'"
                 )
         self._check_adaptive_batch()
+        self._check_graphs()
         self._check_averaging()
         self._check_compression()
         self._check_spikes()
@@ -158,6 +159,23 @@ class TrainerConfig:
                     f"step.adaptive_batch=True tries microbatches on each rank by itself, and with parallel.{key}="
                     f"{value} a forward needs all ranks, so that a rank without memory would leave the others waiting; "
                     f"give step.microbatch by hand, or leave parallel.{key} out"
+                )
+
+    def _check_graphs(self) -> None:
+        """A graph of backward writes gradients to its own memory, which the next microbatch's graphs use again."""
+        if not self.compile.cuda_graphs:
+            return
+        step = self.step
+        for key, value in (
+            ("accumulate", step.accumulate if step.accumulate > 1 else None),
+            ("microbatch", step.microbatch),
+            ("adaptive_batch", step.adaptive_batch),
+        ):
+            if value:
+                raise TrainerConfigError(
+                    f"compile.cuda_graphs=True keeps gradients where the next microbatch's graphs write, and "
+                    f"step.{key}={value} makes several microbatches a step; leave step.{key} out, or use "
+                    "compile.cuda_graphs=False"
                 )
 
     def _check_averaging(self) -> None:

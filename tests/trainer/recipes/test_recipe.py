@@ -29,6 +29,12 @@ from penstock.trainer.recipes.recipe import build_recipe, format_toml, shipped_r
         (put("trainer.parallel", {"cpu_offload": True}), ["parallel.cpu_offload=True", "parallel.zero=1, 2 or 3"]),
         (put("trainer.parallel", {"hybrid": True}), ["parallel.hybrid=True", "parallel.zero=1, 2 or 3"]),
         (put("trainer.compile", {"cuda_graphs": True}), ["compile.cuda_graphs=True", "compile.enabled=True"]),
+        (
+            lambda recipe: recipe["trainer"].update(
+                compile={"enabled": True, "cuda_graphs": True}, step={"accumulate": 2}
+            ),
+            ["compile.cuda_graphs=True", "leave step.accumulate out"],
+        ),
         (put("trainer.activation", {"blocks": ["Block"]}), ["activation.blocks", "activation.every=1"]),
         (put("model.use", "penstock.trainer.recipes.digits:DigitNet"), ["model.use", "did you mean 'DigitsNet'"]),
         (put("model.use", "penstok.models:Net"), ["model.use='penstok.models:Net'", "cannot be imported"]),
