@@ -135,8 +135,9 @@ class PeriodicAverager:
         if ranks == 1:
             return
         self._check_alike(group, ranks)
-        for (wide, device), members in _group_by_kind(self._tensors()).items():
-            flat = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in members])
+        for wide, members in _group_by_kind(self._tensors()).items():
+            # On the ranks' device: a group that was there before may have no backend for the CPU's counters.
+            flat = torch.cat([tensor.detach().reshape(-1).to(self._world.device, wide) for tensor in members])
             floating = flat.is_floating_point()
             dist.all_reduce(flat, op=dist.ReduceOp.SUM if floating else dist.ReduceOp.MAX, group=group)
             if self._count_sum is not None:
@@ -177,13 +178,13 @@ def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((parameter, state[name]) for name in sorted(state) if isinstance(state[name], Tensor))
 
 
-def _group_by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    """Group tensors by the type that they are summed in, and by device: one collective for each group."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+def _group_by_kind(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Group tensors by the type that they are summed in: one collective for each group."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point():
             wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         else:
             wide = torch.int64
-        groups.setdefault((wide, tensor.device), []).append(tensor)
+        groups.setdefault(wide, []).append(tensor)
     return groups

@@ -94,6 +94,25 @@ def _wrap(world: World) -> None:
         PeriodicAverager(DistributedDataParallel(nn.Linear(2, 2)), optimizer, AveragingConfig(average_every=2), world)
 
 
+def test_counters_on_the_cpu_are_summed_on_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group of the user's may have NCCL alone, which takes no tensor of the CPU's."""
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda flat, **options: seen.append((flat.device.type, len(flat)))
+    )
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda tensor, other: tensor)
+    net = build()[0].to("meta")
+    optimizer = torch.optim.Adam(net.parameters())
+    optimizer.state[net[0].weight] = {"step": torch.tensor(4.0)}
+    world = World(
+        rank=0, world_size=2, local_rank=0, local_world_size=2, node_rank=0, num_nodes=1,
+        device=torch.device("meta"), backend="nccl",
+    )  # fmt: skip
+    PeriodicAverager(net, optimizer, AveragingConfig(average_every=1), world).average_all()
+    assert [device for device, _ in seen] == ["meta", "meta"]
+    assert sum(numbers for _, numbers in seen) == 1 + sum(one.numel() for one in net.state_dict().values())
+
+
 def test_a_model_whose_gradients_are_exchanged_is_refused() -> None:
     run_ranks(_wrap, 2)
 
