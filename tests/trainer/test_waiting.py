@@ -16,7 +16,7 @@ from test_finite import cliff
 from torch import nn
 
 from penstock.trainer import NonFiniteLossError, TrainerError, World
-from penstock.trainer.totals import Reading, Totals
+from penstock.trainer.totals import Reading, StepTotals, Totals
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -60,7 +60,16 @@ def test_a_step_reads_only_its_sums_from_the_device(
         assert len(read) == step + 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_number_of_any_shape_is_a_count_on_every_device(world: World, device: str, shape: tuple[int, ...]) -> None:
+    totals = StepTotals(replace(world, device=torch.device(device)))
+    totals.add(torch.ones((), device=device), torch.ones(shape, device=device, requires_grad=True), 2)
+    assert totals.own_count().shape == ()
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_on_cuda_waits_for_no_kernel() -> None:
     """Torch raises at what waits for the device; waiting for the event after the forwards' sums is not among that."""
