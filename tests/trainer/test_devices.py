@@ -1,0 +1,63 @@
+"""Whole runs on each kind of device come to what one process on the CPU comes to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_run import train
+
+from penstock.trainer import World
+
+PROGRAM = Path(__file__).parent / "device_run.py"
+FP16 = {"dtype": "fp16", "init_scale": 64.0}  # no step is left out for an overflow
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"step": {"clip_norm": 1.0}, "ema": {"decay": 0.9}, "shares": "auto", "shares_every": 2},
+    "probe": {"step": {"adaptive_batch": True, "accumulate": 2}},
+    "fp16": {"precision": FP16, "step": {"on_nan": "skip"}},
+    "bf16 on the wire": {"compression": {"scheme": "bf16"}},
+    "local sgd": {"average_every": 1},
+    "zero 1": {"parallel": {"zero": 1}, "step": {"accumulate": 2, "clip_norm": 1.0}},
+    "zero 2, int8": {"parallel": {"zero": 2}, "compression": {"scheme": "int8"}},
+    "zero 2, fp16": {"parallel": {"zero": 2}, "precision": FP16},
+    "zero 3, bf16": {"parallel": {"zero": 3}, "precision": {"dtype": "bf16"}, "activation": {"every": 1}},
+    "zero 3, offloaded": {"parallel": {"zero": 3, "cpu_offload": True}, "step": {"clip_norm": 1.0}},
+}
+ROUNDED = ("precision", "compression", "average_every")  # options with which weights come out otherwise
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [
+        ("plain", "cpu"),
+        ("zero 3, bf16", "cpu"),
+        *(pytest.param(case, "cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]) for case in CASES),
+    ],
+)
+def test_a_run_and_its_resume_come_to_the_weights_of_one_process_on_the_cpu(
+    world: World, tmp_path: Path, case: str, device: str
+) -> None:
+    """Where there are two GPUs, two ranks of them; else one."""
+    options = CASES[case]
+    plain = {key: options[key] for key in ("step", "ema") if key in options}
+    expected = train(world, str(tmp_path / "alone"), plain)
+    ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM)]
+    done = subprocess.run(
+        [*run, device, str(tmp_path / "run"), json.dumps(options)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    found = json.loads(told.removeprefix("FOUND"))
+    assert found["device"] == device
+    tolerance = 5e-2 if any(option in options for option in ROUNDED) else 1e-3
+    assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    weights = torch.tensor(found["weights"])
+    torch.testing.assert_close(weights, torch.tensor(expected["weights"]), rtol=tolerance, atol=tolerance)
