@@ -167,3 +167,21 @@ def test_on_a_real_device_decoding_changes_no_memory_that_queued_work_still_read
                 del batch
             assert [each.item() for each in sums] == [float(i) * (1 << 20) for i in range(16)]
             assert all(torch.equal(one, other) for one, other in kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
+def test_on_a_real_device_a_late_resize_still_sees_its_images(pictures, monkeypatch):
+    """Groups follow each other on one stream, in one memory, into which nvJPEG's engine writes without waiting."""
+    pytest.importorskip("torchcodec", reason="needs torchcodec, which decodes JPEGs on the device")
+    monkeypatch.setattr(device_images, "_GROUP_IMAGES", 2)
+    expected = batches(pictures, on_device=True, device="cuda")
+    cut = device_images._cut
+
+    def cut_late(*given: Any) -> torch.Tensor:
+        torch.cuda._sleep(20_000_000)
+        return cut(*given)
+
+    monkeypatch.setattr(device_images, "_cut", cut_late)
+    for one, other in zip(expected, batches(pictures, on_device=True, device="cuda"), strict=True):
+        assert torch.equal(one["jpg"], other["jpg"])
