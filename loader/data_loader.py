@@ -106,7 +106,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             batch with repeated samples, marked False in ``batch["__valid__"]``; "partial" returns smaller batches,
             which on some ranks may have 0 samples.
         device: None leaves batches in host memory; "cuda" copies them ahead of need, through pinned buffers, on a
-            stream of the loader's own.
+            stream of the loader's own, to the current device, and "cuda:1" to that one.
         threads, fetch_threads, read_ahead: how many threads decode and transform, how many chunks are fetched at a
             time, and how many bytes are held ahead of need; "auto" begins with what fits machine and store.
         autotune: "auto" changes those not given while the loader runs, True also those given, False none.
