@@ -188,8 +188,9 @@ def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, foun
     task.encoded.update({name: decoder for name, decoder in its_task.encoded.items() if name in new})
     for name in [*results.values, *new]:
         there = found.values.get(name)
-        value = None if there is None else copy_value(there[0])
         given = results.values.get(name, [None] * len(task.ids))
+        # What is decoded together copies by itself: a copy made here would wait for all that this device has to do.
+        value = None if there is None else there[0] if isinstance(given, BatchValues) else copy_value(there[0])
         if given is task.fields.get(name) and isinstance(given, np.ndarray | list):
             given = given.copy()  # what chunks share with batches is not to be changed
         results.values[name] = _with_value(given, row, value)

@@ -10,7 +10,7 @@ import torch
 from device_pictures import SIZES, HostCodec, batches, load, picture, psnr, write
 
 from penstock.loader import DistributedDataLoader, ImageDecoder, Mixture, Source
-from penstock.loader.decoding import device_codec, device_images
+from penstock.loader.decoding import device_codec, device_images, replace
 from penstock.loader.decoding.device_images import DeviceFallbackWarning
 from penstock.loader.errors import ConfigError, DecodeError, MemoryLimitError
 
@@ -94,6 +94,18 @@ def test_bad_images_are_replaced_by_the_same_samples_as_on_the_cpu(damaged, code
     for one, other in zip(on_cpu, on_device, strict=True):
         assert one["__id__"].tolist() == other["__id__"].tolist()
         assert all(psnr(plain, decoded) > 28 for plain, decoded in zip(one["jpg"], other["jpg"], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::penstock.loader.reading.bad_samples.BadSampleWarning")
+def test_what_replaces_an_image_is_copied_on_a_lane_alone(damaged, codec, monkeypatch):
+    """Anywhere else the copy would be queued on another stream, which the lane that reads it does not wait for."""
+    copied: list[Any] = []
+    monkeypatch.setattr(replace, "copy_value", lambda value: copied.append(value) or value)
+    with load(damaged, on_device=True, on_error="replace", max_errors=10) as loader:
+        assert len(list(loader)) == 3
+        assert len(loader.bad_samples) == 4
+    assert copied
+    assert not [value for value in copied if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize(
