@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
@@ -265,9 +264,6 @@ class Checkpointer:
 
     def _write(self, step: int, staged: dict[str, Any], extra_text: str, metric: float | None) -> None:
         try:
-            if self._world.device.type == "cuda":
-                # A new thread's device is 0: torch's writer waits for its stream, and would open a context there.
-                torch.cuda.set_device(self._world.device)
             saved = Snapshot(step=step, state=staged, extra_text=extra_text, metric=metric)
             self._place.write(saved, damaged=set(self.passed_over) - {step}, note=self._notes.append)
             self._current_step = step

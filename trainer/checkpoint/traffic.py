@@ -29,8 +29,13 @@ TRAFFIC = Traffic()
 """All that this process reads and writes of checkpoints."""
 
 
+# What is written lies in host memory. Where there is CUDA torch would copy ahead on, and wait for, a stream of the
+# thread's current device, which in a new thread is 0: in all ranks' processes, with a context each.
+COPIED_AHEAD_BYTES = 0
+
+
 def open_writer(folder: Path) -> FileSystemWriter:
-    writer = FileSystemWriter(folder)
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=COPIED_AHEAD_BYTES)
     writer.fs = _CountedFileSystem()
     return writer
 

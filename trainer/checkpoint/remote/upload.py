@@ -19,7 +19,7 @@ from ....storage.errors import StorageError
 from ....storage.hashing import xxh3_64
 from ....storage.store import Store
 from ..folder import FileSeal
-from ..traffic import TRAFFIC
+from ..traffic import COPIED_AHEAD_BYTES, TRAFFIC
 from .layout import StoredFile, part_key
 
 PART_BYTES = 32 << 20
@@ -187,6 +187,6 @@ class _UploadFileSystem(FileSystem):
 
 def open_upload_writer(upload: Upload, name: str) -> FileSystemWriter:
     """torch's writer of shards, into the store; ``name`` is what its metadata calls the checkpoint."""
-    writer = FileSystemWriter(name, sync_files=False)
+    writer = FileSystemWriter(name, sync_files=False, per_thread_copy_ahead=COPIED_AHEAD_BYTES)
     writer.fs = _UploadFileSystem(upload)
     return writer
