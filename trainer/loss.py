@@ -43,7 +43,7 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             "losses.sum()"
         )
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
-        return total, count.detach().reshape(())
+        return total, count
     if not isinstance(count, numbers.Real):
         got = (
             f"a tensor of shape {tuple(count.shape)}"

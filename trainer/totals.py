@@ -71,7 +71,7 @@ class StepTotals:
         return Reading(values, work)
 
     def _add(self, name: str, amount: Tensor | float) -> None:
-        if isinstance(amount, Tensor):
+        if isinstance(amount, Tensor) and (amount.ndim or amount.requires_grad):
             amount = amount.detach().reshape(())  # one number of whatever shape, as the host takes it
         if isinstance(amount, Tensor) and self._by_name:
             self._by_name[name].add_(amount)

@@ -30,7 +30,7 @@ from .network_cases import ABSENT, FORBIDDEN, Weather
 from .stage import Run, Stage, StageError
 
 GROWTH_BYTES = 64 << 20  # resident, so with what malloc keeps of freed memory, in an arena for each few threads
-GROWTH_ALLOCATED_BYTES = 16 << 20
+GROWTH_ALLOCATED_BYTES = 32 << 20
 GROWTH_DESCRIPTORS = 16
 GROWTH_THREADS = 16
 GAP_S = 60.0
