@@ -27,13 +27,15 @@ from .bench import Bench
 from .disk_cases import delete, flip, harm_some, swap, truncate
 from .faults import Answer, BlackHole, Corrupt, Delay, Drip, Fault, Reset, Silence, Truncate
 from .network_cases import ABSENT, FORBIDDEN, Weather
+from .proxy import Request
 from .stage import Run, Stage, StageError
 
 GROWTH_BYTES = 64 << 20  # resident, so with what malloc keeps of freed memory, in an arena for each few threads
 GROWTH_ALLOCATED_BYTES = 32 << 20
 GROWTH_DESCRIPTORS = 16
 GROWTH_THREADS = 16
-GAP_S = 60.0
+GAP_S = 120.0  # three bad answers to one request take 8, 16 and 32 s, and the pauses between them
+WRONG_AGAIN_S = 60.0  # wrong bytes of a shard twice in a row are damage, which ends a job
 ENDLESS = 1 << 30
 CACHE_LIMIT = "10MB"  # less than the data set, so that the server is asked all the time
 _LONG_S = 120.0  # an attempt so long is looked at for growth
@@ -109,7 +111,10 @@ class SoakReport:
 
 
 class Soak:
-    """Plays weather until the time is over. Mutable state: the source of chance, and how often each fault was made."""
+    """Plays weather until the time is over.
+
+    Mutable state: the source of chance, how often each fault was made, and when each shard's bytes were last wrong.
+    """
 
     def __init__(
         self,
@@ -127,6 +132,7 @@ class Soak:
         self._deadly_every_s = deadly_every_s
         self._draw = random.Random(seed)
         self._made: Counter[str] = Counter()
+        self._wrong_at: dict[str, float] = {}
         self._failures: list[str] = []
 
     def run(self, *, quiet: bool = False) -> SoakReport:
@@ -194,8 +200,17 @@ class Soak:
         for name, _, _ in chosen:
             self._made[name] += 1
         share = statistics.fmean(share for _, _, share in chosen)
-        stage.proxy.choose(Weather(*(fault for _, fault, _ in chosen), share=share, seed=self._draw.randrange(1 << 30)))
+        weather = Weather(*(fault for _, fault, _ in chosen), share=share, seed=self._draw.randrange(1 << 30))
+        stage.proxy.choose(lambda request: self._survivable(weather(request), request, time.monotonic()))
         time.sleep(seconds)
+
+    def _survivable(self, fault: Fault | None, request: Request, now: float) -> Fault | None:
+        shard = request.path.partition("?")[0]
+        if isinstance(fault, Corrupt):
+            if now - self._wrong_at.get(shard, float("-inf")) < WRONG_AGAIN_S:
+                return None
+            self._wrong_at[shard] = now
+        return fault
 
     def _spoil_once(self, stage: Stage, seconds: float) -> None:
         name, fault = self._draw.choice(_ONCE)

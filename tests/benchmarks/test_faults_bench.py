@@ -16,8 +16,10 @@ from penstock.benchmarks.faults.account import Account, Attempt, account
 from penstock.benchmarks.faults.bench import Bench, _list_failures
 from penstock.benchmarks.faults.case import Case, Outcome
 from penstock.benchmarks.faults.cases import CASES
+from penstock.benchmarks.faults.faults import Corrupt, Delay
 from penstock.benchmarks.faults.network_cases import nothing
 from penstock.benchmarks.faults.page import write_page
+from penstock.benchmarks.faults.proxy import Request
 from penstock.benchmarks.faults.soak import Soak, parse_seconds
 from penstock.benchmarks.faults.stage import Stage
 from penstock.loader import ConfigError
@@ -134,6 +136,16 @@ def test_a_short_soak_of_random_faults_and_kills_is_exact(bench: Bench) -> None:
     assert report.failures == []
     assert report.delivered > 0
     assert report.faults
+
+
+def test_a_soak_gives_no_shard_wrong_bytes_twice_in_a_row() -> None:
+    soak = Soak(None, ranks=1, seconds=1, seed=1)  # type: ignore[arg-type]
+    wrong = Corrupt(after_bytes=1)
+    asked = [("/b/x.tar?sign=1", 0.0), ("/b/x.tar?sign=2", 59.0), ("/b/y.tar", 59.0), ("/b/x.tar", 60.0)]
+    given = [soak._survivable(wrong, Request("GET", path, {}), at) for path, at in asked]
+    assert given == [wrong, None, wrong, wrong]
+    late = Delay(seconds=1)
+    assert [soak._survivable(late, Request("GET", "/b/x.tar", {}), at) for at in (60.0, 61.0)] == [late, late]
 
 
 @pytest.mark.s3
