@@ -15,6 +15,7 @@ from ..storage.timeline import Timeline
 # What the host only starts on a CUDA device, so that its clock does not see how long it takes.
 _ON_DEVICE = ("forward", "backward", "optimizer")
 _KEPT_SPANS = 256
+_GLANCES = 4  # in which no phase may have begun or ended
 
 
 class Stopwatch:
@@ -31,6 +32,7 @@ class Stopwatch:
         """Where phases are drawn, while somebody records."""
         self.current = ("construction", time.perf_counter())
         """The phase that began last, and when."""
+        self._running: tuple[str, float] | None = None  # a phase that has not ended, and since when
         self._phases: dict[str, _Phase] = {}
         self._started = time.perf_counter()
 
@@ -47,13 +49,35 @@ class Stopwatch:
         if self.entered is not None:
             self.entered(name)
 
+    def begin(self, name: str) -> float:
+        """Enter a phase that is timed; returns since when, by ``time.perf_counter()``."""
+        self.enter(name)
+        since_s = time.perf_counter()
+        self._running = (name, since_s)
+        return since_s
+
+    def end(self, name: str, seconds: float) -> None:
+        self._running = None  # first, so that nobody who glances counts it twice
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
     def read(self) -> dict[str, float]:
         """Seconds by phase so far: the device's own for what runs on it, as far as it has come, else the host's."""
         return self.seconds if self.clock is None else {**self.seconds, **self.clock.read()}
 
     def glance(self) -> dict[str, float]:
-        """What ``read`` would return if nothing had come since it was called last; for any thread."""
-        return {**self.seconds, **({} if self.clock is None else self.clock.seconds)}
+        """What ``read`` would return if nothing had come since it was called last; for any thread.
+
+        The phase that runs counts for as long as it has run, unless a device times it.
+        """
+        for _ in range(_GLANCES):
+            running, found = self._running, dict(self.seconds)
+            if running is self._running:  # it has not ended meanwhile: its seconds are not among those found
+                break
+            running = None
+        if running is not None:
+            name, since_s = running
+            found[name] = found.get(name, 0.0) + time.perf_counter() - since_s
+        return {**found, **({} if self.clock is None else self.clock.seconds)}
 
     @property
     def total_s(self) -> float:
@@ -101,8 +125,7 @@ class _Phase:
         self._begin: Any = None
 
     def __enter__(self) -> None:
-        self._stopwatch.enter(self._name)
-        self._since = time.perf_counter()
+        self._since = self._stopwatch.begin(self._name)
         if self._clock is not None:
             self._begin = self._clock.mark()
 
@@ -111,8 +134,8 @@ class _Phase:
     ) -> None:
         if self._clock is not None:
             self._clock.add(self._name, self._begin)
-        seconds, now_s = self._stopwatch.seconds, time.perf_counter()
-        seconds[self._name] = seconds.get(self._name, 0.0) + now_s - self._since
+        now_s = time.perf_counter()
+        self._stopwatch.end(self._name, now_s - self._since)
         timeline = self._stopwatch.timeline
         if timeline is not None:
             timeline.add(self._name, self._since, now_s)

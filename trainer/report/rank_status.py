@@ -30,7 +30,8 @@ class RankStatus:
         every_s: how often it writes.
         phase, phase_s: what its training loop does, and for how long already.
         doing: what its loader waits for, where it does.
-        steps, seconds: steps of the window, and seconds by phase in it.
+        steps, seconds: steps that ended in the window, and seconds by phase in it.
+        step_s: seconds of a step, from end to end of steps; None before there are two.
         samples_per_s: of this rank alone; None where the loader does not count.
         memory, gpu, traffic: bytes; shares, watts; bytes per second.
         loader, recent: the loader's metrics since it was made, and of the window.
@@ -57,6 +58,7 @@ class RankStatus:
     doing: str = ""
     window_s: float = 0.0
     steps: int = 0
+    step_s: float | None = None
     samples_per_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class RankStatus:
 
     @property
     def steps_per_s(self) -> float:
+        if self.step_s:
+            return 1 / self.step_s
         return self.steps / self.window_s if self.window_s > 0 else 0.0
 
     @property
@@ -118,7 +122,7 @@ def parse_status(text: str | bytes) -> RankStatus | None:
     counts = (status.rank, status.world_size, status.sequence, status.step, status.epoch, status.steps)
     numbers = [status.time, status.every_s, status.began_s, status.window_s, status.phase_s]
     numbers += [number for one in maps for number in one.values()]
-    numbers += [one for one in (status.total_steps, status.samples_per_s) if one is not None]
+    numbers += [one for one in (status.total_steps, status.step_s, status.samples_per_s) if one is not None]
     texts = (status.host, status.device, status.phase, status.state, status.error, status.doing, status.advice)
     is_sound = (
         all(isinstance(one, int) and 0 <= one < 1 << 63 for one in counts)

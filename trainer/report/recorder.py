@@ -105,6 +105,8 @@ class Recorder:
             },
         )
         self._window = Window(self._stopwatch)
+        if self._status is not None:
+            self._status.begin_steps()
 
     def settle_flops(self, batch: Any) -> None:
         """Before the first step: settle what a sample costs to compute. A collective where the loss is one."""
@@ -119,6 +121,8 @@ class Recorder:
     def add(self, result: StepResult) -> None:
         """Count a step that has just been counted as progress, and tell those who want to hear of each."""
         self._window.add(result)
+        if self._status is not None:
+            self._status.end_step()
         listening = [one for one in self._observers if isinstance(one, Callbacks)]
         if listening:
             record = StepRecord(self._progress.step, self._progress.epoch, result)

@@ -32,15 +32,26 @@ _LOOKING_SHARE = 0.01
 _WINDOW_S = 10.0
 _WINDOW_STEPS = 3
 _KEPT = 120
+_MARK_S = 0.1  # at most so often the training loop's thread asks the loader how many samples it handed out
 _CLOSING_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Moment:
-    """What has been counted at a time by perf_counter."""
+class _StepEnd:
+    """The end of a step by perf_counter, and the samples that the loader had handed out by then."""
 
     at_s: float
     step: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moment:
+    """What has been counted at a time by perf_counter; ``ended`` is the end of a step, one of the last before it."""
+
+    at_s: float
+    step: int
+    ended: _StepEnd
     seconds: Mapping[str, float]
     traffic: Mapping[str, int]
     metrics: Any
@@ -51,7 +62,7 @@ class StatusWriter:
 
     Takes part in no collective, and waits for nothing that training waits for: a file system that hangs stops this
     thread alone. What cannot be written is left out; the next one is tried. Mutable state: the moments of the window
-    and the newest survey (this thread's), state and error (set by the training loop's thread).
+    and the newest survey (this thread's); state, error and the end of a step (set by the training loop's thread).
     """
 
     def __init__(
@@ -73,8 +84,8 @@ class StatusWriter:
         self.error = ""
         self._began_s = time.time()
         self._sequence = 0
-        self._moments: deque[_Moment] = deque(maxlen=_KEPT)
-        self._traffic = read_traffic()
+        self._moments: deque[_Moment] = deque()
+        self._ended = self._mark()
         self.newest: RankStatus | None = None
         """What this rank wrote last."""
         self._seen: list[RankStatus] = []
@@ -91,6 +102,21 @@ class StatusWriter:
     def seen(self) -> list[RankStatus]:
         """All ranks that rank 0 saw last, itself as it was then; any thread may ask."""
         return self._seen
+
+    def begin_steps(self) -> None:
+        """Time steps from now on; the training loop's thread calls this before the first, and ``end_step`` after each.
+
+        Rates are those between ends of steps: at both its ends a window has parts of steps, some or most of it.
+        """
+        self._ended = self._mark()
+
+    def end_step(self) -> None:
+        if time.perf_counter() - self._ended.at_s >= _MARK_S or self._progress.step < self._ended.step:
+            self._ended = self._mark()
+
+    def _mark(self) -> _StepEnd:
+        samples = getattr(self._loader.take(), "samples", 0)
+        return _StepEnd(at_s=time.perf_counter(), step=self._progress.step, samples=samples)
 
     def close(self, error: BaseException | None = None) -> None:
         """Say that the rank is done, or why it failed; waits two seconds for a file system that hangs."""
@@ -148,6 +174,11 @@ class StatusWriter:
         window_s = now.at_s - before.at_s
         seconds = {name: spent - before.seconds.get(name, 0.0) for name, spent in now.seconds.items()}
         recent = None if now.metrics is None or before.metrics is None else now.metrics.since(before.metrics)
+        step_s, samples = _step_s(before, now), now.ended.samples - before.ended.samples
+        if step_s is None:  # no step has ended in the window
+            samples_per_s = recent.samples / window_s if recent is not None and window_s else None
+        else:
+            samples_per_s = None if recent is None else samples / (now.ended.step - before.ended.step) / step_s
         phase, since_s = self._stopwatch.current
         return RankStatus(
             rank=self._world.rank,
@@ -169,7 +200,8 @@ class StatusWriter:
             doing=self._loader.doing(),
             window_s=window_s,
             steps=max(0, now.step - before.step),
-            samples_per_s=None if recent is None or not window_s else recent.samples / window_s,
+            step_s=step_s,
+            samples_per_s=samples_per_s,
             seconds={name: spent for name, spent in seconds.items() if spent > 0},
             memory=measure_memory(self._world.device),
             gpu=measure_gpu(self._world.device),
@@ -185,6 +217,7 @@ class StatusWriter:
         now = _Moment(
             at_s=time.perf_counter(),
             step=self._progress.step,
+            ended=self._ended,
             seconds=self._stopwatch.glance(),
             traffic=read_traffic(),
             metrics=self._loader.take(),
@@ -192,6 +225,8 @@ class StatusWriter:
         moments = self._moments
         if moments and now.step < moments[-1].step:
             moments.clear()  # training was rewound
+        if len(moments) >= _KEPT:  # of long steps
+            self._moments = moments = deque(list(moments)[::2])
         moments.append(now)
         while (
             len(moments) > 1 and now.at_s - moments[1].at_s >= _WINDOW_S and now.step - moments[1].step >= _WINDOW_STEPS
@@ -208,3 +243,13 @@ class StatusWriter:
             for name, value in now.traffic.items()
             if name in before.traffic
         }
+
+
+def _step_s(before: _Moment, now: _Moment) -> float | None:
+    """Seconds of a step, between two ends of steps; one that takes longer counts before it ends. None without two."""
+    steps = now.ended.step - before.ended.step
+    if steps <= 0:
+        return None
+    done_s = (now.ended.at_s - before.ended.at_s) / steps
+    running_s = (now.at_s - before.ended.at_s) / (now.step - before.ended.step + 1)
+    return max(done_s, running_s)

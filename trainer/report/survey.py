@@ -61,8 +61,8 @@ def survey(ranks: Sequence[RankStatus], now_s: float, *, silent_s: Mapping[int, 
         if one.state not in ("ended", "failed") and age_s > max(_STALE_S, _STALE_PERIODS * one.every_s):
             stale[one.rank] = age_s
     training = [one for one in ranks if one.state == "training" and one.rank not in stale]
-    moving = [one for one in training if one.steps > 0]
-    step_s = median([one.window_s / one.steps for one in moving]) if moving else None
+    moving = [one for one in training if one.steps > 0 and one.steps_per_s > 0]
+    step_s = median([1 / one.steps_per_s for one in moving]) if moving else None
     slow = _find_slowest(moving, step_s) if step_s is not None else None
     bound, advice = _judge(training, moving, slow, step_s) if not stale else ("rank", _tell_silent(stale))
     return Survey(
@@ -101,7 +101,7 @@ def _find_slowest(moving: Sequence[RankStatus], step_s: float) -> tuple[RankStat
         return None
 
     def own(one: RankStatus) -> float:
-        return sum(one.seconds.get(name, 0.0) for name in _OWN) / one.steps
+        return one.share(*_OWN) / one.steps_per_s
 
     last = max(moving, key=own)
     # Of two ranks the median is their mean, half as far away as the other one.
@@ -110,9 +110,7 @@ def _find_slowest(moving: Sequence[RankStatus], step_s: float) -> tuple[RankStat
         return None
 
     def excess_in(name: str) -> float:
-        return last.seconds.get(name, 0.0) / last.steps - median(
-            [one.seconds.get(name, 0.0) / one.steps for one in moving]
-        )
+        return last.share(name) / last.steps_per_s - median([one.share(name) / one.steps_per_s for one in moving])
 
     return last, excess_s, max(_OWN, key=excess_in)
 
