@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_trainers import make_trainer
+import torch
+from small_trainers import make_trainer, rows
 
-from penstock.trainer import TrainerConfigError, TrainerError, World
+from penstock.trainer import Evaluation, TrainerConfigError, TrainerError, World
 from penstock.trainer.report.console import ProgressLine, format_times
 from penstock.trainer.report.json_lines import JsonLines
+from penstock.trainer.report.progress import Pace
 from penstock.trainer.report.prometheus import Prometheus
 
 
@@ -65,6 +67,49 @@ def test_prometheus_serves_the_newest_numbers_and_frees_its_port(unused_tcp_port
         served.close()
         assert f"penstock_train_loss {value}" in text
         assert "penstock_train_step 7.0" in text
+
+
+@pytest.mark.slow
+def test_prometheus_serves_nothing_of_records_before_the_newest_and_any_metrics_name(unused_tcp_port: int) -> None:
+    served = Prometheus(unused_tcp_port)
+    served.record("train", 7, {"loss": 1.0, "skew_s": 0.5, "slowest_rank": 3})
+    served.record("evaluate", 7, {"précision@1": 0.5})
+    served.record("train", 8, {"loss": 0.5, "skew_s": 0.0})
+    with urllib.request.urlopen(f"http://127.0.0.1:{unused_tcp_port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    served.close()
+    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert {name: value for name, value in found.items() if name.startswith("penstock_train")} == {
+        "penstock_train_step": "8.0",
+        "penstock_train_loss": "0.5",
+        "penstock_train_skew_s": "0.0",
+    }
+    assert found["penstock_evaluate_pr_cision_1"] == "0.5"
+
+
+def test_the_time_left_does_not_jump_with_each_evaluation_or_with_the_slow_first_steps() -> None:
+    pace, step_s = Pace(), []
+    for number in range(1, 401):  # records of ten steps of 1 s; the first waits 60 s, each eighth evaluates for 40 s
+        pace.add(10, 10 + 60 * (number == 1) + 40 * (number % 8 == 0))
+        step_s.append(pace.seconds_per_step)
+    assert step_s[0] == 7
+    assert all(one == pytest.approx(1.5, rel=0.1) for one in step_s[80:])
+    assert all(one == pytest.approx(1.5, rel=0.5) for one in step_s[8:])
+    for _ in range(20_000):
+        pace.add(1, 2.0)
+    assert pace.seconds_per_step == pytest.approx(2.0)
+
+
+def test_the_end_tells_the_training_loss_where_a_metric_is_called_loss(world: World, tmp_path: Path) -> None:
+    def measure(model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": (torch.tensor(700.0), torch.tensor(1.0)), "other": (torch.tensor(8.0), torch.tensor(1.0))}
+
+    options = {"evaluation": Evaluation(batches=rows(world, "pad"), metrics=measure), "report": {"quiet": True}}
+    with make_trainer(world, str(tmp_path), steps=4, evaluate={"every": 4}, **options) as trainer:
+        summary = trainer.train()
+    end = read_records(tmp_path)[-1]
+    assert summary.metrics["loss"] == 700.0
+    assert (end["kind"], end["loss"], end["other"]) == ("end", summary.loss, 8.0)
 
 
 @pytest.mark.slow

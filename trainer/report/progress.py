@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from ..step import StepResult
 from ..stopwatch import Stopwatch
 from .flops import Compute
+
+_KEPT_ENDS = 1024
 
 
 @dataclass(kw_only=True)
@@ -88,6 +91,31 @@ class Summary(Counts):
     plain_bytes: int
 
 
+class Pace:
+    """Seconds of a step over the newer half of the steps since training began, for how long the others will take.
+
+    Half a run has evaluations and saves about as often as what comes, which the steps of one record have not; and the
+    slow first steps are soon not among them.
+    """
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[int, float]] = deque([(0, 0.0)])  # steps and seconds so far, of the records
+
+    def add(self, steps: int, seconds: float) -> None:
+        """Count the steps of one record, and the seconds since the one before."""
+        ends = self._ends
+        ends.append((ends[-1][0] + steps, ends[-1][1] + seconds))
+        while len(ends) > 2 and 2 * ends[1][0] <= ends[-1][0]:
+            ends.popleft()
+        if len(ends) > _KEPT_ENDS:
+            self._ends = deque([*list(ends)[:-1:2], ends[-1]])
+
+    @property
+    def seconds_per_step(self) -> float:
+        (first, since_s), (last, until_s) = self._ends[0], self._ends[-1]
+        return (until_s - since_s) / max(1, last - first)
+
+
 class Window:
     """The steps since the last record: sums, and this rank's times. What a step left on the device is read late."""
 
@@ -119,13 +147,14 @@ class Window:
         return float(self._loss_sum) / self._count if self._count else math.nan
 
     @property
-    def seconds_per_step(self) -> float:
-        return self._seconds / max(1, self.steps)
+    def seconds(self) -> float:
+        """Seconds since the last record."""
+        return max(self._stopwatch.total_s - self._started_s, 1e-9)
 
     def describe(self, compute: Compute | None = None) -> dict[str, float | int | str | None]:
         """The record's values; ``compute`` adds what the devices computed. Waits for the device where it must."""
         phases = self._phase_seconds()
-        wall_s = self._seconds
+        wall_s = self.seconds
         found: dict[str, float | int | str | None] = {
             "steps": self.steps,
             "seconds": wall_s,
@@ -145,10 +174,6 @@ class Window:
     def _phase_seconds(self) -> dict[str, float]:
         now = self._stopwatch.read()
         return {name: spent - self._seconds_before.get(name, 0.0) for name, spent in now.items()}
-
-    @property
-    def _seconds(self) -> float:
-        return max(self._stopwatch.total_s - self._started_s, 1e-9)
 
 
 def _larger(one: float | torch.Tensor, other: float | torch.Tensor) -> float | torch.Tensor:

@@ -15,7 +15,7 @@ _STATES = ("starting", "training", "idle", "ended", "failed")
 class Prometheus:
     """Serves ``penstock_<kind>_<name>`` of the newest records; of each rank ``penstock_rank_*``, ``penstock_loader_*``.
 
-    ``url`` says where. Mutable state: the newest values, replaced as a whole.
+    ``url`` says where. Mutable state: the newest values by kind, replaced as a whole.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Prometheus:
                 others reach.
         """
         self._list_ranks = list_ranks
-        self._values: dict[str, float] = {}
+        self._values: dict[str, dict[str, float]] = {}
         try:
             self._server = MetricsServer(self._read, address=address, port=port)
         except ImportError as exc:
@@ -50,18 +50,19 @@ class Prometheus:
 
     def record(self, kind: str, step: int, values: Values) -> None:
         found = {
-            "".join(c if c.isalnum() else "_" for c in f"penstock_{kind}_{name}"): float(value)
+            "".join(c if c.isascii() and c.isalnum() else "_" for c in f"penstock_{kind}_{name}"): float(value)
             for name, value in {"step": step, **values}.items()
             if isinstance(value, (int, float))
         }
-        self._values = {**self._values, **found}
+        self._values = {**self._values, kind: found}
 
     def close(self) -> None:
         self._server.close()
 
     def _read(self) -> Iterator[Number]:
-        for name, value in self._values.items():
-            yield Number(name=name, value=value)
+        for newest in self._values.values():
+            for name, value in newest.items():
+                yield Number(name=name, value=value)
         for status in self._list_ranks():
             yield from list_rank_numbers(status)
 

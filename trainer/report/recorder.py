@@ -25,7 +25,7 @@ from .flops import Compute, FlopCount, device_name
 from .loader_numbers import LoaderNumbers
 from .memory import measure_gpu, measure_memory
 from .observers import open_observers
-from .progress import Progress, Summary, Window
+from .progress import Pace, Progress, Summary, Window
 from .rank_status import RankStatus, State
 from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver
 from .status_writer import StatusWriter
@@ -38,8 +38,9 @@ _TIMED = {"evaluate": ("evaluate", "evaluation fetch"), "checkpoint": ("checkpoi
 class Recorder:
     """Collects steps on every rank and passes them to the observers, which only rank 0 has; ``open`` is a collective.
 
-    All mutable state: the window of steps since the last record, the mean loss of the window before, what a sample
-    costs to compute, the seconds of evaluations and saves that were recorded, and what writes this rank's status.
+    All mutable state: the window of steps since the last record, the pace of all, the mean loss of the window before,
+    what a sample costs to compute, the seconds of evaluations and saves that were recorded, and what writes this rank's
+    status.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Recorder:
         self._progress = progress
         self._stopwatch = stopwatch
         self._total_steps = total_steps
-        self._window = Window(stopwatch)
+        self._window, self._pace = Window(stopwatch), Pace()
         self._told_seconds: dict[str, float] = {}
         self._device = torch.device("cpu")
         self.loss = math.nan
@@ -104,7 +105,7 @@ class Recorder:
                 **settings,
             },
         )
-        self._window = Window(self._stopwatch)
+        self._window, self._pace = Window(self._stopwatch), Pace()
         if self._status is not None:
             self._status.begin_steps()
 
@@ -136,7 +137,8 @@ class Recorder:
         self._window = Window(self._stopwatch)
         self.loss = window.loss
         progress = self._progress
-        eta_s = (self._total_steps - progress.step) * window.seconds_per_step if self._total_steps else None
+        self._pace.add(window.steps, window.seconds)
+        eta_s = (self._total_steps - progress.step) * self._pace.seconds_per_step if self._total_steps else None
         self.record(
             "train",
             {
@@ -227,12 +229,12 @@ class Recorder:
         self.record(
             "end",
             {
+                **metrics,  # of which one may be called "loss", too
                 "loss": summary.loss,
                 "seconds": seconds,
                 "samples": summary.samples,
                 "wire_bytes": summary.wire_bytes,
                 "plain_bytes": summary.plain_bytes,
-                **metrics,
             },
         )
         return summary
