@@ -82,7 +82,7 @@ def forecast(
     # then reads the window's chunks.
     touched = 1.0 - (1.0 - owned.parts) ** (order.window * mean_samples)
     reads = float(touched.sum() / owned.lanes)
-    open_chunks = int(windows.max() * order.window)
+    open_chunks = min(int(windows.max() * order.window), len(chunk_samples))
     cuts = plan.lane_starts[1:-1]
     cut_chunks = int((plan.stream_starts[np.searchsorted(plan.stream_starts, cuts)] != cuts).sum())
     if order.piece:  # rows of every chunk lie in all lanes: a rank reads each that it has a row of, and keeps it

@@ -118,6 +118,12 @@ def test_lanes_without_samples_are_no_reads_saved():
     assert forecast_of(np.array([8]), Order(lanes=16), 1, 8).read_amplification == 1.0
 
 
+def test_open_windows_of_a_small_data_set_take_no_more_than_all_of_it() -> None:
+    sizes = np.full(27, 35)
+    told = forecast_of(sizes, Order(lanes=16, window=4), 1, 5)
+    assert told.window_bytes == int(sizes.sum()) * 20
+
+
 @pytest.mark.slow
 def test_memory_grows_with_the_lanes_of_a_rank():
     sizes = np.full(5000, 10)
