@@ -106,9 +106,21 @@ class RunLog:
             whole += _number(record.get("seconds")) or 0.0
             for name, spent in phases_of(record).items():
                 totals[name] = totals.get(name, 0.0) + spent
+        for record in self._after_the_last_steps():
+            spent = _number(record.get("seconds")) or 0.0
+            whole += spent
+            totals[record["kind"]] = totals.get(record["kind"], 0.0) + spent
         if totals:
             totals["other"] = max(0.0, whole - sum(totals.values()))
         return {name: spent for name, spent in sorted(totals.items(), key=lambda item: -item[1]) if spent > 0}
+
+    def _after_the_last_steps(self) -> Iterator[Mapping[str, Any]]:
+        """Saves whose seconds no train record has: the last one, which training waits for as it ends."""
+        for attempt in self.attempts:
+            if attempt.end is None:
+                continue  # training went on, or back, and the next train record has them
+            after = takewhile(lambda record: record["kind"] != "train", reversed(attempt.records))
+            yield from (record for record in after if record["kind"] == "checkpoint")
 
 
 def phases_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -128,6 +128,17 @@ def test_what_a_start_notes_first_is_its_own_and_lengthens_no_start_before(tmp_p
     assert [one.ended_s for one in run.attempts] == [1003.5, 5002.0]
 
 
+def test_the_save_that_training_waits_for_as_it_ends_counts_and_none_counts_twice(tmp_path: Path) -> None:
+    def save(step: int, seconds: float) -> dict[str, Any]:
+        return {"kind": "checkpoint", "step": step, "seconds": seconds}
+
+    end = {"kind": "end", "step": 4, "seconds": 9.0}
+    begun = [start(0, 1), save(0, 0.25), *steps(1, 4, seconds_checkpoint=0.25), save(4, 7.0)]
+    assert write(tmp_path, [*begun, end]).phase_seconds()["checkpoint"] == 1.0 + 7.0
+    rewind = {"kind": "rewind", "step": 4, "to_step": 2}
+    assert write(tmp_path, [*begun, rewind, *steps(3, 4)]).phase_seconds()["checkpoint"] == 1.0
+
+
 def test_times_add_up_and_what_no_phase_covers_is_told(tmp_path: Path) -> None:
     spent = write(tmp_path, [start(0, 1), *steps(1, 4, seconds_forward=0.5)]).phase_seconds()
     assert spent == {"forward": 2.0, "fetch": 1.0, "other": 1.0}
