@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .errors import TrainerConfigError
 from .parallel.model import ParallelModel
 from .parallel.precision import local_part
 
@@ -47,6 +48,7 @@ class Gradients:
         self._named = list(parallel.inner.named_parameters())
         updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._not_updated = [one for _, one in self._named if id(one) not in updated]
+        self._frozen = [(name, one) for name, one in self._named if id(one) not in updated and not one.requires_grad]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that there are, by the names of their parameters."""
@@ -60,7 +62,18 @@ class Gradients:
 
     @torch.no_grad()
     def measure(self) -> Measured:
-        """Look at each gradient once; a collective where the model is sharded. Does not wait for the device."""
+        """Look at each gradient once; a collective where the model is sharded. Does not wait for the device.
+
+        Raises:
+            TrainerConfigError: a parameter was unfrozen that the optimizer lacks, and would stay as it is.
+        """
+        unfrozen = [name for name, one in self._frozen if one.grad is not None]
+        if unfrozen:
+            raise TrainerConfigError(
+                f"the parameters {', '.join(unfrozen[:5])} were frozen when the trainer was made, and have a gradient "
+                "now that the optimizer lacks them for; give an optimizer over all parameters, as "
+                "AdamW(model.parameters()), which leaves frozen ones alone, or make a new trainer after unfreezing"
+            )
         local = self._gather()
         norm = self._norm(local)
         if self._not_updated:  # NaN and infinity come through

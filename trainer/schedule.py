@@ -81,7 +81,11 @@ def batch_factor(config: ScheduleConfig, effective_batch_size: int | None) -> fl
 
 
 class Schedule:
-    """Sets the rates of an optimizer's groups; its only state is each group's base rate."""
+    """Sets the rates of an optimizer's groups; its state is each group's base rate, and the rate set last.
+
+    Raises:
+        TrainerConfigError: a group has no rate, or a scheduler of torch's sets it.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,8 @@ class Schedule:
         self._config = config
         self._optimizer = optimizer
         self._total = total_updates
-        self._base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base_rates = [_base_rate(optimizer, number) for number in range(len(optimizer.param_groups))]
+        self._rates = list(self._base_rates)
         self._batch_factor = batch_factor(config, effective_batch_size)
         self._shape = self._import_shape(config.shape) if ":" in config.shape else None
 
@@ -104,13 +109,40 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def set_rates(self, update: int) -> None:
-        """Set every group's rate for 0-based update ``update``."""
+        """Set every group's rate for 0-based update ``update``.
+
+        Raises:
+            TrainerConfigError: something else has set a rate, which this would write over, or has added a group.
+        """
+        self._check_groups()
         factor = self._factor(update) * self._batch_factor
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(base * factor)
             else:
                 group["lr"] = base * factor
+        self._rates = [base * factor for base in self._base_rates]
+
+    def _check_groups(self) -> None:
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._base_rates):
+            raise TrainerConfigError(
+                f"optimizer={type(self._optimizer).__name__} has {len(groups)} parameter groups, and "
+                f"{len(self._base_rates)} when the trainer was made; build all groups before, and freeze those that "
+                "are trained later with requires_grad_(False)"
+            )
+        for number, (group, rate) in enumerate(zip(groups, self._rates, strict=True)):
+            found = group["lr"]
+            if isinstance(found, torch.Tensor):
+                if found.device.type != "cpu":
+                    continue  # a look at it would wait for the device
+                rate = float(torch.tensor(rate, dtype=found.dtype))
+            if float(found) != rate:
+                raise TrainerConfigError(
+                    f"the rate of the optimizer's group {number} is {float(found):g}, and the schedule had set "
+                    f"{rate:g}, as it does before each step: what a callback or another scheduler sets has no effect; "
+                    "give schedule.shape='package.module:name' of a function f(update, total) that returns the factor"
+                )
 
     def _factor(self, update: int) -> float:
         if self._shape is None or update < self._config.warmup_steps:
@@ -123,3 +155,18 @@ class Schedule:
         if not callable(shape):
             raise TrainerConfigError(f"schedule.shape={path!r} is not callable; name a function f(update, total)")
         return shape
+
+
+def _base_rate(optimizer: torch.optim.Optimizer, number: int) -> float:
+    group, name = optimizer.param_groups[number], type(optimizer).__name__
+    if "lr" not in group:
+        raise TrainerConfigError(
+            f"optimizer={name} has no rate 'lr' in group {number}, which the schedule sets at each step; give it one"
+        )
+    if "initial_lr" in group:
+        raise TrainerConfigError(
+            f"optimizer={name} has a scheduler of torch's ('initial_lr' in group {number}), and the trainer sets the "
+            "rates before each step; leave it out, and give schedule.shape: linear, cosine, or package.module:name of "
+            "a function f(update, total) that returns the factor"
+        )
+    return float(group["lr"])

@@ -277,7 +277,9 @@ def _zero_state(optimizer_state: Mapping[str, Any]) -> None:
 
 
 def _settings_of(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    return {name: group[name] for name in optimizer.defaults if name in group}
+    """What the group has; of tensors, into which a checkpoint is read, copies."""
+    found = {name: group[name] for name in optimizer.defaults if name in group}
+    return {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
 
 
 def _keep_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> list[str]:

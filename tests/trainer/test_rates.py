@@ -1,0 +1,109 @@
+"""The rates and groups of the optimizer: who sets them, and what is said of others who do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_trainers import Line, make_trainer
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
+
+from penstock.trainer import Callbacks, StepRecord, TrainerConfigError, World
+from penstock.trainer.parallel.precision import local_part
+
+
+class Meddling(Callbacks):
+    """Calls what it is given with the trainer, once, after a few steps."""
+
+    def __init__(self, meddle: Callable[[Any], None]) -> None:
+        self.trainer: Any = None
+        self._meddle = meddle
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step == 2:
+            self._meddle(self.trainer)
+
+
+def train(world: World, folder: Path, meddle: Callable[[Any], None], **options: Any) -> Any:
+    observer = Meddling(meddle)
+    with make_trainer(world, str(folder), observers=[observer], steps=6, **options) as trainer:
+        observer.trainer = trainer
+        trainer.train()
+        return trainer
+
+
+def halve(trainer: Any) -> None:
+    trainer.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def halve_where_nothing_improves(trainer: Any) -> None:
+    plateau = ReduceLROnPlateau(trainer.optimizer, factor=0.5, patience=0)
+    for _ in range(2):
+        plateau.step(1.0)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("meddle", [halve, halve_where_nothing_improves])
+def test_a_rate_that_something_else_sets_is_refused_since_it_would_have_no_effect(
+    world: World, tmp_path: Path, meddle: Callable[[Any], None], kind: Any
+) -> None:
+    with pytest.raises(TrainerConfigError, match=r"group 0 is 0.05, and the schedule had set 0.1.*schedule.shape"):
+        train(world, tmp_path, meddle, optimizer=lambda them: torch.optim.SGD(them, lr=kind(0.1)))
+
+
+def test_a_scheduler_of_torchs_is_refused_since_its_first_rate_would_stay(world: World, tmp_path: Path) -> None:
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        LinearLR(optimizer, start_factor=0.01)
+        return optimizer
+
+    with pytest.raises(TrainerConfigError, match=r"SGD has a scheduler of torch's.*give schedule.shape"):
+        make_trainer(world, str(tmp_path), optimizer=make)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+
+def test_an_optimizer_without_a_rate_is_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(TrainerConfigError, match="optimizer=WithoutRate has no rate 'lr' in group 0"):
+        make_trainer(world, str(tmp_path), optimizer=WithoutRate)
+
+
+def test_a_group_that_is_added_later_is_refused(world: World, tmp_path: Path) -> None:
+    def add(trainer: Any) -> None:
+        trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    with pytest.raises(TrainerConfigError, match="SGD has 2 parameter groups, and 1 when the trainer was made"):
+        train(world, tmp_path, add)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_weight_that_is_unfrozen_and_not_the_optimizers_is_named(world: World, tmp_path: Path, zero: int) -> None:
+    model = nn.Sequential(Line().requires_grad_(False), nn.Linear(2, 1))
+
+    def unfreeze(trainer: Any) -> None:
+        trainer.parallel.inner[0].requires_grad_(True)
+
+    with pytest.raises(TrainerConfigError, match=r"0.line.weight, 0.line.bias were frozen.*AdamW\(model.parameters"):
+        train(world, tmp_path / "lacking", unfreeze, model=model, parallel={"zero": zero})
+    model = nn.Sequential(Line().requires_grad_(False), nn.Linear(2, 1))
+    everything = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(world, tmp_path / "all", unfreeze, model=model, parallel={"zero": zero}, optimizer=everything)
+    assert local_part(model[0].line.bias).any(), "unfrozen, and not trained"
+
+
+def test_a_rate_that_is_a_tensor_resumes_as_it_is_given(world: World, tmp_path: Path) -> None:
+    for rate, steps in ((0.1, 2), (0.05, 4)):
+        options: dict[str, Any] = {"steps": steps, "checkpoint": {"every_steps": 2}, "schedule": {"warmup_steps": 2}}
+        given = torch.tensor(rate)
+        options["optimizer"] = lambda them, given=given: torch.optim.Adam(them, lr=given, foreach=False)
+        with make_trainer(world, str(tmp_path), **options) as trainer:
+            assert float(trainer.optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
+            trainer.train()
+            assert trainer.schedule.rate == pytest.approx(rate)
