@@ -133,7 +133,8 @@ def _accumulate(
         raise TrainerConfigError(
             f"the evaluation's function returned {found!r:.200}; it must return a mapping of metric to (sum, count)"
         )
-    for name, (amount, count) in found.items():
+    for name, pair in found.items():
+        amount, count = (_as_number(one, name) for one in pair)
         into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
         is_mean_of_none = (count == 0) & (amount != amount)  # NaN, as a number or a tensor
         if isinstance(is_mean_of_none, torch.Tensor):
@@ -142,6 +143,17 @@ def _accumulate(
             amount = 0.0
         into[0] += amount
         into[1] += count
+
+
+def _as_number(given: torch.Tensor | float, metric: str) -> torch.Tensor | float:
+    if not isinstance(given, torch.Tensor):
+        return given
+    if given.numel() != 1:
+        raise TrainerConfigError(
+            f"the evaluation's function returned a tensor of shape {tuple(given.shape)} for {metric!r}; it must return "
+            "a sum and a count, each one number, such as losses.sum() and len(losses)"
+        )
+    return given.reshape(())
 
 
 def _average(totals: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +43,15 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             f"the loss function returned {got} as the sum; it must be a tensor of shape () with a gradient, such as "
             "losses.sum()"
         )
+    if total.is_complex():
+        raise TrainerConfigError(
+            f"the loss function returned a sum of {total.dtype}; it must be a real number, such as losses.abs().sum()"
+        )
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
-        return total, count
-    if not isinstance(count, numbers.Real):
+        if count.device.type != "cpu":  # the ranks' sum is looked at, for which nobody waits
+            return total, count
+        count = float(count.detach())
+    elif not isinstance(count, numbers.Real):
         got = (
             f"a tensor of shape {tuple(count.shape)}"
             if isinstance(count, torch.Tensor)
@@ -54,4 +61,14 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             f"the loss function returned {got} as the count; it must be the number of samples or tokens in the sum, "
             "such as len(losses)"
         )
+    check_count(float(count), "the loss function returned")
     return total, float(count)
+
+
+def check_count(count: float, whose: str) -> None:
+    """Refuse a count by which no mean can be taken: with one below zero, training would climb."""
+    if not 0 <= count < math.inf:
+        raise TrainerConfigError(
+            f"{whose} {count:g} as the count; it must be the number of samples or tokens in the sum, 0 or more, such "
+            "as len(losses)"
+        )

@@ -143,6 +143,13 @@ def test_what_is_no_mapping_of_sums_and_counts_is_refused(world: World) -> None:
             run(world, Slope(), [batch_of(1.0)], lambda model, batch, wrong=wrong: wrong)
 
 
+def test_a_sum_of_several_numbers_is_refused_by_the_metrics_name(world: World) -> None:
+    with pytest.raises(TrainerConfigError, match=r"shape \(2,\) for 'y'; .* such as losses.sum\(\)"):
+        run(world, Slope(), [batch_of(1.0)], lambda model, batch: {"y": (torch.ones(2), 2)})
+    one = {"y": (torch.ones(1), torch.ones(1, 1))}
+    assert run(world, Slope(), [batch_of(1.0)], lambda model, batch: one) == {"y": 1.0}
+
+
 def test_the_error_of_the_batches_comes_through(world: World) -> None:
     def broken() -> Iterator[dict[str, torch.Tensor]]:
         yield batch_of(1.0)

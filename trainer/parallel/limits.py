@@ -39,6 +39,11 @@ def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -
                 f"{key}: parameter {name!r} has no dimension to shard; give it shape (1,), as torch.ones(1), or use "
                 "parallel.zero=0"
             )
+        if zero and not parameter.numel() and parameter.requires_grad:
+            raise TrainerConfigError(
+                f"{key}: parameter {name!r} of shape {tuple(parameter.shape)} has no elements to shard; leave it out, "
+                "freeze it with requires_grad_(False), or use parallel.zero=0"
+            )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, zero: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launch_ranks import run_ranks
-from small_trainers import rows
+from small_trainers import make_trainer, rows
 from torch import nn
 
 from penstock.trainer import DistributedTrainer, StallError, TrainerConfig, TrainerConfigError, World
@@ -193,6 +194,14 @@ def test_a_parameter_without_dimensions_is_refused_where_it_cannot_be_sharded() 
     assert "'scale' has no dimension" in message
     assert "shape (1,)" in message
     assert "parallel.zero=0" in message
+
+
+def test_a_parameter_without_elements_is_refused_where_it_cannot_be_sharded(world: World, tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("none", nn.Parameter(torch.zeros(0, 3)))
+    with pytest.raises(TrainerConfigError, match=r"parallel.zero=1: parameter 'none' of shape \(0, 3\) has no element"):
+        make_trainer(world, str(tmp_path), model=model, parallel={"zero": 1})
+    make_trainer(world, str(tmp_path), model=model).close()
 
 
 @pytest.mark.parametrize(
