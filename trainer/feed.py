@@ -20,7 +20,7 @@ class Feed:
     The microbatches of a step are taken before it begins, so that the loader's position after the step is exact.
     With ``ends_apart`` the ranks agree on each step's number of microbatches, and ``left_out`` counts the batches of
     the epoch that only some ranks had. All mutable state besides the loader's: the epoch's iterator, that count, the
-    last batch's epoch, and whether an epoch just ended.
+    batches given of this epoch since it was begun or resumed, the last batch's epoch, and whether an epoch just ended.
     """
 
     def __init__(self, loader: Iterable[Any], *, accumulate: int, world: World) -> None:
@@ -29,6 +29,10 @@ class Feed:
         self.left_out = 0
         self._accumulate = accumulate
         self._world = world
+        self._length: int | None = None
+        self._check_end: Callable[[int, int], None] = lambda given, length: None
+        self._leaves_steps: Callable[[int, int], bool] = lambda epoch, taken: False
+        self._given = 0
         self._batches: Iterator[Any] | None = None
         self._epoch: int | None = None  # of the last batch
         self._found_none = False  # the last take found no batch
@@ -38,6 +42,17 @@ class Feed:
     def is_exact(self) -> bool:
         """Whether the loader can resume at the exact sample."""
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    def expect(
+        self, length: int | None, check_end: Callable[[int, int], None], leaves_steps: Callable[[int, int], bool]
+    ) -> None:
+        """Expect so many batches of an epoch.
+
+        ``check_end`` is told how many were given, and the length, where there were fewer and ``leaves_steps`` says so
+        of the epoch and of the batches that are there for a step.
+        """
+        self.ends_apart, self._length = length is None, length
+        self._check_end, self._leaves_steps = check_end, leaves_steps
 
     def take(self, epoch: int) -> list[Any]:
         """The microbatches of the next step, on the device: fewer at the epoch's end, and none once after it.
@@ -58,6 +73,10 @@ class Feed:
             # Read here: when the loop finds the loader empty, the loader is at the next epoch.
             self._epoch = getattr(self.loader, "epoch", None)
             taken.append(move_batch(batch, self._world.device))
+        self._given += len(taken)
+        is_short = len(taken) < self._accumulate and self._length is not None and self._given < self._length
+        if is_short and self._leaves_steps(epoch, len(taken)):
+            self._check_end(self._given, self._length or 0)
         if self.ends_apart and self._world.world_size > 1:
             taken = self._as_many_as_others(taken)
         if taken:
@@ -133,7 +152,7 @@ class Feed:
 
     def _begin_epoch(self, epoch: int) -> None:
         """Tell the epoch to what shuffles by it: a loader without a position, and a torch DataLoader's parts."""
-        self.left_out = 0
+        self.left_out = self._given = 0
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         parts = [getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
         parts.append(getattr(self.loader, "dataset", None))

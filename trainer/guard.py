@@ -10,9 +10,11 @@ from typing import Self
 
 import torch.distributed as dist
 
+from .errors import TrainerError
 from .ranks.world import World
 from .report.progress import Progress
 from .stopwatch import Stopwatch
+from .watch.epoch_end import find_stepping
 from .watch.stop_flag import StopFlag, TraceFlag
 from .watch.watchdog import Activity, Advance, Watchdog
 
@@ -45,6 +47,7 @@ class Guard:
         self._activities = activities
         self._progress_of = progress_of
         self._traces = traces
+        self._watchdog: Watchdog | None = None
         self._flag: StopFlag | None = None
         self._trace_flag: TraceFlag | None = None
         self._stack = ExitStack()
@@ -57,19 +60,37 @@ class Guard:
         """Whether this rank got a signal that asks for a trace since the last call."""
         return self._trace_flag is not None and self._trace_flag.take()
 
+    def check_end(self, given: int, length: int) -> None:
+        """See that all ranks end this epoch here, as this one does after fewer batches than its loader's length.
+
+        Raises:
+            TrainerError: another rank goes on with this step, and would wait for this one.
+        """
+        if self._watchdog is None or self._world.world_size == 1:
+            return
+        step, epoch, rank = self._progress.step, self._progress.epoch, self._world.rank
+        others = [one for one in range(self._world.world_size) if one != rank]
+        found = find_stepping(self._watchdog.store, others, f"end/{epoch}/{step}", rank=rank, step=step)
+        if found is not None:
+            raise TrainerError(
+                f"step {step}: in epoch {epoch} the loader of rank {rank} gave {given} batches and len(loader) says "
+                f"{length}, and rank {found} has one more; give every rank as many, or take the length away, so that "
+                "an epoch ends on all ranks with the first of them"
+            )
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             flag = stack.enter_context(StopFlag())
             trace_flag = stack.enter_context(closing(TraceFlag())) if self._traces else None
             if self._stall_timeout_s is not None:
-                stack.enter_context(self._start_watchdog(self._stall_timeout_s))
+                self._watchdog = stack.enter_context(self._start_watchdog(self._stall_timeout_s))
             self._flag, self._trace_flag, self._stack = flag, trace_flag, stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._flag, self._trace_flag, self._stopwatch.entered = None, None, None
+        self._watchdog, self._flag, self._trace_flag, self._stopwatch.entered = None, None, None, None
         self._stack.__exit__(kind, error, trace)
 
     @contextmanager

@@ -91,6 +91,17 @@ def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: Wo
     return None if whole is None else int(whole) * config.step.accumulate
 
 
+def leaves_steps(config: TrainerConfig, evaluation: object | None, epoch: int, taken: int) -> bool:
+    """Whether a rank whose loader ends this epoch, with so many batches for the step, leaves others alone in that step.
+
+    Else it goes on with a step of its own, in which the ranks find out.
+    """
+    if taken:
+        return config.parallel.zero > 0  # each microbatch gathers weights
+    evaluates = evaluation is not None and config.evaluate.every is None
+    return evaluates or (config.epochs is not None and epoch + 1 >= config.epochs)
+
+
 def is_done(config: TrainerConfig, progress: Progress) -> bool:
     """Whether training has come to its last step or epoch, or has waited long enough for a better metric."""
     limits = (

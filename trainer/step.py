@@ -16,7 +16,7 @@ from .computing import ComputeClock
 from .errors import NonFiniteLossError, TrainerError
 from .finite import NonFinitePolicy
 from .gradients import Gradients
-from .loss import LossFunction, check_loss
+from .loss import LossFunction, check_count, check_loss
 from .options import check_choice, check_range
 from .parallel.buffers import BufferCopies
 from .parallel.limits import named_if_it_fails
@@ -166,7 +166,8 @@ class StepRunner:
             NonFiniteLossError: on every rank alike, before the weights are touched.
             TrainerError: the same, where the ranks are in different epochs.
         """
-        self._parallel.begin_step()
+        with self._phase("forward"):
+            self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
         sums, own, reading = StepTotals(self._world), None, None
         losses: list[torch.Tensor] = []
@@ -200,6 +201,7 @@ class StepRunner:
         if totals.late and unread is not None:
             self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
         self._parallel.check_order(totals.order, totals.order_squares)
+        check_count(totals.count, f"step {step}: the ranks' loss functions together returned")
         if totals.epoch_squares * self._world.world_size != totals.epoch * totals.epoch:
             self._refuse_epochs(step, epoch)
         norm: float | torch.Tensor | None = None

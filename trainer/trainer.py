@@ -33,7 +33,7 @@ from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
 from .report.tracing import Tracer
 from .rewinder import Rewinder
-from .run_length import agree_on_length, count_steps, is_done
+from .run_length import agree_on_length, count_steps, is_done, leaves_steps
 from .saver import Saver
 from .shares import SpeedShares
 from .stopwatch import DeviceClock, Stopwatch
@@ -108,7 +108,7 @@ class DistributedTrainer:
         config = self.config
         self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
         length = agree_on_length(loader, self.world, self.stopwatch.enter)
-        self._feed.ends_apart = length is None
+        self._feed.expect(length, self._guard.check_end, lambda *end: leaves_steps(config, self._evaluation, *end))
         total_steps = count_steps(config, length, loader)
         self._recorder = Recorder(self.progress, self.stopwatch, total_steps, loader)
         self._recorder.flops = FlopCount(config.report, model, loss, self.world, config.precision.dtype)
@@ -173,6 +173,7 @@ class DistributedTrainer:
                     if stopped := self._end_epoch():
                         break
                     continue
+                self.stopwatch.enter("microbatches")
                 microbatches = self._microbatches.make(batches, self._recorder.note)
                 self._recorder.settle_flops(microbatches[0])
                 seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch_ranks import run_ranks
-from small_trainers import make_trainer, square
+from launch_ranks import Ranks, run_ranks
+from small_trainers import Line, add_up, make_trainer, rows, square
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from penstock.trainer import TrainerError, World
+from penstock.trainer import Evaluation, TrainerError, World
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
@@ -106,7 +109,7 @@ class TooLong:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for number in range(4 - (self.rank == 1)):
-            yield {"x": torch.full((1, 2), 0.1), "number": torch.tensor([float(number)])}
+            yield {"x": torch.full((2, 2), 0.1), "number": torch.tensor([float(number)] * 2)}
 
 
 def meet_in_other_epochs(world: World, folder: str, zero: int) -> tuple[str, int]:
@@ -121,6 +124,51 @@ def test_ranks_whose_epochs_come_apart_stop_before_a_weight_changes(tmp_path: Pa
     answers = run_ranks(meet_in_other_epochs, 3, str(tmp_path), zero)
     assert {step for _, step in answers} == {3}
     assert all("are in epochs [0, 1, 0]" in told and "len(loader)" in told for told, _ in answers)
+
+
+def end_first(world: World, folder: str, options: dict[str, Any]) -> tuple[str, int]:
+    begun = time.monotonic()
+    loader = TooLong(world.rank)
+    if options.get("evaluation"):
+        options = {**options, "evaluation": Evaluation(batches=rows(world), metrics=add_up)}
+    with make_trainer(world, folder, loader, steps=None, stall_timeout_s=40.0, **options) as trainer:
+        with pytest.raises(TrainerError) as caught:
+            trainer.train()
+        assert time.monotonic() - begun < 20
+        assert trainer.progress.step == 3 // options.get("step", {}).get("accumulate", 1)
+    with (Path(folder) / "told").open("a") as file:
+        file.write(f"{caught.value}\n")
+    os._exit(3)  # as a process that fails
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epochs": 1},
+        {"epochs": 3, "evaluation": True},
+        {"epochs": 1, "parallel": {"zero": 3}, "evaluation": True, "model": nn.Sequential(Line(), nn.BatchNorm1d(2))},
+        {"epochs": 3, "parallel": {"zero": 2}, "step": {"accumulate": 2}},
+    ],
+    ids=["last epoch", "evaluation", "sharded", "accumulated"],
+)
+def test_a_rank_whose_loader_ends_first_says_so_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Its next collective would not be a step's, and the others would wait for it in theirs."""
+    Ranks(end_first, 2, str(tmp_path), options).join(60.0)
+    told = (tmp_path / "told").read_text()
+    assert "the loader of rank 1 gave 3 batches and len(loader) says 4, and rank 0 has one more" in told
+
+
+def end_early_together(world: World, folder: str) -> tuple[int, float]:
+    begun = time.monotonic()
+    options: dict[str, Any] = {"steps": None, "epochs": 2, "stall_timeout_s": 100.0}
+    with make_trainer(world, folder, TooLong(1), **options) as trainer:
+        return trainer.train().steps, time.monotonic() - begun
+
+
+def test_loaders_that_all_end_before_their_length_train(tmp_path: Path) -> None:
+    for steps, seconds in run_ranks(end_early_together, 2, str(tmp_path)):
+        assert steps == 6
+        assert seconds < 20
 
 
 class OwnPosition:
@@ -201,3 +249,26 @@ def test_a_resumed_run_draws_what_an_unbroken_one_draws(world: World, tmp_path: 
         found.append(loss.seen)
     assert found[0] == found[1]
     assert len({tuple(drawn) for drawn in found[0]}) == 9
+
+
+class Sleeping(TooLong):
+    """Rank 1's third batch does not come."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number, batch in enumerate(super().__iter__()):
+            time.sleep(60 * (number == 2 and self.rank == 1))
+            yield batch
+
+
+def wait_for_a_batch(world: World, folder: str, options: dict[str, Any]) -> None:
+    model = nn.Sequential(Line(), nn.BatchNorm1d(2, affine=False))
+    with make_trainer(world, folder, Sleeping(world.rank), model, stall_timeout_s=3.0, **options) as trainer:
+        trainer.train()
+
+
+@pytest.mark.parametrize("options", [{"parallel": {"zero": 2}}, {"step": {"microbatch": 2}}], ids=["buffers", "rows"])
+def test_a_rank_that_waits_for_anothers_batch_is_not_blamed(tmp_path: Path, options: dict[str, Any]) -> None:
+    Ranks(wait_for_a_batch, 2, str(tmp_path), options).join(40.0)
+    told = (tmp_path / "stalls" / "stall-rank-0.txt").read_text().splitlines()[0]
+    assert "training stops: rank 1 is stalled in fetch (step=2" in told
+    assert "rank 0 is stalled" not in told

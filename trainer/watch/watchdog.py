@@ -88,7 +88,7 @@ class Watchdog:
         # A clone has a connection of its own, so that the main thread's use of the store cannot hold ours up.
         connection = _get_default_store().clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
         self._reads_many: bool = connection.has_extended_api()
-        self._store = PrefixStore(f"penstock-watchdog/{self._agree_on_name()}", connection)
+        self.store = PrefixStore(f"penstock-watchdog/{self._agree_on_name()}", connection)
         self._talker = Thread(target=self._talk, name="penstock-watchdog-talk")
         self._guard = Thread(target=self._keep_guard, name="penstock-watchdog-guard")
         self._talker.start()
@@ -203,12 +203,12 @@ class Watchdog:
         beat = replace(self._own_beat(), sequence=sequence)
         if beat.state is State.BROKEN_OFF:
             beat = replace(beat, broken_s=now_s - self._broke_at_s)
-        self._store.set(f"beat/{self._world.rank}", beat.to_text())
+        self.store.set(f"beat/{self._world.rank}", beat.to_text())
         if beat.state is State.FAILED:
             own = Sighting(beat=beat, changed_at_s=now_s)
             self._pronounce(judge({self._world.rank: own}, now_s, self.stall_timeout_s))
-        elif self._store.check(["verdict"]):
-            self._verdict = self._store.get("verdict").decode()
+        elif self.store.check(["verdict"]):
+            self._verdict = self.store.get("verdict").decode()
         else:
             self._look_around()
             self._pronounce(self._judge())
@@ -217,10 +217,10 @@ class Watchdog:
     def _look_around(self) -> None:
         """Read the beats of the watched ranks, in one round trip once each has sent its first."""
         ranks = [
-            rank for rank, one in self._sightings.items() if one.beat is not None or self._store.check([f"beat/{rank}"])
+            rank for rank, one in self._sightings.items() if one.beat is not None or self.store.check([f"beat/{rank}"])
         ]
         keys = [f"beat/{rank}" for rank in ranks]
-        beats = self._store.multi_get(keys) if self._reads_many else [self._store.get(key) for key in keys]
+        beats = self.store.multi_get(keys) if self._reads_many else [self.store.get(key) for key in keys]
         now_s = time.monotonic()
         for rank, text in zip(ranks, beats, strict=True):
             beat, before = Beat.from_text(text), self._sightings[rank].beat
@@ -245,14 +245,14 @@ class Watchdog:
     def _pronounce(self, sentence: str | None) -> None:
         """Make the sentence the verdict for all ranks, unless another rank was faster."""
         if sentence is not None:
-            self._verdict = self._store.compare_set("verdict", "", sentence).decode()
+            self._verdict = self.store.compare_set("verdict", "", sentence).decode()
 
     def _take_leave(self) -> None:
         """Count this rank as gone; rank 0 stays until all are, because its process may host the store.
 
         After a verdict it does not wait for dead ranks.
         """
-        gone = self._store.add("gone", 1)
+        gone = self.store.add("gone", 1)
         if self._world.rank != 0:
             return
         awaited = self._world.world_size
@@ -266,7 +266,7 @@ class Watchdog:
         deadline_s = time.monotonic() + patience_s
         while gone < awaited and time.monotonic() < deadline_s:
             time.sleep(_TICK_S[0])
-            gone = self._store.add("gone", 0)
+            gone = self.store.add("gone", 0)
 
     def _lose_store(self, error: Exception) -> None:
         first = self._sightings[0]
