@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -117,11 +117,13 @@ class Schedule:
         self._check_groups()
         factor = self._factor(update) * self._batch_factor
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(base * factor)
-            else:
-                group["lr"] = base * factor
+            _set_rate(group, base * factor)
         self._rates = [base * factor for base in self._base_rates]
+
+    def end(self) -> None:
+        """Set the rates back to the base rates: another trainer may go on with the optimizer."""
+        for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=False):
+            _set_rate(group, base)
 
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups
@@ -155,6 +157,13 @@ class Schedule:
         if not callable(shape):
             raise TrainerConfigError(f"schedule.shape={path!r} is not callable; name a function f(update, total)")
         return shape
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _base_rate(optimizer: torch.optim.Optimizer, number: int) -> float:

@@ -78,7 +78,6 @@ class DistributedTrainer:
         self._feed = Feed(loader, accumulate=config.step.accumulate, world=self.world)
         self._evaluation = evaluation
         self._metrics: dict[str, float] = {}
-
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
         self._guard = Guard(
@@ -272,6 +271,7 @@ class DistributedTrainer:
             stack.callback(self._recorder.close, error)
             if hasattr(self, "_saver"):  # its own constructor may have failed
                 stack.callback(self._saver.close)
+                stack.callback(self.schedule.end)
 
     def __enter__(self) -> Self:
         return self

@@ -98,6 +98,27 @@ def test_a_weight_that_is_unfrozen_and_not_the_optimizers_is_named(world: World,
     assert local_part(model[0].line.bias).any(), "unfrozen, and not trained"
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+def test_another_trainer_goes_on_with_the_rate_that_the_optimizer_was_made_with(
+    world: World, tmp_path: Path, kind: Any
+) -> None:
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=kind(0.1))
+    for folder in ("first", "second"):
+        options: dict[str, Any] = {"optimizer": optimizer, "schedule": {"shape": "linear"}, "steps": 2}
+        with make_trainer(world, str(tmp_path / folder), model=model, **options) as trainer:
+            trainer.train()
+            assert trainer.schedule.rate == pytest.approx(0.05)
+
+
+def test_a_model_that_lies_in_shards_already_is_refused(world: World, tmp_path: Path) -> None:
+    model = Line()
+    make_trainer(world, str(tmp_path), model=model, parallel={"zero": 2}).close()
+    for zero in (0, 2):
+        with pytest.raises(TrainerConfigError, match=r"model=\w*Line lies in shards already.*build it anew"):
+            make_trainer(world, str(tmp_path), model=model, parallel={"zero": zero})
+
+
 def test_a_rate_that_is_a_tensor_resumes_as_it_is_given(world: World, tmp_path: Path) -> None:
     for rate, steps in ((0.1, 2), (0.05, 4)):
         options: dict[str, Any] = {"steps": steps, "checkpoint": {"every_steps": 2}, "schedule": {"warmup_steps": 2}}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
@@ -25,6 +26,11 @@ def list_sparse(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -> None:
     """Refuse parameters whose gradients cannot be sharded, or compressed, as this run would do it."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TrainerConfigError(
+            f"model={type(model).__name__} lies in shards already, by a trainer before this one or by fully_shard; "
+            "build it anew for each trainer, and give init_from or the checkpoint folder to go on from its weights"
+        )
     key = f"parallel.zero={zero}" if zero else f"compression.scheme={scheme!r}"
     for name in list_sparse(model):
         if zero or (scheme != "none" and world.world_size > 1):
