@@ -123,7 +123,8 @@ class Schedule:
     def end(self) -> None:
         """Set the rates back to the base rates: another trainer may go on with the optimizer."""
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=False):
-            _set_rate(group, base)
+            if "lr" in group:  # a state that could not be loaded may have broken the groups
+                _set_rate(group, base)
 
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups

@@ -80,7 +80,11 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     """
     metadata = open_reader(folder).read_metadata()
     model_state, optimizer_state, never_stepped = _describe_wanted(folder, model, optimizer, metadata)
+    groups = [list(group["params"]) for group in optimizer_state["param_groups"]]
     read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
+    if {frozenset(group["params"]) for group in optimizer_state["param_groups"]} != set(map(frozenset, groups)):
+        for group, names in zip(optimizer_state["param_groups"], groups, strict=True):
+            group["params"] = names  # torch looks for each group by its parameters, and these are grouped otherwise now
     unpack_extra_state(model_state)
     optimizer_state["state"].update(never_stepped)
     given = [_settings_of(group, optimizer) for group in optimizer.param_groups]

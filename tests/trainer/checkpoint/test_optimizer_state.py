@@ -33,7 +33,9 @@ class Stubborn(torch.optim.Optimizer):
                     parameter.mul_(0.9).sub_(parameter.grad, alpha=0.1 / state["seen"])
 
 
-def make(world: World, folder: str, optimizer: Any, **options: Any) -> DistributedTrainer:
+def make(
+    world: World, folder: str, optimizer: Any, model: torch.nn.Module | None = None, **options: Any
+) -> DistributedTrainer:
     values = {
         "steps": 4,
         "output_dir": folder,
@@ -43,7 +45,12 @@ def make(world: World, folder: str, optimizer: Any, **options: Any) -> Distribut
         **options,
     }
     return DistributedTrainer(
-        Line(), optimizer, rows(world, with_ids=True), build_config(TrainerConfig, values), loss=square, world=world
+        model or Line(),
+        optimizer,
+        rows(world, with_ids=True),
+        build_config(TrainerConfig, values),
+        loss=square,
+        world=world,
     )
 
 
@@ -122,3 +129,26 @@ def test_other_parameter_groups_are_refused_by_name(world: World, tmp_path: Path
 
     with pytest.raises(CheckpointMismatchError, match=r"1 parameter group.* 2"):
         make(world, str(tmp_path), two_groups)
+
+
+def test_parameters_that_are_grouped_otherwise_keep_their_state_and_take_the_groups_that_are_given(
+    world: World, tmp_path: Path
+) -> None:
+    def grouped(first: int) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
+        def make_groups(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            them = list(parameters)
+            return torch.optim.AdamW([{"params": them[:first]}, {"params": them[first:], "lr": 0.02}], lr=0.1)
+
+        return make_groups
+
+    model = {"model": torch.nn.Sequential(Line(), torch.nn.Linear(2, 1))}
+    with make(world, str(tmp_path), grouped(3), **model) as trainer:
+        trainer.train()
+        expected = [one["exp_avg"].clone() for one in trainer.optimizer.state.values()]
+    for first in (1, 2, 3):
+        with make(world, str(tmp_path), grouped(first), **model) as trainer:
+            assert trainer.progress.step == 4
+            found = [trainer.optimizer.state[one]["exp_avg"] for one in trainer.parallel.inner.parameters()]
+            assert all(map(torch.equal, found, expected))
+            groups = trainer.optimizer.param_groups
+            assert [(len(group["params"]), group["lr"]) for group in groups] == [(first, 0.1), (4 - first, 0.02)]
