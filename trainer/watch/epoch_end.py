@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .heartbeat import Beat
 
@@ -12,7 +12,7 @@ _STEPPING = frozenset({"microbatches", "forward", "backward", "reduce", "optimiz
 _POLL_S = 0.02
 
 
-def find_stepping(store: dist.Store, others: list[int], key: str, *, rank: int, step: int) -> int | None:
+def find_stepping(store: PrefixStore, others: list[int], key: str, *, rank: int, step: int) -> int | None:
     """Tell the others that this rank has no batch for ``step``; wait until all have said so, or one is in that step.
 
     ``store`` is a watchdog's, whose beats it reads, and ``key`` names this end of an epoch. Returns the rank that is in
