@@ -111,15 +111,27 @@ def schema_columns(schema: pa.Schema, nullable: set[str], shard: str) -> dict[st
     """The ``columns`` of a manifest's schema; ``nullable`` names those in which the shard has, or may have, nulls.
 
     Raises:
-        FormatError: two columns have one name, or one has the name that another's ``__null`` column needs.
+        FormatError: two columns have one name, or one that another's ``__null`` needs, or pyarrow takes no rows of one.
     """
     columns: dict[str, dict[str, Any]] = {}
     for column in schema:
+        if _has_runs(column.type):
+            raise FormatError(shard, f"column {column.name!r} is {column.type}; write its values, without run ends")
         if column.name in columns:
             raise FormatError(shard, f"has two columns named {column.name!r}; rename one")
         columns[column.name] = {"type": describe_type(column.type), "nulls": column.name in nullable}
     refuse_null_clash(columns, (column.name for column in schema if marks_nulls(column.type)), shard)
     return columns
+
+
+@lru_cache(_TYPES_KEPT)
+def _has_runs(kind: pa.DataType) -> bool:
+    """Whether a type is run-end encoded, or holds such values."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _has_runs(kind.storage_type)
+    if pt.is_dictionary(kind):
+        return _has_runs(kind.value_type)
+    return pt.is_run_end_encoded(kind) or any(_has_runs(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def table_block(table: pa.Table, chunk: ChunkRef, known: Mapping[str, Any], held_bytes: int = 0) -> Block:
@@ -191,15 +203,19 @@ def _as_one(values: pa.Array | pa.ChunkedArray) -> pa.Array:
             values = values.combine_chunks()
             if isinstance(values, pa.ChunkedArray):
                 values = values.chunk(0)
-    if isinstance(values.type, pa.BaseExtensionType):
-        values = values.storage
-    if pt.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    return values
+    return _without_encoding(values)
+
+
+def _without_encoding(array: pa.Array) -> pa.Array:
+    """A dictionary decoded, an extension type unwrapped; the values of a fixed-size list may be either, too."""
+    if isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    return array.dictionary_decode() if pt.is_dictionary(array.type) else array
 
 
 def _dense(array: pa.Array) -> tuple[AnyArray, AnyArray | None]:
     """Values (samples, ...) and, where there are nulls, a bool array of the same shape that is true for them."""
+    array = _without_encoding(array)
     kind, length = array.type, len(array)
     missing: AnyArray | None = ~bits(array.buffers()[0], array.offset, length) if array.null_count else None
     if pt.is_fixed_size_list(kind):

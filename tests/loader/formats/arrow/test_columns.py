@@ -229,6 +229,13 @@ def test_everything_else_stays_an_arrow_array_until_it_is_taken() -> None:
     assert column.take(np.array([2, 1])) == [[2, 3], None]
 
 
+def test_dictionaries_inside_of_fixed_size_lists_give_their_values() -> None:
+    words = pa.DictionaryArray.from_arrays(pa.array([1, 0, None, 1]), pa.array([70, 80]))
+    columns = to_columns("x", pa.FixedSizeListArray.from_arrays(words, 2), nulls=True, shard="s")
+    assert columns["x"].values.tolist() == [[80, 70], [0, 80]]
+    assert columns["x__null"].values.tolist() == [[False, False], [True, False]]
+
+
 @pytest.mark.parametrize(
     ("kind", "values"),
     [

@@ -296,6 +296,15 @@ def test_an_unknown_column_of_arrow_is_an_error(arrow_store: FolderStore) -> Non
         open_all(arrow_store, ArrowFormat(), ["y"])
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_run_end_encoded_column_is_refused_by_name(arrow_store: FolderStore, inside: bool) -> None:
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([7, 8]))
+    column = pa.StructArray.from_arrays([runs], ["n"]) if inside else runs
+    write(arrow_store, "t.arrow", pa.table({"x": column}), batch=3)
+    with pytest.raises(FormatError, match=r"t\.arrow.*column 'x' is .*run_end_encoded"):
+        index_all(arrow_store, ArrowFormat())
+
+
 def test_config_makes_an_equal_arrow_format() -> None:
     assert ArrowFormat(**ArrowFormat(chunk_bytes=7).config()) == ArrowFormat(chunk_bytes=7)
     with pytest.raises(ConfigError):
