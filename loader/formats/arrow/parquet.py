@@ -108,12 +108,14 @@ class ParquetFormat(BaseFormat):
         if columns is None:
             return [chunk.byte_range]
         chosen = choose_columns(header.leaves, columns)
-        # pyarrow takes a name for that of a struct, too: asked for 'a' it also reads a column named 'a.b'.
+        # pyarrow takes a name for a path into a struct, too: asked for 'a' it also reads a column named 'a.b', and
+        # asked for 'a.b' the field 'b' of a column named 'a'.
         prefixes = tuple(f"{name}." for name in chosen)
+        dotted = [name for name in chosen if "." in name]
         wanted = [
             leaf
             for name, leaves in header.leaves.items()
-            if name in chosen or name.startswith(prefixes)
+            if name in chosen or name.startswith(prefixes) or any(other.startswith(f"{name}.") for other in dotted)
             for leaf in leaves
         ]
         ranges: list[ByteRange] = []

@@ -116,6 +116,14 @@ def test_a_column_whose_name_begins_with_another_and_a_dot_does_not_mix_with_it(
     assert {name: values_of(block, name) for name in block.columns} == {"a": [1, 2]}
 
 
+def test_a_column_with_the_name_of_a_path_into_another_does_not_mix_with_it(parquet_store: FolderStore) -> None:
+    table = pa.table({"a.b": [1, 2], "z": ["x" * 100_000] * 2, "a": [{"b": 3}, {"b": 4}]})
+    write(parquet_store, "t.parquet", table, compression="none")
+    for name in ("a.b", "a"):
+        (block,) = open_all(parquet_store, ParquetFormat(), [name])
+        assert {column: values_of(block, column) for column in block.columns} == {name: table[name].to_pylist()}
+
+
 def test_nulls_in_one_shard_give_the_same_columns_in_all(parquet_store: FolderStore) -> None:
     write(parquet_store, "a.parquet", pa.table({"n": pa.array([1, 2], pa.int32()), "f": pa.array([1.0, None])}))
     write(parquet_store, "b.parquet", pa.table({"n": pa.array([None, 4], pa.int32()), "f": pa.array([1.0, 2.0])}))
