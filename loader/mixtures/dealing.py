@@ -75,7 +75,8 @@ class Dealer:
         shares. Raises what reading raises.
         """
         steps, share = len(taken) - 1, self._share
-        cut = [(k, supply, bounds) for k, of_source in pieces.items() for supply, bounds in of_source]
+        # Ranks may have begun with sources in other orders, and must sort alike: else shares overlap.
+        cut = [(k, supply, bounds) for k in sorted(pieces) for supply, bounds in pieces[k]]
         columns = np.stack([supply.ledger.taken_at_each(bounds) for _, supply, bounds in cut], axis=-1)
         cuts = share_bounds(np.full(steps, share.global_batch_size), share.world_size, share.weights)
         segments = column_segments(columns.reshape(steps + 1, -1), share.rank, share.world_size, cuts=cuts)

@@ -144,3 +144,20 @@ def test_sources_have_packings_of_their_own_but_sequences_of_one_length(tmp_path
     with DistributedDataLoader(ready, batch_size=4, with_ids=True) as loader:
         for batch in itertools.islice(loader, 5):
             assert (batch["document_ids"][batch["__source__"] == 1] <= 0).all()  # one document a sequence
+
+
+def test_a_batch_has_its_order_wherever_the_run_began(rows: dict[str, Manifest]) -> None:
+    """Ranks cut a global batch into shares by this order: where theirs differ, samples repeat and others are lost."""
+    weights = {"a": 1, "b": 7, "c": 7}  # the first batch has none of the first source
+    sources = {name: Source(rows[name], weight=weight, keep=ODD) for name, weight in weights.items()}
+    mixture = Mixture(sources, stop="never")
+    states, batches = [], []
+    with DistributedDataLoader(mixture, batch_size=4, with_ids=True, lanes=4) as loader:
+        running = iter(loader)
+        for _ in range(20):
+            states.append(loader.state_dict())
+            batches.append(next(running)["__id__"].tolist())
+    for state, batch in zip(states, batches, strict=True):
+        with DistributedDataLoader(mixture, batch_size=4, with_ids=True, lanes=4) as loader:
+            loader.load_state_dict(state)
+            assert next(iter(loader))["__id__"].tolist() == batch
