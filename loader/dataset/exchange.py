@@ -24,7 +24,7 @@ import xxhash
 
 from ...storage import PenstockError
 from ...storage.interruptible import Event, Thread
-from ..errors import DatasetError, FormatError
+from ..errors import DatasetError, FormatError, RankStoppedError
 
 BEAT_S = 1.0
 DEAD_AFTER_S = 30.0
@@ -170,16 +170,22 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class RemoteError:
-    """An error in transit, as JSON, from the rank that raised it to the others."""
+    """An error in transit, as JSON, from the rank that raised it to the others.
+
+    ``cause``: the rank and the class of the error that stopped the one that tells, where that is another's.
+    """
 
     rank: int
     kind: str
     message: str
     shard: str | None = None
     offset: int | None = None
+    cause: tuple[int, str] | None = None
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> RemoteError:
+        if isinstance(error, RankStoppedError):
+            return cls(rank, type(error).__name__, error.problem, cause=(error.rank, error.kind))
         if isinstance(error, FormatError):
             return cls(rank, type(error).__name__, error.problem, error.shard, error.offset)
         return cls(rank, type(error).__name__, str(error))
@@ -193,6 +199,8 @@ class RemoteError:
 
     def to_exception(self) -> PenstockError:
         """The error with its own type, if that is one of ours, and the rank that raised it."""
+        if self.cause is not None:
+            return RankStoppedError(*self.cause, self.message)
         kind = next((kind for kind in _descendants(PenstockError) if kind.__name__ == self.kind), None)
         if kind is None:
             return DatasetError(f"rank {self.rank} failed: {self.kind}: {self.message}")

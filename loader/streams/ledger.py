@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 import numpy as np
@@ -340,7 +340,7 @@ class Ledgers:
 def _in_transit(error: BaseException, rank: int) -> RemoteError:
     told = RemoteError.of(error, rank)
     notes = "; ".join(getattr(error, "__notes__", []))
-    return told if not notes else RemoteError(rank, told.kind, f"{told.message} [{notes}]", told.shard, told.offset)
+    return replace(told, message=f"{told.message} [{notes}]") if notes else told
 
 
 def _not_repeatable(lane: int) -> ConfigError:

@@ -19,7 +19,7 @@ from torchrun import run_ranks
 
 from penstock.loader.dataset import exchange
 from penstock.loader.dataset.exchange import DEAD_AFTER_S, Exchange, RemoteError, join_exchange
-from penstock.loader.errors import DatasetError, FormatError
+from penstock.loader.errors import DatasetError, FormatError, RankStoppedError
 from penstock.storage import NotFoundError
 from penstock.storage.memory import MemoryStore
 
@@ -213,3 +213,7 @@ def test_errors_travel_with_their_type_and_place() -> None:
     assert (str(sent), sent.shard, sent.offset) == ("a.tar at byte 512: broken (on rank 3)", "a.tar", 512)
     other = send(ZeroDivisionError("oh"), 1)
     assert (type(other), str(other)) == (DatasetError, "rank 1 failed: ZeroDivisionError: oh")
+    stopped = RankStoppedError(2, "FormatError", "a.tar at byte 512: broken")
+    passed_on = send(stopped, 1)
+    assert (type(passed_on), str(passed_on)) == (RankStoppedError, str(stopped))
+    assert (passed_on.rank, passed_on.kind) == (2, "FormatError")
