@@ -125,6 +125,8 @@ class EpochSpans:
         """Open the windows of a lane's offsets ``start`` to ``stop`` that are not open yet, one by one."""
         windows = self._windows.setdefault(lane, deque())
         index = windows[-1].window.index + 1 if windows else self.plan.window_at(lane, start)
+        if not windows:  # they may have been open, and closed, before
+            self._opened_until[lane] = min(int(self._opened_until[lane]), start)
         while self._opened_until[lane] < stop:
             window = self.plan.open_window(lane, index)
             self._opened_until[lane] = window.stop

@@ -164,3 +164,12 @@ def test_a_piece_is_first_used_where_its_first_row_comes_in_the_window_from_any_
         start + found[0] if len(found := np.flatnonzero(pieces == piece)) else -1 for piece in range(len(sizes))
     ]
     assert window.first_uses(start).tolist() == expected
+
+
+def test_a_lane_whose_windows_were_closed_is_entered_again_from_before_them() -> None:
+    """A rank that borrows a lane lets go of it, and may need a part of it later."""
+    spans = EpochSpans(EpochPlan(np.full(12, 4), Order(lanes=2, window=2), 0), Share(0, 1, 8))
+    entered = [window.chunks.tolist() for window in spans.enter(1, 0, 24)]
+    assert len(list(spans.close_before(np.array([24, 24])))) == len(entered)
+    assert [window.chunks.tolist() for window in spans.enter(1, 0, 24)] == entered
+    assert list(spans.enter(1, 0, 24)) == []
