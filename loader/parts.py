@@ -14,7 +14,7 @@ import torch
 from ..storage import EncryptedStore, open_store
 from ..storage.counts import fastest_response_s
 from ..storage.options import MappedReads
-from .arguments import LastBatch, SampleWeights, check_names, make_selection
+from .arguments import LastBatch, SampleWeights, check_names, fields_of, make_selection
 from .assembly import make_assembler, make_position, peek_alone, peek_mixed
 from .cost_arguments import CostArguments
 from .dataset.index import find_manifest
@@ -202,6 +202,7 @@ def open_one(
     if isinstance(position, StreamPosition):
         common.resources.others.append(position.ledgers)
     names = check_names(manifest, common.columns, common.decode)
+    batch_options.refuse_taken_names(fields_of(manifest) if names is None else names, manifest.url)
     names, batch_options = common.group.open(manifest, names, batch_options)
     read = names
     if reshaping is not None:
@@ -301,6 +302,8 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
     if isinstance(parts.position, MixedStreamPosition):
         common.resources.others.append(parts.position.ledgers)
     options = replace(parts.batch_options(common.batch_options), finish=common.group.cut)
+    for source in parts.sources:
+        options.refuse_taken_names(source.columns or fields_of(source.manifest), f"source {source.name!r}")
     first = parts.kinds[0]
     work = replace(options, transform=first.transform, may_drop=first.may_drop).work
     common.start_workers(work, parts.sources[0].options.decode)

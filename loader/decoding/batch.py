@@ -22,7 +22,7 @@ from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..reading.bad_samples import BadSamples
 from .batch_memory import BatchMemory
-from .batch_options import Batch, BatchOptions
+from .batch_options import IDS, VALID, Batch, BatchOptions
 from .byte_views import ByteViews
 from .call import Call
 from .collate import collate_samples
@@ -33,8 +33,6 @@ from .row_job import RowCrew, RowJob
 from .row_work import Sample
 from .rows import Rows
 from .worker_pool import WorkerPool
-
-IDS, VALID = "__id__", "__valid__"
 
 
 @dataclass(frozen=True, slots=True)

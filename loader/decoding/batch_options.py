@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..columns import IntArray
 from ..errors import ConfigError
@@ -21,6 +23,7 @@ else:
     BatchT = TypeVar("BatchT")
 
 Batch = Any
+IDS, VALID = "__id__", "__valid__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,17 @@ class BatchOptions:
             goes_on=self.goes_on,
             avoided=self.avoided,
         )
+
+    def refuse_taken_names(self, fields: Collection[str], data: str) -> None:
+        """Raise ConfigError where a data set's field has the name of one that the loader adds, and would be lost."""
+        ids = [IDS] if self.identify is None else self.identify(np.empty(0, np.int64))
+        added = dict.fromkeys(ids, "with_ids=True") if self.with_ids else {}
+        for name, option in {**added, **({VALID: "last_batch='pad'"} if self.pad else {})}.items():
+            if name in fields:
+                raise ConfigError(
+                    f"{data} has a field {name!r}, which {option} adds to batches in its place; leave the field out by "
+                    f"columns=, write it under another name, or leave {option} out"
+                )
 
     def __post_init__(self) -> None:
         for name in ("transform", "collate"):

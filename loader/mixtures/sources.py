@@ -23,7 +23,7 @@ from ..arguments import check_names, make_selection
 from ..columns import Block, IntArray
 from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
-from ..decoding.batch import IDS
+from ..decoding.batch_options import IDS
 from ..formats.detect import make_format
 from ..metrics import Counters
 from ..order.selection import Selection

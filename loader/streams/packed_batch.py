@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ..columns import IntArray
-from ..decoding.batch import IDS, VALID, BatchMaker, UnfinishedBatch
+from ..decoding.batch import BatchMaker, UnfinishedBatch
+from ..decoding.batch_options import IDS, VALID
 from ..errors import LoaderClosedError
 from ..metrics import Counters
 from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments

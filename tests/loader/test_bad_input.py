@@ -7,6 +7,7 @@ import io
 import tarfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder, PenstockError, open_manifest
-from penstock.loader import DatasetError, DecodeError, FormatError
+from penstock.loader import ConfigError, DatasetError, DecodeError, FormatError, Mixture, Source
 from penstock.storage import AccessDeniedError, Fault, MemoryStore, NotFoundError, ObjectChangedError
 
 
@@ -179,3 +180,19 @@ def test_all_batches_before_the_one_that_needs_a_bad_chunk_are_delivered(tmp_pat
             with pytest.raises(NotFoundError, match=r"2\.parquet"):
                 next(batches)
     assert seen == list(range(126))
+
+
+def test_a_field_whose_name_the_loader_needs_is_refused(tmp_path):
+    fields = {"__id__": [7, 8], "__valid__": [0, 0], "__source__": [5, 5], "x": [1, 2]}
+    pq.write_table(pa.table(fields), tmp_path / "a.parquet")
+    one = partial(DistributedDataLoader, tmp_path, batch_size=2, rank=0, world_size=1)
+    for name, options in (("__id__", {"with_ids": True}), ("__valid__", {"last_batch": "pad"})):
+        with pytest.raises(ConfigError, match=f"has a field '{name}', which .* adds to batches in its place; leave"):
+            one(**options)
+        with one(**options, columns=["x"]) as loader:
+            assert sorted(next(iter(loader))["x"].tolist()) == [1, 2]
+    with one() as loader:  # nothing is added: they are fields as others are
+        assert sorted(next(iter(loader))["__id__"].tolist()) == [7, 8]
+    mixture = Mixture({"a": Source(tmp_path, columns=["x", "__source__"])})
+    with pytest.raises(ConfigError, match="source 'a' has a field '__source__', which with_ids=True adds"):
+        DistributedDataLoader(mixture, batch_size=2, rank=0, world_size=1, with_ids=True)
