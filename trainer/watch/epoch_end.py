@@ -10,6 +10,7 @@ from .heartbeat import Beat
 
 _STEPPING = frozenset({"microbatches", "forward", "backward", "reduce", "optimizer"})
 _POLL_S = 0.02
+_LOOK_S = 0.25  # beats, a request or two for each rank, come less often than that
 
 
 def find_stepping(store: PrefixStore, others: list[int], key: str, *, rank: int, step: int) -> int | None:
@@ -19,18 +20,25 @@ def find_stepping(store: PrefixStore, others: list[int], key: str, *, rank: int,
     the step, or None where there is none, or a verdict was spoken meanwhile. Not a collective.
     """
     store.set(f"{key}/{rank}", "")
+    ends = {other: f"{key}/{other}" for other in others}
     seen: dict[int, int] = {}
+    looked_at_s = time.monotonic()
     while not store.check(["verdict"]):
-        missing = [one for one in others if not store.check([f"{key}/{one}"])]
-        if not missing:
+        if store.check(list(ends.values())):  # whether all are there, in one request
             return None
-        for other in missing:
-            if not store.check([f"beat/{other}"]):
-                continue
-            beat = Beat.from_text(store.get(f"beat/{other}"))
-            # An older beat may be of a step of this number from before a rewind.
-            is_fresh = beat.sequence > seen.setdefault(other, beat.sequence)
-            if is_fresh and beat.details.get("step") == step and beat.phase in _STEPPING:
-                return other
+        if time.monotonic() - looked_at_s >= _LOOK_S:
+            looked_at_s = time.monotonic()
+            for other, end in ends.items():
+                if not store.check([end]) and _is_stepping(store, other, step, seen):
+                    return other
         time.sleep(_POLL_S)
     return None
+
+
+def _is_stepping(store: PrefixStore, other: int, step: int, seen: dict[int, int]) -> bool:
+    """Whether the rank's beat says so; ``seen`` has the first beat of each, which may be from before a rewind."""
+    if not store.check([f"beat/{other}"]):
+        return False
+    beat = Beat.from_text(store.get(f"beat/{other}"))
+    is_fresh = beat.sequence > seen.setdefault(other, beat.sequence)
+    return is_fresh and beat.details.get("step") == step and beat.phase in _STEPPING
