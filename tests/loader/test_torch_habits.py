@@ -95,7 +95,7 @@ def test_an_argument_that_nobody_has_is_pythons_own_error(tars):
         lambda loader: next(iter(DataLoader(loader))),
         lambda loader: next(iter(DataLoader(loader, batch_size=None))),
         lambda loader: next(iter(DataLoader(loader, batch_size=2, shuffle=True))),
-        lambda loader: next(iter(DataLoader(loader, num_workers=1))),
+        pytest.param(lambda loader: next(iter(DataLoader(loader, num_workers=1))), marks=pytest.mark.slow),
         lambda loader: torch.utils.data.random_split(loader, [0.5, 0.5])[0][0],
         lambda loader: loader[0],
     ],

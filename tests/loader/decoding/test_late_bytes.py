@@ -139,6 +139,7 @@ def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, m
     assert set(asked) == {1, 2, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_interrupt_while_some_are_made_together_is_raised_at_once_and_loses_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -23,6 +23,7 @@ def mapped_bytes(folder: Path) -> int:
     return sum(int(match[1]) for match in found if match) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [96 * MIB, 1 << 30])
 def test_pages_that_are_kept_are_within_the_memory_limit(tmp_path: Path, limit: int) -> None:
     if not mapped.can_map(tmp_path.stat().st_dev) or usable_memory() < 4 << 30:
