@@ -96,6 +96,7 @@ def test_an_interrupt_at_any_line_loses_and_repeats_no_batch(part: str, tars: Ma
     assert number > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["penstock-fetch-0", "penstock-assemble"])
 def test_an_interrupt_while_a_thread_begins_is_the_error_that_is_raised(
     name: str, tars: Manifest, monkeypatch: pytest.MonkeyPatch

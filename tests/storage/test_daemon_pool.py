@@ -218,6 +218,7 @@ def test_after_a_fork_an_open_pool_works_and_a_closed_one_stays_closed() -> None
     assert run_python(program) == "True\nclosed\nTrue True\n"
 
 
+@pytest.mark.slow
 def test_a_pool_that_was_interrupted_at_any_line_does_its_jobs_and_leaves_no_thread() -> None:
     functions = [DaemonPool._start_thread, Thread.start, Thread.join]
     number, was_raised = 0, True
@@ -280,6 +281,7 @@ def test_an_error_in_a_pools_block_cancels_what_has_not_begun() -> None:
     assert [job.cancelled() for job in jobs] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_pools_block_does_not_wait_for_a_job_that_hangs() -> None:
     running, let_go = threading.Event(), threading.Event()
 

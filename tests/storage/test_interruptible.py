@@ -159,6 +159,7 @@ def test_an_event_wakes_those_who_wait() -> None:
     assert not event.is_set()
 
 
+@pytest.mark.slow
 def test_a_thread_whose_start_was_struck_runs_or_never_began(strikes: Strikes) -> None:
     until = time.monotonic() + STRUCK_S
     begun: list[Thread] = []

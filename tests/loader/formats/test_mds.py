@@ -148,6 +148,7 @@ def test_compressed_shards_read_as_streaming_reads_them(
     check(read(mds_store, MdsFormat()), read_reference(plain))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     columns=st.sets(st.sampled_from(sorted(set(COLUMNS) - {"n_png"})), min_size=1),
