@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -102,8 +103,9 @@ def list_sources(sources: Mapping[str, Mapping[str, Any]], labels: Mapping[str, 
 _HELP: Mapping[str, str] = {
     name: " ".join(text.split())
     for name, text in re.findall(
-        r"^ {8}(\w+): (.+?)(?=\n {4,8}\S|\Z)",
-        f"{LoaderMetrics.__doc__}{MixtureMetrics.__doc__}",
+        r"^ {4}(\w+): (.+?)(?=\n {0,4}\S|\Z)",
+        # Python strips docstrings of their indentation from 3.13 on.
+        "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in (LoaderMetrics, MixtureMetrics)),
         re.MULTILINE | re.DOTALL,
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import threading
@@ -102,7 +103,7 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
         "elapsed_s": "float",
         "bottleneck": "str",
     }
-    explained = re.findall(r"^ {8}(\w+): ", LoaderMetrics.__doc__ or "", re.MULTILINE)
+    explained = re.findall(r"^ {4}(\w+): ", inspect.cleandoc(LoaderMetrics.__doc__ or ""), re.MULTILINE)
     assert explained == [field.name for field in dataclasses.fields(LoaderMetrics)]
 
 
