@@ -1,0 +1,96 @@
+"""``pack`` of CSV files: what is written there comes out, or is refused with the file's name."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import pack
+from penstock.loader import FormatError, PackSummary
+from penstock.loader.tools.packing import csv_types, delimited
+
+
+def packed(folder: Path, **files: str | bytes) -> tuple[dict[str, list[object]], PackSummary]:
+    """The columns of what ``pack`` makes of files, given by name without their ending."""
+    (folder / "in").mkdir()
+    for name, text in files.items():
+        (folder / "in" / f"{name}.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    summary = pack(folder / "in", folder / "out", format="parquet")
+    return pq.read_table(folder / "out" / "shard-000000.parquet").to_pydict(), summary
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    monkeypatch.setattr(csv_types, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(delimited, "HEAD_BYTES", 2 * block_bytes)
+
+
+def test_line_feeds_in_quotes_are_read_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, 1000)
+    texts = [f'para {n}\n\nwith, "quotes"\n' + "x" * (n % 300) for n in range(200)]
+    (tmp_path / "in").mkdir()
+    with (tmp_path / "in" / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    pack(tmp_path / "in", tmp_path / "out", format="parquet")
+    assert pq.read_table(tmp_path / "out" / "shard-000000.parquet").column("text").to_pylist() == texts
+
+
+@pytest.mark.parametrize("value", ["00123", "0x1F", "18446744073709551615"])
+def test_numbers_that_would_change_stay_text_and_the_summary_says_so(value: str, tmp_path: Path) -> None:
+    columns, summary = packed(tmp_path, a=f"zip,n,x\n{value},7,1.5\n5,8,12345678901234567890\n")
+    assert columns == {"zip": [value, "5"], "n": [7, 8], "x": [1.5, 12345678901234567890.0]}
+    assert summary.notes == (f"column 'zip' is kept as text, as {value!r} is, which a number would change",)
+
+
+def test_integers_keep_their_nulls_signs_and_spaces(tmp_path: Path) -> None:
+    columns, summary = packed(tmp_path, a="n,m\n-5,1\n 7,\nNA,9223372036854775807\n0,-9223372036854775808\n")
+    assert columns == {"n": [-5, 7, None, 0], "m": [1, None, (1 << 63) - 1, -(1 << 63)]}
+    assert summary.notes == ()
+
+
+def test_a_column_has_one_type_over_all_files(tmp_path: Path) -> None:
+    columns, _ = packed(tmp_path, a="zip,v,w,day\nA01,1,,2020-01-01\n", b="zip,v,w,day\n00123,1.5,2,x\n")
+    assert columns == {"zip": ["A01", "00123"], "v": [1.0, 1.5], "w": [None, 2], "day": ["2020-01-01", "x"]}
+
+
+def test_times_of_files_with_and_without_fractions_are_one_column(tmp_path: Path) -> None:
+    columns, _ = packed(tmp_path, a="t\n2020-01-01 10:00:00\n", b="t\n2020-01-01 10:00:00.5\n")
+    assert [str(each) for each in columns["t"]] == ["2020-01-01 10:00:00", "2020-01-01 10:00:00.500000"]
+
+
+def test_what_is_not_utf8_stays_bytes_and_the_summary_says_so(tmp_path: Path) -> None:
+    columns, summary = packed(tmp_path, a="a\nx\n", b="a\né\n".encode("latin-1"))
+    assert columns == {"a": [b"x", b"\xe9"]}
+    assert summary.notes == ("column 'a' is not UTF-8, so that its values are bytes",)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"a,b,a\n1,2,3\n", "two columns are named 'a'; rename one"),
+        ("a,b\n1,2\n".encode("utf-16"), "it is UTF-16; write it as UTF-8"),
+        (b"n\n" + b"1\n" * 9000 + b"007\n", "column 'n' is one of integers, but holds '007' in row 9001 below"),
+        (b"n\n" + b"1\n" * 9000 + b"9" * 5000 + b"\n", "column 'n' is one of integers, but holds '9999"),
+        (b"d\n" + b"1.5\n" * 9000 + b"x\n", r"column 'd'.*invalid value 'x'; .* move its row to the beginning"),
+        (b'a\n"' + b"x,y\n" * 9000, "a quote in it is never closed"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_named(
+    data: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch, 6000)
+    (tmp_path / "x.csv").write_bytes(data)
+    with pytest.raises(FormatError, match=rf"x\.csv: cannot be read as a table: .*{words}"):
+        pack(tmp_path, tmp_path.parent / "out")
+
+
+@pytest.mark.parametrize("damage", [slice(0, -20), slice(0, 400)])
+def test_a_damaged_gzip_file_is_named(damage: slice, tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(b"%d,text %d\n" % (n, n * 7919) for n in range(1000)))
+    spoilt = whole[damage] if damage.stop < 0 else whole[:400] + bytes(50) + whole[450:]
+    (tmp_path / "x.csv.gz").write_bytes(spoilt)
+    with pytest.raises(FormatError, match=r"x\.csv\.gz: cannot be read as a table"):
+        pack(tmp_path, tmp_path.parent / "out")
