@@ -140,7 +140,7 @@ def _infer_with_arrow(part: Lines) -> dict[str, tuple[JsonType, int]] | None:
 
 def _infer_line_by_line(part: Lines) -> dict[str, tuple[JsonType, int]]:
     found: dict[str, tuple[JsonType, int]] = {}
-    for row in parsed_rows(part):
+    for row in parsed_rows(part, check_keys=True):  # Arrow does not look at columns of several types
         for name, value in row.items():
             kind, count = found.get(name, ("null", 0))
             found[name] = merge_types(kind, infer_type(value)), count + (value is not None)
@@ -272,11 +272,15 @@ def _joined(columns: list[pa.ChunkedArray], kind: pa.DataType) -> pa.Array:
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
 
 
-def parsed_rows(lines: Lines) -> Iterator[dict[str, Any]]:
-    """Each line as Python reads it. Raises FormatError for one that is not a JSON object."""
+def parsed_rows(lines: Lines, *, check_keys: bool = False) -> Iterator[dict[str, Any]]:
+    """Each line as Python reads it. Raises FormatError for one that is not a JSON object.
+
+    With ``check_keys`` also for one that has an object with a key twice, or with a key that is not Unicode.
+    """
+    hook = _checked_object if check_keys else None
     for index in range(len(lines)):
         try:
-            row = json.loads(lines[index])
+            row = json.loads(lines[index], object_pairs_hook=hook)
         except json.JSONDecodeError as exc:
             raise lines.error(index, f"is not JSON ({exc.msg} at column {exc.colno})") from exc
         except (ValueError, RecursionError) as exc:
@@ -284,3 +288,15 @@ def parsed_rows(lines: Lines) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise lines.error(index, f"is a JSON {type(row).__name__}, not an object")
         yield row
+
+
+def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a key that comes twice, or that is not Unicode."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    for name in found:
+        if not name.isascii():
+            name.encode()
+    return found

@@ -126,8 +126,9 @@ def _with_integers(batch: pa.RecordBatch, names: set[str], before: int) -> pa.Re
             columns.append(to_integers(column) if name in names else column)
         except OddIntegerError as exc:
             raise ValueError(
-                f"column {name!r} is one of integers, but holds {reprlib.repr(exc.text)} in row {before + exc.row + 1} below the "
-                f"header; {_SETTLED}: correct the value, or move its row to the beginning, so that all are text"
+                f"column {name!r} is one of integers, but holds {reprlib.repr(exc.text)} in row "
+                f"{before + exc.row + 1} below the header; {_SETTLED}: correct the value, or move its row to the "
+                "beginning, so that all are text"
             ) from exc
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 

@@ -39,6 +39,8 @@ class MdsWriter(SampleWriter):
         if not isinstance(item, Mapping):
             raise DatasetError(f"sample {self.added} is a {type(item).__name__}; MDS shards need dicts")
         sample = {str(name): value for name, value in item.items()}
+        if not sample:
+            raise DatasetError(f"sample {self.added} has no fields; drop it with map=")
         if not self._encodings:
             names = sorted(sample)
             self._encodings = {name: self._checked(name, sample[name], None) for name in names}

@@ -206,6 +206,7 @@ def test_shards_of_before_that_would_be_read_along_are_told(memory_store: Memory
         ([{"__key__": "a.b", "txt": ""}], {}, "must not have a dot"),
         ([{"__key__": "a", "txt": ""}] * 2, {}, "keys must be unique"),
         ([{"__key__": "a"}], {}, "no fields"),
+        ([{}, {"a": 1}], {"format": "mds"}, "sample 0 has no fields"),
         ([{"txt": object()}], {}, "cannot write a object"),
         ([{"npy": [object()]}], {}, "Python objects"),
         ([{"n": 1}, {"n": "x"}], {"format": "parquet"}, "do not fit"),

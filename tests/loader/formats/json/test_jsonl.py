@@ -145,7 +145,10 @@ def test_strings_that_look_like_times_stay_strings(tmp_path: Path) -> None:
         (b'{"f": 1e400}', "Number too big"),
         (b'{"f": [{"g": -1e400}]}', "Number too big"),
         (b'{"m": 1e400}', "Number too big"),
-        (b'{"a": 1, "a": 2}', "specified twice"),
+        (b'{"a": 1, "a": 2}', "the key 'a' comes twice"),
+        (b'{"m": {"a": 1, "a": 2}}', "the key 'a' comes twice"),
+        (b'{"m": 1, "m": "b"}', "the key 'm' comes twice"),
+        (b'{"\\ud800": 1}', "surrogates not allowed"),
         (b'{"s": "\\ud800"}', "surrogate"),
     ],
 )
