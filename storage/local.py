@@ -246,8 +246,14 @@ class LocalStore:
                 elif key.startswith(prefix) and not entry.name.startswith(TEMPORARY_PREFIX):
                     identity = _identify(entry.stat())
                     found.append(ObjectInfo(key, identity[1], _etag(identity)))
-            except (FileNotFoundError, IsADirectoryError):
-                continue  # deleted meanwhile, a dangling link, or no regular file
+            except IsADirectoryError:
+                continue  # no regular file
+            except OSError as exc:
+                if exc.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+                # A link to nothing is listed, so that who wants what it should lead to is told, and not given less.
+                if entry.is_symlink() and key.startswith(prefix):
+                    found.append(ObjectInfo(key, 0, _etag((0, 0, 0, 0))))
 
 
 def _make_folder(folder: Path) -> None:

@@ -68,10 +68,20 @@ def test_links_to_folders_are_followed_and_those_back_up_end(tmp_path: Path) -> 
     root.mkdir()
     (root / "data").symlink_to(tmp_path / "elsewhere")
     (root / "up").symlink_to(root)
-    (root / "dangling").symlink_to(root / "none")
     store = LocalStore(root)
     assert [info.key for info in store.list()] == ["data/x"]
     assert store.get("data/x") == b"1"
+
+
+def test_a_link_to_nothing_is_listed_and_an_error_when_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    (tmp_path / "itself").symlink_to("itself")
+    store = LocalStore(tmp_path)
+    assert [(info.key, info.size) for info in store.list()] == [("dangling", 0), ("itself", 0)]
+    assert [info.key for info in store.list("d")] == ["dangling"]
+    for info in store.list():
+        with pytest.raises(StorageError, match=info.key):
+            store.get(info.key, etag=info.etag)
 
 
 def test_a_process_that_may_open_no_more_files_says_how_many_and_what_to_do(tmp_path: Path) -> None:
