@@ -19,6 +19,7 @@ from .source import Batch
 
 _GROUP = 64  # samples read by one thread at a time
 _THREADS = 8
+_LABEL = "cls"
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
@@ -32,14 +33,18 @@ class FolderSource:
             raise DatasetError(f"{store.url}: the folder holds no files; there is nothing to pack")
         if store.url.startswith("file://") and not follow_links:
             _refuse_links(store.url.removeprefix("file://"), files)
-        self.classes = find_classes(info.key for info in files)
-        self._ordinals = {name: ordinal for ordinal, name in enumerate(self.classes)}
         self._samples = group_files(files, store.url)
+        labelled = any(_LABEL in fields for _, fields in self._samples)
+        folders = find_classes(info.key for info in files)
+        self.classes = () if labelled else folders
+        self._ordinals = {name: ordinal for ordinal, name in enumerate(self.classes)}
         self.total: int | None = len(self._samples)
         self.identity: Any = ["folder", [[info.key, info.size, info.etag] for info in files]]
         self.has_members = True
         self.hints: Mapping[str, pa.DataType] = {}
         self.notes, self._names = name_images([fields for _, fields in self._samples])
+        if labelled and folders:
+            self.notes.append(f"classes are those of the .{_LABEL} files; the folders are none")
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[dict[str, Any]]]]] = deque()
@@ -62,7 +67,7 @@ class FolderSource:
     def _sample(self, key: str, fields: Mapping[str, ObjectInfo]) -> dict[str, Any]:
         sample: dict[str, Any] = {KEY_COLUMN: key}
         if self.classes:
-            sample["cls"] = self._ordinals[key.partition("/")[0]]
+            sample[_LABEL] = self._ordinals[key.partition("/")[0]]
         for field, info in fields.items():
             sample[self._names.get(field, field)] = bytes(self._store.get(info.key, etag=info.etag))
         return sample
@@ -82,13 +87,15 @@ def group_files(files: Sequence[ObjectInfo], url: str) -> list[tuple[str, dict[s
     """The samples, sorted by key: each a key and its files by field.
 
     Raises:
-        DatasetError: a file has no extension, or two files are one field of a sample.
+        DatasetError: a file has no extension, or that of the key, or two files are one field of a sample.
     """
     samples: dict[str, dict[str, ObjectInfo]] = {}
     for info in sorted(files, key=lambda info: key_of(info.key)):
         key, field = key_of(info.key)
         if not field:
             raise DatasetError(f"{url}/{info.key}: has no extension to name its field; rename or remove it")
+        if field == KEY_COLUMN:
+            raise DatasetError(f"{url}/{info.key}: the field {field!r} is the sample's key; rename the file")
         fields = samples.setdefault(key, {})
         if field in fields:
             raise DatasetError(f"{url}/{info.key}: sample {key!r} has two files for field {field!r}")

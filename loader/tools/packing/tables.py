@@ -12,6 +12,7 @@ import pyarrow.parquet
 
 from ...errors import DatasetError
 from ...formats.shard import CHUNK_BYTES
+from .exact_arrays import InexactError, to_array
 from .values import arrow_value
 from .writer import SampleWriter, Shard
 
@@ -25,6 +26,7 @@ class TableWriter(SampleWriter):
     A record batch, or the first rows, determine the schema; ``hints`` are types that the source knows.
     """
 
+    suffix: str
     takes_batches = True
 
     def __init__(self, shard_bytes: int, hints: Mapping[str, pa.DataType] | None = None) -> None:
@@ -82,26 +84,38 @@ class TableWriter(SampleWriter):
                 f"samples {first} to {last} have the fields {unknown}, which the first {_TABLE_ROWS} lack; "
                 "all samples need the same fields (use None where there is no value)"
             )
-        try:
-            if self._schema is not None:
-                return pa.Table.from_pylist(rows, schema=self._schema)
+        if self._schema is not None:
+            fields = [(field.name, field.type) for field in self._schema]
+        else:
             names += [name for name in self._hints if name not in names] if self._is_hinted(names) else []
-            columns = {name: self._first_array(name, [row.get(name) for row in rows]) for name in names}
-            return self._fit(pa.table(columns))
-        except (pa.ArrowException, OverflowError, TypeError, ValueError) as exc:
-            raise DatasetError(f"samples {first} to {last} do not fit the columns of earlier samples: {exc}") from exc
+            fields = [(name, self._hints.get(name)) for name in names]
+        columns = {name: self._array(name, [row.get(name) for row in rows], kind, first) for name, kind in fields}
+        return self._fit(pa.table(columns))
 
     def _is_hinted(self, names: list[str]) -> bool:
         """Whether the rows are those of the source, some of whose columns may come later."""
         return set(names) <= set(self._hints)
 
-    def _first_array(self, name: str, values: list[Any]) -> pa.Array:
-        if name in self._hints:
+    def _array(self, name: str, values: list[Any], kind: pa.DataType | None, first: int) -> pa.Array:
+        """A column of samples from number ``first`` on; until there is a schema, ``kind`` is only what was hinted."""
+        try:
             try:
-                return pa.array(values, self._hints[name])
+                return to_array(values, kind)
             except (pa.ArrowException, OverflowError, TypeError, ValueError):
-                pass  # a function has changed the column's type
-        return pa.array(values)
+                if self._schema is not None or kind is None:
+                    raise
+                return to_array(values)  # a function has changed the column's type
+        except InexactError as exc:
+            raise DatasetError(
+                f"sample {first + exc.row}, field {name!r}: does not fit the column of earlier samples: {exc}; give "
+                "all samples values of one type"
+            ) from exc
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as exc:
+            last = first + len(values) - 1
+            raise DatasetError(
+                f"samples {first} to {last}, field {name!r}: do not fit one column, that of earlier samples: {exc}; "
+                "give all samples values of one type"
+            ) from exc
 
     def _fit(self, table: pa.Table) -> pa.Table:
         if self._schema is None:
@@ -138,11 +152,17 @@ class TableWriter(SampleWriter):
 
     def _write_group(self) -> None:
         assert self._schema is not None
-        if self._writer is None:
-            self._sink = io.BytesIO()
-            self._writer = self._open(self._sink, self._schema)
         table = pa.concat_tables(self._tables)
-        self._write(table)
+        try:
+            if self._writer is None:
+                self._sink = io.BytesIO()
+                self._writer = self._open(self._sink, self._schema)
+            self._write(table)
+        except pa.ArrowException as exc:
+            first, last = self._written, self._written + len(table) - 1
+            raise DatasetError(
+                f"samples {first} to {last} cannot be written to {self.suffix} shards ({exc}); change them with map="
+            ) from exc
         self._written += len(table)
         self._tables = []
 

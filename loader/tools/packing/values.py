@@ -60,7 +60,9 @@ def arrow_value(value: Any) -> Any:
         return value if value.ndim == 1 else value.tolist()
     if isinstance(value, memoryview):
         return bytes(value)
-    return value.item() if isinstance(value, np.generic) else value
+    if not isinstance(value, np.generic):
+        return value
+    return value if _is_fine_time(value) else value.item()
 
 
 def read_member(name: str, value: Any, *, parse: bool) -> Any:
@@ -72,14 +74,18 @@ def read_member(name: str, value: Any, *, parse: bool) -> Any:
     kind = name.rpartition(".")[2]
     if value is None or not isinstance(value, bytes):
         return value
-    if kind in _NUMBERS:
-        return int(value)
-    if kind in _TEXTS:
-        return value.decode()
-    if parse and kind in _JSON:
-        return json.loads(value)
-    if parse and kind == "npy":
-        return np.load(io.BytesIO(value), allow_pickle=False)
+    try:
+        if kind in _NUMBERS:
+            return int(value)
+        if kind in _TEXTS:
+            return value.decode()
+        if parse and kind in _JSON:
+            return json.loads(value)
+        if parse and kind == "npy":
+            return np.load(io.BytesIO(value), allow_pickle=False)
+    except (ValueError, EOFError) as exc:
+        problem = f"field {name!r} is not what its name says: {exc}"
+        raise ValueError(f"{problem}; rename the field, or change it with map=") from exc
     return value
 
 
@@ -94,7 +100,7 @@ def json_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [json_value(each) for each in value.tolist()]
     if isinstance(value, np.generic):
-        return json_value(value.item())
+        return json_value(_item(value))
     if isinstance(value, int):
         if value not in _INT64:
             raise ValueError(f"{value} does not fit into int64, and would be read as a float")
@@ -114,6 +120,16 @@ def json_value(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         raise ValueError("JSON has no bytes; pack to tar, parquet, arrow or mds")
     raise ValueError(f"JSON has nothing for a {type(value).__name__}")
+
+
+def _item(value: np.generic) -> Any:
+    """As Python's value; times of which Python has none, as text."""
+    return str(value) if _is_fine_time(value) else value.item()
+
+
+def _is_fine_time(value: np.generic) -> bool:
+    """Whether a time is finer than Python's, whose ``item()`` is a number."""
+    return isinstance(value, (np.datetime64, np.timedelta64)) and isinstance(value.item(), int)
 
 
 def _json_key(name: Any) -> str:
@@ -151,7 +167,9 @@ def encode_member(name: str, value: Any, key: str) -> tuple[str, bytes]:
     except ValueError as exc:
         raise DatasetError(f"sample {key!r}, field {name!r}: {exc}") from exc
     if isinstance(value, np.generic):
-        value = value.item()
+        value = _item(value)
+    if isinstance(value, str):
+        return name, value.encode()
     if isinstance(value, (bool, int, float, Decimal, datetime.timedelta)):
         return name, str(value).encode()
     if isinstance(value, _TIMES):

@@ -1,0 +1,109 @@
+"""``pack`` writes the values that it is given, or refuses them by sample and field."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from packed_samples import read_samples
+
+from penstock import pack
+from penstock.loader import DatasetError
+
+DAY, MOMENT = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 5)
+ZONED = MOMENT.replace(tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize("earlier", [1, 300])
+@pytest.mark.parametrize(("first", "last"), [(DAY, MOMENT), (MOMENT, ZONED), (ZONED, MOMENT)])
+def test_days_moments_and_zones_are_not_mixed_in_a_column(first: Any, last: Any, earlier: int, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=rf"sample {earlier}, field 'm': does not fit .*datetime\.datetime"):
+        pack([{"m": first}] * earlier + [{"m": last}], tmp_path / "out", format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        (1, 1.5),
+        (1, Decimal("2.5")),
+        ([1], [1.5]),
+        (np.arange(2), np.array([0.5, 1.0])),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ([{"a": 1}], [{"a": 1, "b": 2}]),
+        ({"a": 1}, {1: 2}),
+        ("a", b"b"),
+    ],
+)
+def test_a_later_sample_that_its_column_would_change_is_refused(first: Any, last: Any, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"sample 300, field 'm': does not fit the column .* would"):
+        pack([{"m": first}] * 300 + [{"m": last}], tmp_path / "out", format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(1.5, 2), ({"a": 1, "b": 2}, {"a": 1}), (Decimal("1.5"), 2), ([1], []), (1.5, float("nan"))]
+)
+def test_a_later_sample_of_another_type_that_loses_nothing_is_written(first: Any, last: Any, tmp_path: Path) -> None:
+    pack([{"m": first}] * 300 + [{"m": last}] * 2, tmp_path / "out", format="parquet")
+    written = pq.read_table(tmp_path / "out" / "shard-000000.parquet").column("m").to_pylist()[-1]
+    assert {**written, **last} == written if isinstance(last, dict) else written == last or written != written
+
+
+def test_fractions_that_a_map_makes_of_integers_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n, "o": {"a": n}}) + "\n" for n in range(10)))
+
+    def change(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": sample["n"] / 4, "o": {**sample["o"], "b": 1}}
+
+    pack(tmp_path / "rows.jsonl", tmp_path / "out", format="parquet", map=change)
+    assert read_samples(str(tmp_path / "out")) == [{"n": n / 4, "o": {"a": n, "b": 1}} for n in range(10)]
+
+
+@pytest.mark.parametrize("format", ["tar", "jsonl"])
+def test_nanoseconds_are_written_as_times(format: Any, tmp_path: Path) -> None:  # noqa: A002 - as pack calls it
+    text = "2024-02-29T05:00:00.123456789"
+    pack([{"t": np.datetime64(text)}, {"t": np.datetime64("2024-02-29T05")}], tmp_path / "out", format=format)
+    first, second = (sample["t"] for sample in read_samples(str(tmp_path / "out")))
+    assert [first, second] == (
+        [text, MOMENT.isoformat()] if format == "jsonl" else [text.encode(), b"2024-02-29T05:00:00"]
+    )
+
+
+def test_nanoseconds_stay_nanoseconds_in_tables(tmp_path: Path) -> None:
+    time = np.datetime64("2024-02-29T05:00:00.123456789")
+    pack([{"t": time}], tmp_path / "out", format="parquet")
+    assert pq.read_table(tmp_path / "out" / "shard-000000.parquet").column("t").to_numpy().tolist() == [time.item()]
+
+
+def test_what_parquet_cannot_hold_is_refused_by_sample(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"samples 0 to 1 cannot be written to \.parquet shards .*struct.*map="):
+        pack([{"m": {}}, {"m": {}}], tmp_path / "out", format="parquet")
+
+
+def test_members_that_are_not_what_their_names_say_are_refused_by_field(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.cls").write_text("cat")
+    with pytest.raises(DatasetError, match=r"sample 0 \('a'\): field 'cls' is not what its name says: .*'cat'"):
+        pack(tmp_path / "in", tmp_path / "out", format="parquet")
+
+
+def test_folders_are_no_classes_where_files_hold_them(tmp_path: Path) -> None:
+    for name, label in (("ants/1", "7"), ("bees/2", "9")):
+        (tmp_path / "in" / name).parent.mkdir(parents=True)
+        (tmp_path / "in" / f"{name}.cls").write_text(label)
+        (tmp_path / "in" / f"{name}.txt").write_text(name)
+    summary = pack(tmp_path / "in", tmp_path / "out")
+    assert summary.classes == ()
+    assert summary.notes == ("classes are those of the .cls files; the folders are none",)
+    assert [sample["cls"] for sample in read_samples(str(tmp_path / "out"))] == [b"7", b"9"]
+
+
+def test_a_file_named_as_the_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.__key__").write_text("b")
+    with pytest.raises(DatasetError, match=r"a\.__key__: the field '__key__' is the sample's key; rename the file"):
+        pack(tmp_path, tmp_path.parent / "out")
