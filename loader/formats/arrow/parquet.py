@@ -202,7 +202,7 @@ class ParquetFormat(BaseFormat):
         """The columns as a table; with ``share``, text that many rows share as a dictionary."""
         with self._opened(chunk, header, parts, columns, names, share=share) as (file, groups, shared):
             if all(has_offsets(header.schema.field(name).type) for name in shared):
-                return file.read_row_groups(groups, columns=names, use_threads=False)
+                return _read_groups(file, groups, names)
             return _read_counted(file, groups, names, chunk)
 
     @contextmanager
@@ -239,6 +239,13 @@ class ParquetFormat(BaseFormat):
                 f"row groups {groups.start} to {groups.stop} cannot be decoded ({exc}); write the file again",
                 offset=chunk.offset,
             ) from exc
+
+
+def _read_groups(file: pq.ParquetFile, groups: range, names: list[str]) -> pa.Table:
+    try:
+        return file.read_row_groups(groups, columns=names, use_threads=False)
+    except pa.ArrowNotImplementedError:  # dictionaries inside of lists or structs, of several row groups
+        return pa.concat_tables([file.read_row_group(group, columns=names, use_threads=False) for group in groups])
 
 
 def _repeating(header: ParquetHeader, groups: range, names: Sequence[str], source: SparseFile) -> list[str]:

@@ -31,6 +31,8 @@ def to_array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array
     _refuse_mixed_times(values)
     try:
         found = pa.array(values)
+        if found.type.num_fields:
+            found.validate(full=True)  # of bytes among texts in a list Arrow makes text
     except _ERRORS:
         if kind is None:
             raise

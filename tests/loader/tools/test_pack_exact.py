@@ -54,6 +54,11 @@ def test_a_later_sample_of_another_type_that_loses_nothing_is_written(first: Any
     assert {**written, **last} == written if isinstance(last, dict) else written == last or written != written
 
 
+def test_bytes_among_texts_in_a_list_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"samples 0 to 0, field 'm': do not fit one column, .*UTF8"):
+        pack([{"m": [["a", b"\xff"]]}], tmp_path / "out", format="parquet")
+
+
 def test_fractions_that_a_map_makes_of_integers_are_kept(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n, "o": {"a": n}}) + "\n" for n in range(10)))
 

@@ -65,6 +65,18 @@ def test_every_row_reads_as_pyarrow_reads_it(
     assert blocks[0].columns["vector"].values.shape == (blocks[0].samples, 4)
 
 
+def test_dictionaries_inside_of_lists_and_structs_are_read_from_row_groups_together(
+    parquet_store: FolderStore,
+) -> None:
+    kinds = pa.list_(pa.dictionary(pa.int8(), pa.string()))
+    lists = pa.array([[f"v{n}"] * (n % 3) for n in range(30)], kinds)
+    names = pa.array([f"s{n}" for n in range(30)]).dictionary_encode()
+    table = pa.table({"list": lists, "struct": pa.StructArray.from_arrays([names], ["name"])})
+    write(parquet_store, "p.parquet", table, row_group_size=10)
+    (block,) = open_all(parquet_store, ParquetFormat())
+    assert {name: values_of(block, name) for name in table.column_names} == table.to_pydict()
+
+
 def test_tiny_row_groups_become_chunks_of_about_chunk_bytes(parquet_store: FolderStore) -> None:
     write(parquet_store, "t.parquet", pa.table({"x": np.arange(10_000)}), row_group_size=10, compression="none")
     _, ((_, index),) = index_all(parquet_store, ParquetFormat(chunk_bytes=8192))
