@@ -85,10 +85,13 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
         return BridgeStore(text, storage_options)
     if not found:
         return LocalStore(text, maps=maps)
-    parts = urlsplit(text)
-    if parts.netloc not in {"", "localhost"}:
+    host, _, path = text[found.end() :].partition("/")
+    if host not in {"", "localhost"}:
         raise UnsupportedURLError(f"{text!r} names a file of another host; write file:///absolute/path")
-    return LocalStore(unquote(parts.path) or "/", maps=maps)
+    # What is percent-encoded is decoded, unless it is a name as it is: our own URLs of files encode nothing.
+    literal = "/" + path
+    is_there = os.path.exists(literal)  # noqa: PTH110 - False for what is no path at all
+    return LocalStore(literal if is_there else unquote(literal), maps=maps)
 
 
 def open_store(

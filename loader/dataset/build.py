@@ -16,6 +16,7 @@ from ...storage.daemon_pool import DaemonPool
 from ..errors import DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, make_format
 from ..formats.failures import explain_failures
+from ..formats.names import is_text
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
@@ -165,6 +166,9 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -
         keys = [info.key for info in selection.listing]
         problem = encrypted_hint(keys) or f"no {shard_format.name} shards among its {len(keys)} objects"
         raise DatasetError(f"{store.url}: {problem}")
+    for task in tasks:
+        if not is_text(task.info.key):
+            raise DatasetError(f"{store.url}: the name of the shard {task.info.key!a} is not UTF-8; rename it")
     return tasks
 
 

@@ -12,6 +12,7 @@ from fsspec.utils import glob_translate
 from ...storage import ObjectInfo
 from ..errors import ConfigError
 
+FILE = "file://"
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 2_000_000  # of all braces of a pattern together
@@ -62,10 +63,11 @@ def _words(body: str, pattern: str, most: int) -> list[str]:
 
 
 def is_glob(url: str) -> bool:
-    """Whether a URL or path is a glob; an existing local path is taken literally, and a web URL may have a query."""
+    """Whether a URL or path is a glob; an existing local one is taken literally, and a web URL may have a query."""
     if url.startswith(("http://", "https://")) and "?" in url:
         return False
-    return _MAGIC.search(url) is not None and ("://" in url or not is_path(Path(url)))
+    local = url.removeprefix(FILE)
+    return _MAGIC.search(url) is not None and ("://" in local or not is_path(Path(local)))
 
 
 def is_path(path: Path) -> bool:

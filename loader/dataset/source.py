@@ -19,7 +19,7 @@ from ..formats.names import is_hidden
 from ..progress import show_progress
 from .lookup import find_companions, find_keys
 from .manifest import MANIFEST_NAME
-from .patterns import expand_braces, fixed_prefix, is_glob, is_path, match_glob
+from .patterns import FILE, expand_braces, fixed_prefix, is_glob, is_path, match_glob
 from .prefix import Prefix
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
 
@@ -128,6 +128,8 @@ def _absolute(given: object) -> list[str]:
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
     check_query(text)
+    if text.startswith(FILE) and is_path(Path(text.removeprefix(FILE))):
+        return [text]
     return expand_braces(text)
 
 

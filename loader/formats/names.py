@@ -15,6 +15,15 @@ def is_hidden(key: str) -> bool:
     return any(part.startswith((".", "_")) for part in key.split("/"))
 
 
+def is_text(key: str) -> bool:
+    """Whether a name is Unicode: that of a local file may be any bytes, which Python keeps as surrogates."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def has_suffix(key: str, suffixes: tuple[str, ...]) -> bool:
     """Whether ``key`` ends in one of ``suffixes``, in any case; the suffixes are lower-case."""
     return key.lower().endswith(suffixes)

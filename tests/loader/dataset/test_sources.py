@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import os
 import struct
 import threading
 from pathlib import Path
@@ -45,6 +46,41 @@ def test_local_paths_are_sources(memory_store: MemoryStore, put_shards: PutShard
         assert open_manifest(source).num_samples == 51
     assert open_manifest(tmp_path / "part-001.parquet").num_samples == 26
     assert open_manifest(f"{tmp_path}/part-{{000..001}}.parquet").num_samples == 51
+
+
+@pytest.mark.parametrize("name", ["a#1", "a%20b", "a?b", "a*", "a[0]", "a{1,2}", "a\tb"])
+def test_a_url_of_files_that_exist_is_taken_literally(
+    name: str, memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path
+) -> None:
+    put_shards(memory_store, 1)
+    for folder in ("a", "a b", "a0", "a1", "axb", name):  # what else the name might stand for
+        (tmp_path / folder).mkdir()
+    (tmp_path / name / "p.parquet").write_bytes(memory_store.get("part-000.parquet"))
+    for url in (f"file://{tmp_path}/{name}", f"file://{tmp_path}/{name}/p.parquet"):
+        manifest = open_manifest(url)
+        assert manifest.num_samples == 25
+        assert open_manifest(manifest.url).num_samples == 25
+
+
+def test_a_url_of_files_that_is_percent_encoded_is_decoded(
+    memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path
+) -> None:
+    put_shards(memory_store, 1)
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "p.parquet").write_bytes(memory_store.get("part-000.parquet"))
+    assert open_manifest(f"file://{tmp_path}/a%20b").num_samples == 25
+
+
+def test_a_shard_whose_name_is_not_utf8_is_refused_and_other_files_are_not(
+    memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path
+) -> None:
+    put_shards(memory_store, 1)
+    (tmp_path / "p.parquet").write_bytes(memory_store.get("part-000.parquet"))
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).touch()
+    assert open_manifest(tmp_path).num_samples == 25
+    (tmp_path / os.fsdecode(b"caf\xe9.parquet")).write_bytes(memory_store.get("part-000.parquet"))
+    with pytest.raises(DatasetError, match=r"the name of the shard 'caf\\udce9\.parquet' is not UTF-8; rename it"):
+        open_manifest(tmp_path)
 
 
 def test_braces_expand_as_a_shell_does() -> None:
