@@ -28,6 +28,7 @@ from ..base import refuse_change
 from ..schema import NULL_SUFFIX, make_block, refuse_null_clash
 from ..shard import ChunkRef
 from .dictionaries import dictionary_slices, is_shared_text
+from .embedded import file_bytes
 
 _NUMPY = {
     pa.int8(): np.int8,
@@ -161,7 +162,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     The result shares memory with ``values`` wherever it can, and is then read-only.
 
     Raises:
-        FormatError: there are nulls though the data set was indexed as having none.
+        FormatError: nulls though the data set was indexed as having none, or files' paths without their bytes.
     """
     if is_shared_text(values.type):
         arrays = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
@@ -169,7 +170,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
     array = _as_one(values)
     kind = array.type
     if pt.is_struct(kind) and is_file_struct(kind):
-        return {name: slices(array.flatten()[kind.get_field_index("bytes")], text=False)}
+        return {name: slices(file_bytes(array, name, shard), text=False)}
     if is_text(kind) or is_binary(kind):
         return {name: slices(array, text=is_text(kind))}
     if value_bytes(kind) is None:
@@ -343,7 +344,6 @@ def _is_temporal(kind: pa.DataType) -> bool:
 
 
 def is_file_struct(kind: pa.DataType) -> bool:
-    """struct<bytes, path>, as Hugging Face's data sets keep images and sounds."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
     return is_binary(kind.field("bytes").type) and is_text(kind.field("path").type)

@@ -17,6 +17,7 @@ import pyarrow.types as pt
 from ...columns import AnyArray
 from ...errors import DatasetError
 from ...formats.arrow.columns import is_file_struct, value_bytes
+from ...formats.arrow.embedded import file_bytes
 
 _INT64 = range(-(1 << 63), 1 << 63)
 _TIMES = (datetime.date, datetime.time)  # a datetime is a date
@@ -26,20 +27,24 @@ _JSON = frozenset(("json", "jsn"))
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """The rows of a record batch as dicts: vectors and tensors as NumPy arrays, an image with its name as its bytes."""
-    columns = [_values_of(column) for column in batch.columns]
+    """The rows of a record batch as dicts: vectors and tensors as NumPy arrays, an image with its name as its bytes.
+
+    Raises:
+        FormatError: an image's name without its bytes.
+    """
+    columns = [_values_of(name, column) for name, column in zip(batch.schema.names, batch.columns, strict=True)]
     for row in zip(*columns, strict=True):
         yield dict(zip(batch.schema.names, row, strict=True))
 
 
-def _values_of(column: pa.Array) -> list[Any]:
+def _values_of(name: str, column: pa.Array) -> list[Any]:
     kind = column.type
     if isinstance(kind, pa.FixedShapeTensorType) and not column.null_count:
         return list(column.to_numpy_ndarray())
     if isinstance(column, pa.ExtensionArray):
-        return _values_of(column.storage)
+        return _values_of(name, column.storage)
     if pt.is_struct(kind) and is_file_struct(kind):
-        return list(column.flatten()[kind.get_field_index("bytes")].to_pylist())
+        return list(file_bytes(column, name, "the source").to_pylist())
     if pt.is_fixed_size_list(kind) and value_bytes(kind.value_type) and _is_number(kind.value_type):
         flat = column.flatten()
         if not column.null_count and not flat.null_count:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from packed_samples import read_samples
@@ -57,6 +58,14 @@ def test_a_later_sample_of_another_type_that_loses_nothing_is_written(first: Any
 def test_bytes_among_texts_in_a_list_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"samples 0 to 0, field 'm': do not fit one column, .*UTF8"):
         pack([{"m": [["a", b"\xff"]]}], tmp_path / "out", format="parquet")
+
+
+def test_images_that_a_table_only_names_are_refused(tmp_path: Path) -> None:
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    table = pa.table({"image": pa.array([{"bytes": None, "path": "/data/b.jpg"}], kind), "n": [1]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DatasetError, match=r"column 'image' holds a path \('/data/b\.jpg'\) without bytes"):
+        pack(tmp_path / "rows.parquet", tmp_path / "out")
 
 
 def test_fractions_that_a_map_makes_of_integers_are_kept(tmp_path: Path) -> None:

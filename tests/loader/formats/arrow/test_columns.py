@@ -64,8 +64,10 @@ def values_for(kind: pa.DataType, with_nulls: bool = True) -> st.SearchStrategy[
     if kind in BINARIES:
         return st.binary(max_size=20)
     if kind == FILE:
-        return st.fixed_dictionaries(
-            {"bytes": st.none() | st.binary(max_size=5), "path": st.none() | st.text(max_size=3)}
+        return st.builds(
+            lambda data, path: {"bytes": data, "path": None if data is None else path},
+            st.none() | st.binary(max_size=5),
+            st.none() | st.text(max_size=3),
         )
     if pa.types.is_fixed_size_list(kind):
         inner = nullable(kind.value_type) if with_nulls else values_for(kind.value_type, with_nulls)
@@ -251,6 +253,16 @@ def test_views_inside_of_other_values_are_taken(kind: pa.DataType, values: list[
     column = to_columns("x", pa.array(values, kind), nulls=True, shard="s")["x"]
     assert isinstance(column, ObjectColumn)
     assert column.take(np.arange(len(values))[::-1]) == values[::-1]
+
+
+def test_a_path_without_the_files_bytes_is_refused_and_no_file_is_none() -> None:
+    files = [{"bytes": b"x", "path": "a.jpg"}, None, {"bytes": None, "path": None}]
+    column = to_columns("image", pa.array(files, FILE), nulls=True, shard="s")["image"]
+    assert isinstance(column, BytesColumn)
+    assert column.take(np.arange(3)) == [b"x", None, None]
+    files.append({"bytes": None, "path": "/data/b.jpg"})
+    with pytest.raises(FormatError, match=r"^s: column 'image' holds a path \('/data/b.jpg'\) without bytes"):
+        to_columns("image", pa.array(files, FILE), nulls=True, shard="s")
 
 
 @pytest.mark.parametrize(
