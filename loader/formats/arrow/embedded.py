@@ -24,7 +24,7 @@ def file_bytes(array: pa.StructArray, name: str, shard: str) -> pa.Array:
             path = reprlib.repr(paths[0].as_py())
             raise FormatError(
                 shard,
-                f"column {name!r} holds a path ({path}) without bytes, and files elsewhere are not read; write the table "
-                "with the bytes in it, as datasets' to_parquet() does, or leave the column out",
+                f"column {name!r} holds a path ({path}) without bytes, and files elsewhere are not read; write the "
+                "table with the bytes in it, as datasets' to_parquet() does, or leave the column out",
             )
     return data
