@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as pt
+
+from ...formats.arrow.columns import describe_type
 
 _ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
@@ -44,6 +47,24 @@ def to_array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array
         if not _is_same(given, stored):
             raise InexactError(row, f"{reprlib.repr(given)} would be {reprlib.repr(stored)} as {kind}")
     return array
+
+
+def is_kin(found: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether Arrow's cast from a type to another keeps all values, or fails; others make text of numbers, and so on."""
+    if describe_type(found) == describe_type(kind) or pt.is_null(found):
+        return True
+    if pt.is_nested(found) and pt.is_nested(kind):
+        if pt.is_struct(found) and pt.is_struct(kind):
+            names = {field.name for field in kind}
+            return all(field.name in names and is_kin(field.type, kind.field(field.name).type) for field in found)
+        are_lists = found.num_fields == kind.num_fields == 1
+        return are_lists and is_kin(found.field(0).type, kind.field(0).type)
+    if pt.is_timestamp(found) and pt.is_timestamp(kind):
+        return (found.tz is None) == (kind.tz is None)
+    if pt.is_floating(kind):
+        return bool(pt.is_integer(found) or (pt.is_floating(found) and found.bit_width <= kind.bit_width))
+    are_numbers = all(pt.is_integer(each) or pt.is_floating(each) or pt.is_decimal(each) for each in (found, kind))
+    return are_numbers or any(both(found) and both(kind) for both in (pt.is_time, pt.is_duration))
 
 
 def _refuse_mixed_times(values: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 from ...errors import DatasetError
 from ...formats.shard import CHUNK_BYTES
-from .exact_arrays import InexactError, to_array
+from .exact_arrays import InexactError, is_kin, to_array
 from .values import arrow_value
 from .writer import SampleWriter, Shard
 
@@ -131,12 +131,18 @@ class TableWriter(SampleWriter):
                 f"rows {self.added - len(table)} to {self.added - 1} have the columns {table.schema.names}, earlier "
                 f"ones {self._schema.names}; pack them as two data sets, or make them alike with a map"
             )
+        where = f"rows {self.added - len(table)} to {self.added - 1}"
+        for field in self._schema:
+            found = table.schema.field(field.name).type
+            if not is_kin(found, field.type):
+                raise DatasetError(
+                    f"{where} have {found} in column {field.name!r}, earlier ones {field.type}; make them alike with "
+                    "a map"
+                )
         try:
             return table.select(self._schema.names).cast(self._schema)
         except (pa.ArrowException, ValueError) as exc:
-            raise DatasetError(
-                f"rows {self.added - len(table)} to {self.added - 1} do not fit the columns of earlier ones: {exc}"
-            ) from exc
+            raise DatasetError(f"{where} do not fit the columns of earlier ones: {exc}") from exc
 
     def _add_table(self, table: pa.Table) -> list[Shard]:
         full: list[Shard] = []

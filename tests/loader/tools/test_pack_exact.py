@@ -68,6 +68,37 @@ def test_images_that_a_table_only_names_are_refused(tmp_path: Path) -> None:
         pack(tmp_path / "rows.parquet", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ([{"a": 1}], [{"a": 1, "b": 2}]),
+        ([[{"a": 1}]], [[{"a": 1, "b": 2}]]),
+        ([1], ["007"]),
+        (["x"], [7]),
+        ([True], [2]),
+        ([DAY], [MOMENT]),
+        ([MOMENT], [ZONED]),
+        ([ZONED], [MOMENT]),
+        (["a"], [b"b"]),
+        (pa.array([0.5], pa.float32()), [0.1]),
+        ([MOMENT], [5]),
+    ],
+)
+def test_record_batches_of_types_that_would_change_values_are_refused(first: Any, last: Any, tmp_path: Path) -> None:
+    batches = [pa.record_batch({"m": each}) for each in (first, last)]
+    with pytest.raises(DatasetError, match=r"rows 1 to 1 have .* in column 'm', earlier ones"):
+        pack(iter(batches), tmp_path / "out", format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [([1.5], [2]), ([{"a": 1, "b": 2}], [{"a": 1}]), (["a"], [None]), ([[1.5]], [[2]])]
+)
+def test_record_batches_whose_types_differ_without_a_loss_are_one_table(first: Any, last: Any, tmp_path: Path) -> None:
+    pack(iter(pa.record_batch({"m": each}) for each in (first, last)), tmp_path / "out", format="parquet")
+    written = pq.read_table(tmp_path / "out" / "shard-000000.parquet").column("m").to_pylist()
+    assert written == [*first, *([{"a": 1, "b": None}] if isinstance(last[0], dict) else last)]
+
+
 def test_fractions_that_a_map_makes_of_integers_are_kept(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"n": n, "o": {"a": n}}) + "\n" for n in range(10)))
 
