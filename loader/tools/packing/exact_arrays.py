@@ -50,7 +50,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array
 
 
 def is_kin(found: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether Arrow's cast from a type to another keeps all values, or fails; others make text of numbers, and so on."""
+    """Whether Arrow's cast from a type to another keeps all values, or fails; others make text of numbers."""
     if describe_type(found) == describe_type(kind) or pt.is_null(found):
         return True
     if pt.is_nested(found) and pt.is_nested(kind):
