@@ -107,6 +107,8 @@ def _called(function: MapFunction, item: Any, ordinal: int) -> Sequence[Any]:
 def _guarded(name: str, function: Callable[[Any], Any], item: Any, ordinal: int) -> Any:
     try:
         return function(item)
+    except DatasetError as exc:
+        raise DatasetError(f"{_name(item, ordinal)}: {exc}") from exc
     except PenstockError:
         raise
     except Exception as exc:

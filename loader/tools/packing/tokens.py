@@ -111,20 +111,20 @@ class Tokenize:
             try:
                 value = value.decode()
             except UnicodeDecodeError as exc:
-                raise DatasetError(f"a sample is not UTF-8 text ({exc}); use text or integers") from exc
+                raise DatasetError(f"not UTF-8 text ({exc}); use text or integers") from exc
         if isinstance(value, str):
             if self._tokenizer is None:
                 raise ConfigError("the samples are text; give tokenizer=, a function from str to a list of integers")
             value = self._tokenizer(value)
         if value is None:
-            raise DatasetError("a sample has no text, or the tokenizer gave None; drop such samples with map=")
+            raise DatasetError("no text, or the tokenizer gave None; drop such samples with map=")
         # Integers beyond int64 would become floats or objects here, and be refused as such.
         return value if isinstance(value, np.ndarray) else np.asarray(list(value))
 
     def _pick(self, sample: Mapping[str, Any]) -> Any:
         if self._field is not None:
             if self._field not in sample:
-                raise DatasetError(f"a sample has no field {self._field!r}; it has {sorted(sample)}")
+                raise DatasetError(f"no field {self._field!r}; it has {sorted(sample)}")
             return sample[self._field]
         names = [name for name in sample if name != KEY_COLUMN]
         for name in ("tokens", "input_ids", "text", "txt"):

@@ -214,6 +214,8 @@ def test_shards_of_before_that_would_be_read_along_are_told(memory_store: Memory
         ([[70_000]], {"format": "tokens", "seq_len": 1}, "use dtype='uint32'"),
         ([[-1]], {"format": "tokens", "seq_len": 1}, "token -1"),
         ([[1.5]], {"format": "tokens", "seq_len": 1}, "list of integers"),
+        ([[1], None], {"format": "tokens", "seq_len": 1}, "sample 1: no text, or the tokenizer gave None"),
+        ([{"a": 1}], {"format": "tokens", "seq_len": 1, "field": "b"}, "sample 0: no field 'b'; it has"),
         ([[1]], {"format": "tokens", "seq_len": 2}, "has no samples"),
     ],
 )
