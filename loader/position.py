@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from .dataset.manifest import Manifest
 from .errors import PartitionError, StateMismatchError
 from .order.auto import Choice, choose_order
-from .order.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
+from .order.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch, size_in_lanes
 from .order.costs import SampleCosts
 from .order.cursors import Cursors
 from .order.plan import Order, Share, require_steps
@@ -304,8 +304,11 @@ class Position(RunPosition):
             )
         if not here or self._bucket is None:
             return
-        fixed = [name for name in ("run", "pool") if getattr(self._bucket, name) != "auto"]
-        if any(loaded.bucket[name] != here[name] for name in ("index", "costs", *fixed)):
+        # Both were told in samples; the lanes, and what was not told, are the state's.
+        sizes = size_in_lanes(self._bucket, loaded.lanes, global_batch_size=loaded.bucket["run"] * loaded.lanes)
+        told = dict(zip(("run", "pool"), sizes, strict=True))
+        here |= {name: told[name] if getattr(self._bucket, name) != "auto" else loaded.bucket[name] for name in told}
+        if loaded.bucket != here:
             raise StateMismatchError(
                 f"the state belongs to another run's order and cannot be resumed here; bucket=: {loaded.bucket} in the "
                 f"state, {here} here (run and pool are samples of a lane, costs is the index's checksum)"

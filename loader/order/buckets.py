@@ -87,14 +87,19 @@ def add_buckets(
     order: Order, bucket: Bucket, costs: SampleCosts, *, global_batch_size: int, window_samples: float
 ) -> BucketedOrder:
     """The order with buckets, "auto" chosen; ``window_samples`` are those of a usual window."""
-    lanes = order.lanes
+    run, pool = size_in_lanes(bucket, order.lanes, global_batch_size=global_batch_size, window_samples=window_samples)
+    return BucketedOrder(**asdict(order), run=run, pool=pool, index=bucket.index, costs=costs.digest)
+
+
+def size_in_lanes(
+    bucket: Bucket, lanes: int, *, global_batch_size: int, window_samples: float = 0.0
+) -> tuple[int, int]:
+    """The run and the pool as offsets of each of so many lanes."""
     run = -(-(global_batch_size if bucket.run == "auto" else bucket.run) // lanes)
     if bucket.pool == "auto":
         runs = min(_MOST_RUNS, max(_FEWEST_RUNS, int(window_samples / run)))
-        pool = runs * run
-    else:
-        pool = -(-max(bucket.pool, run * lanes) // (run * lanes)) * run
-    return BucketedOrder(**asdict(order), run=run, pool=pool, index=bucket.index, costs=costs.digest)
+        return run, runs * run
+    return run, -(-max(bucket.pool, run * lanes) // (run * lanes)) * run
 
 
 def count_open_chunks(order: Order, chunk_samples: float) -> int:

@@ -100,6 +100,19 @@ def test_a_state_with_buckets_belongs_to_a_loader_with_the_same_ones(docs):
             other.load_state_dict(unbucketed)
 
 
+@pytest.mark.parametrize("bucket", [Bucket(run=4, pool=1000), Bucket(pool=300), Bucket(run=50)])
+def test_buckets_told_in_samples_resume_where_the_lanes_that_are_chosen_differ(docs, bucket):
+    options = {"bucket": bucket, "lanes": "auto"}
+    with make_loader(docs, batch_size=6, **options) as loader:
+        iterator = iter(loader)
+        taken = [sample for _ in range(9) for sample in next(iterator)["__id__"].tolist()]
+        state = loader.state_dict()
+    left = joined(batches_of(docs, 5, state, batch_size=2, **options))
+    with make_loader(docs, 0, 5, batch_size=2, **options) as loader:
+        assert loader.order.lanes != state["lanes"]
+    assert sorted(taken + [sample for batch in left for sample in batch]) == list(range(SAMPLES))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", [None, "tokens"])
 def test_batches_by_tokens_keep_within_the_budget_resume_and_are_counted_exactly(docs, bucket):
