@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from ..storage.files import write_whole
+from ..storage.files import write_output
 from ..trainer.errors import TrainerError
 from ..trainer.report.page import render_page
 from ..trainer.report.run_log import find_log, read_run
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     output = path.with_name("report.html") if given.output is None else Path(given.output)
     page = render_page(log, title=path.resolve().parent.name, now_s=now_s).encode()
     try:
-        write_whole(output, page)
+        write_output(output, page)
     except OSError as exc:
         raise TrainerError(f"{output} cannot be written ({exc.strerror or exc}); give --output FILE") from exc
     facts = fact_table()

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..loader.errors import ConfigError
+from ..storage.files import check_output
 from ..storage.timeline import Event, write_chrome_trace
 from ..trainer.errors import TrainerError
 from ..trainer.report.rank_status import FOLDER, RankStatus, Silence, read_ranks
@@ -167,7 +168,7 @@ def _record_timeline(folder: Path, path: Path, seconds: float) -> int:
     if not awaited:
         raise TrainerError(f"{folder}: no rank trains now that could record a timeline. {view.state}")
     try:
-        write_chrome_trace(path, ())  # what cannot be written is told before the wait, not after it
+        check_output(path)  # what cannot be written is told before the wait, not after it
         request = ask_for_timeline(folder, seconds)
     except OSError as exc:
         raise TrainerError(f"{path} or {folder / FOLDER} cannot be written ({exc.strerror or exc})") from exc

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike, fspath
 from typing import Any
 
+from ..storage.files import check_output
 from ..storage.timeline import Timeline, write_chrome_trace
 from .errors import ConfigError
 from .metrics import LoaderMetrics
@@ -46,25 +47,33 @@ class Observed:
     def trace(self, path: str | PathLike[str]) -> Iterator[None]:
         """Record what each of the loader's threads does inside the block, and write it to ``path`` as a Chrome trace.
 
-        Open the file in https://ui.perfetto.dev. Record some seconds: after 200,000 spans no more are kept.
+        Open the file in https://ui.perfetto.dev. Record some seconds: after 200,000 spans no more are kept. A block that
+        raises leaves a trace, too.
 
         Raises:
             ConfigError: the file cannot be written, or a trace is being recorded already.
         """
         timeline = Timeline()
         try:  # what cannot be written is told before the work, not after it
-            write_chrome_trace(path, ())
+            check_output(path)
         except OSError as exc:
             raise _unwritable(path, exc) from exc
         self.record_timeline(timeline)
         try:
             yield
-        finally:
+        except BaseException:
             self.record_timeline(None)
+            with suppress(OSError):
+                self._write_trace(path, timeline)
+            raise
+        self.record_timeline(None)
         try:
-            write_chrome_trace(path, timeline.events(f"penstock rank {self._passes.share.rank}"))
+            self._write_trace(path, timeline)
         except OSError as exc:
             raise _unwritable(path, exc) from exc
+
+    def _write_trace(self, path: str | PathLike[str], timeline: Timeline) -> None:
+        write_chrome_trace(path, timeline.events(f"penstock rank {self._passes.share.rank}"))
 
     def record_timeline(self, timeline: Timeline | None) -> None:
         """Add the spans of all stages to ``timeline`` from now on; None ends that.

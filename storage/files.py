@@ -6,9 +6,11 @@ it, for all threads at once.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -68,6 +70,41 @@ def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable:
     """Write a file atomically; see ``replacing``."""
     with replacing(path, durable=durable) as fd:
         write_all(fd, data)
+
+
+def write_output(path: AnyPath, data: bytes) -> None:
+    """Write a file that a user named: atomically, but into what is no file, as /dev/null or a pipe.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if _is_special(path):
+        with open(path, "wb", buffering=0) as file:  # noqa: PTH123 - as ``replacing``
+            write_all(file.fileno(), data)
+    else:
+        write_whole(path, data)
+
+
+def check_output(path: AnyPath) -> None:
+    """Raise OSError where ``write_output`` would; what is there stays as it is."""
+    if os.path.isdir(path):  # noqa: PTH112
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not _is_special(path):
+        with suppress(_TriedOnly), replacing(path):
+            raise _TriedOnly
+
+
+class _TriedOnly(Exception):  # noqa: N818 - no error
+    """Ends ``replacing`` before it replaces."""
+
+
+def _is_special(path: AnyPath) -> bool:
+    """Whether there is something else than a file or a folder."""
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

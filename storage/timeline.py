@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .files import AnyPath, write_whole
+from .files import AnyPath, write_output
 
 Event = Mapping[str, Any]
 _Span = tuple[threading.Thread, str, float, float]  # whose, what, and from when until when by perf_counter
@@ -55,11 +55,16 @@ class Timeline:
                 "cat": "penstock",
                 "pid": pid,
                 "tid": thread,
-                "ts": round((self._zero_s + start_s) * 1e6, 1),
-                "dur": round((stop_s - start_s) * 1e6, 1),
+                # Both ends are rounded alike, to what a float of so many microseconds holds, a quarter of one: spans
+                # that overlapped by less than that would be dropped by who reads the trace.
+                "ts": self._us(start_s),
+                "dur": self._us(stop_s) - self._us(start_s),
             }
             for thread, name, start_s, stop_s in _disentangle(spans)
         ]
+
+    def _us(self, at_s: float) -> float:
+        return (self._zero_s + at_s) * 1e6
 
 
 def _disentangle(spans: Iterable[_Span]) -> Iterator[tuple[int, str, float, float]]:
@@ -85,9 +90,9 @@ def write_chrome_trace(path: AnyPath, events: Iterable[Event]) -> int:
     """
     found = list(events)
     zero_us = min((event["ts"] for event in found if "ts" in event), default=0.0)
-    moved = [{**event, "ts": round(event["ts"] - zero_us, 1)} if "ts" in event else event for event in found]
+    moved = [{**event, "ts": event["ts"] - zero_us} if "ts" in event else event for event in found]
     text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    write_whole(path, text.encode())
+    write_output(path, text.encode())
     return sum("ts" in event for event in found)
 
 

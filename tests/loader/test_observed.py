@@ -226,8 +226,10 @@ def test_a_trace_shows_each_thread_at_its_stages(loader: DistributedDataLoader[A
     path = tmp_path / "trace.json"
     with loader.trace(path):
         list(loader)
+        (tmp_path / "second.json").write_text("an older trace")
         with pytest.raises(ConfigError, match="recorded already"), loader.trace(tmp_path / "second.json"):
             pass
+        assert (tmp_path / "second.json").read_text() == "an older trace"
     recorded = json.loads(path.read_text())["traceEvents"]
     list(loader)  # no longer recorded
     threads = {event["tid"]: event["args"]["name"] for event in recorded if event["name"] == "thread_name"}
@@ -245,9 +247,9 @@ def test_a_trace_shows_each_thread_at_its_stages(loader: DistributedDataLoader[A
     for own in {event["tid"] for event in spans}:  # spans of a thread lie beside or inside one another
         open_until: list[float] = []
         for event in sorted((e for e in spans if e["tid"] == own), key=lambda e: (e["ts"], -e["dur"])):
-            while open_until and open_until[-1] <= event["ts"] + 1:
+            while open_until and open_until[-1] <= event["ts"]:
                 open_until.pop()
-            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 1, event
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1], event
             open_until.append(event["ts"] + event["dur"])
 
 
@@ -258,6 +260,23 @@ def test_a_trace_that_cannot_be_written_is_told_before_the_work(
         pytest.fail("the block ran")
     with loader.trace(tmp_path / "x.json"):  # and leaves nothing recording
         next(iter(loader))
+
+
+def test_a_block_that_raises_leaves_a_trace_and_its_own_error(
+    loader: DistributedDataLoader[Any], tmp_path: Path
+) -> None:
+    def read_badly(path: Path) -> None:
+        with loader.trace(path):
+            list(loader)
+            (tmp_path / "folder").rename(tmp_path / "elsewhere")
+            raise ZeroDivisionError
+
+    for path in (tmp_path / "x.json", tmp_path / "folder/y.json"):  # the second cannot be written
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(ZeroDivisionError):
+            read_badly(path)
+        (tmp_path / "elsewhere").rmdir()
+    assert any(event["ph"] == "X" for event in json.loads((tmp_path / "x.json").read_text())["traceEvents"])
 
 
 @pytest.mark.slow

@@ -18,11 +18,13 @@ import pytest
 
 from penstock.storage.files import (
     TEMPORARY_PREFIX,
+    check_output,
     lock_file,
     replacing,
     sync_folder,
     try_flock,
     write_all,
+    write_output,
     write_whole,
 )
 
@@ -231,3 +233,27 @@ def test_where_there_is_no_folder_or_no_lock_it_is_said_and_not_raised(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with (tmp_path / "x").open("wb") as file:
         assert not try_flock(file.fileno(), 60)
+
+
+def test_what_a_user_names_that_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    check_output(pipe)
+    write_output(pipe, b"a page")
+    reader.join()
+    assert read == [b"a page"]
+    assert pipe.is_fifo()
+
+
+def test_whether_an_output_can_be_written_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "page").write_bytes(b"an older page")
+    check_output(tmp_path / "page")
+    check_output(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+    assert (tmp_path / "page").read_bytes() == b"an older page"
+    for wrong in (tmp_path, tmp_path / "no/page"):
+        with pytest.raises(OSError, match="directory"):
+            check_output(wrong)
