@@ -47,8 +47,8 @@ class Observed:
     def trace(self, path: str | PathLike[str]) -> Iterator[None]:
         """Record what each of the loader's threads does inside the block, and write it to ``path`` as a Chrome trace.
 
-        Open the file in https://ui.perfetto.dev. Record some seconds: after 200,000 spans no more are kept. A block that
-        raises leaves a trace, too.
+        Open the file in https://ui.perfetto.dev. Record some seconds: after 200,000 spans no more are kept. A block
+        that raises leaves a trace, too.
 
         Raises:
             ConfigError: the file cannot be written, or a trace is being recorded already.

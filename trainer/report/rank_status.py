@@ -106,7 +106,7 @@ def parse_status(text: str | bytes) -> RankStatus | None:
     """A status from its file's text; None for what is none, such as one of a later version."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.pop("version", None) != VERSION:
         return None

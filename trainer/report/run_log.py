@@ -201,7 +201,7 @@ def read_last(path: Path, kind: str) -> Mapping[str, Any] | None:
 def _parse(line: str) -> Mapping[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return None

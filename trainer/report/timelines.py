@@ -48,7 +48,7 @@ def take_parts(output_dir: Path, request: TimelineRequest) -> dict[int, list[Eve
     """The events that the ranks have written so far, by rank."""
     found = {}
     for path in (output_dir / FOLDER).glob(f"timeline-{request.name}-rank-*.json"):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             found[int(path.stem.rpartition("-")[2])] = json.loads(path.read_bytes())
     return found
 
@@ -107,7 +107,7 @@ class TimelineRecorder:
 def _read(output_dir: Path) -> TimelineRequest | None:
     try:
         found: Any = json.loads((output_dir / FOLDER / _REQUEST).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, Mapping):
         return None

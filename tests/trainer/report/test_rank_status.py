@@ -138,7 +138,8 @@ def test_what_an_earlier_start_on_more_ranks_left_is_not_shown(world: World, tmp
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"version": 2}', '{"version": 1}', '{"version": 1, "rank": "0"}', "\x00\xff"]
+    "text",
+    ["", "{", "[]", "3", '{"version": 2}', '{"version": 1}', '{"version": 1, "rank": "0"}', "\x00\xff", "[" * 100_000],
 )
 def test_a_damaged_status_is_left_out(tmp_path: Path, text: str) -> None:
     (tmp_path / "ranks").mkdir()
