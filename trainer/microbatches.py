@@ -146,7 +146,9 @@ class Microbatches:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._is_checked = False
         if state is not None and self._config.adaptive_batch:
-            self._found = _Found(int(state["rows"]), int(state["tried"]), list(state["memory"]))
+            self._found = _Found(
+                int(state["rows"]), int(state["tried"]), list(state["memory"]), bool(state.get("alone", False))
+            )
 
     def make(self, batches: Sequence[Any], note: Callable[[str], None]) -> list[Any]:
         """The microbatches of a step, as many on every rank. A collective where batches are cut at all.
@@ -174,14 +176,19 @@ class Microbatches:
             memory = sorted(set(self._gather(self._memory)))
             if self._found is not None and not set(memory) <= set(self._found.memory):
                 self._found = None
+
+        def is_alone(rows: int) -> bool:  # no gradients are kept while it is computed
+            return rows >= largest and self._config.accumulate == 1
+
         found = self._found
         if found is not None and (most <= found.tried or found.rows < found.tried):
-            return min(found.rows, most)
+            rows = min(found.rows, most)
+            if is_alone(rows) or not found.alone:
+                return rows
         first_rows(batch, 1)  # a batch that cannot be cut is told before it is tried
 
         def fits(rows: int) -> bool:
-            alone = rows >= largest and self._config.accumulate == 1  # no gradients are kept while it is computed
-            return self._all(self._fits(first_rows(batch, rows), 1 if alone else 2))
+            return self._all(self._fits(first_rows(batch, rows), 1 if is_alone(rows) else 2))
 
         rows = find_largest(fits, most)
         if not rows:
@@ -189,7 +196,7 @@ class Microbatches:
                 "step.adaptive_batch: not even one row fits into the memory of every rank's device; use a smaller "
                 "model, precision.dtype='bf16', activation.every=1, or parallel.zero=3 with step.microbatch"
             )
-        self._found = _Found(rows, most, sorted(set(self._gather(self._memory))))
+        self._found = _Found(rows, most, sorted(set(self._gather(self._memory))), is_alone(rows))
         limit = "" if rows == most else f" and {rows + 1} do not"
         note(f"microbatches of {rows} rows fit{limit}; batches have {largest}{self._remark}")
         return rows
@@ -217,8 +224,12 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class _Found:
-    """How many rows fit, up to how many were asked about, and what the ranks' memory was."""
+    """How many rows fit, up to how many were asked about, and what the ranks' memory was.
+
+    ``alone``: as a step's only microbatch, beside which no gradients are kept.
+    """
 
     rows: int
     tried: int
     memory: list[str]
+    alone: bool = False

@@ -227,7 +227,12 @@ def test_what_was_found_is_kept_by_a_resumed_run_and_found_again_on_other_memory
     monkeypatch.setattr("penstock.trainer.parts.describe_memory", lambda *given: "another device")
     elsewhere = LimitedLoss(limit=7)
     _, trainer = train(world, tmp_path / "run", elsewhere, **{**options, "steps": 9})
-    assert trainer.state_dict()["microbatches"] == {"rows": 7, "tried": 16, "memory": ["another device"]}
+    assert trainer.state_dict()["microbatches"] == {
+        "rows": 7,
+        "tried": 16,
+        "memory": ["another device"],
+        "alone": False,
+    }
     assert elsewhere.refused > 0
 
 
@@ -240,6 +245,38 @@ def test_batches_that_become_larger_than_was_tried_are_tried(world: World, tmp_p
     _, trainer = train(world, tmp_path, loss, batches=Growing(), steps=4, step={"adaptive_batch": True})
     assert trainer.state_dict()["microbatches"]["rows"] == 8
     assert max(loss.rows) == 8
+
+
+class GradientLoss(LimitedLoss):
+    """A loss for whose device so many rows are too many while gradients are kept."""
+
+    def __init__(self, beside_gradients: int) -> None:
+        super().__init__()
+        self.beside_gradients = beside_gradients
+
+    def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if len(batch["x"]) > self.beside_gradients and any(one.grad is not None for one in model.parameters()):
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().__call__(model, batch)
+
+
+def test_what_fitted_alone_is_tried_again_where_gradients_of_others_are_kept(world: World, tmp_path: Path) -> None:
+    class Growing:
+        def __iter__(self) -> Any:
+            return iter([{"x": torch.ones(rows, 4), "y": torch.ones(rows)} for rows in (16, 12, 32, 16)])
+
+    loss, step = GradientLoss(8), {"adaptive_batch": True, "microbatch": 16}
+    _, trainer = train(world, tmp_path / "growing", loss, batches=Growing(), steps=4, step=step)
+    assert loss.rows[:2] == [0, 16]
+    assert trainer.state_dict()["microbatches"]["rows"] == 8
+    found = []
+    for steps, accumulate in ((2, 1), (3, 2)):
+        step = {"adaptive_batch": True, "accumulate": accumulate}
+        options = {"step": step, "steps": steps, "checkpoint": {"every_steps": 1}}
+        _, trainer = train(world, tmp_path / "run", GradientLoss(8), **options)
+        found.append(trainer.state_dict()["microbatches"]["rows"])
+    assert found == [16, 8]
 
 
 def test_the_search_goes_no_further_than_microbatch_says(world: World, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_copies_that_train_on_their_own_end_as_one(ranks_folder: Path) -> None:
 def test_ranks_agree_on_the_microbatch_that_fits_all_and_their_gradients_stay(ranks_folder: Path) -> None:
     ranks = read(ranks_folder, "fit-memory")
     for found in ranks:
-        assert found["state"] == {"rows": 2, "tried": 6, "memory": ["cpu, fp32, recomputed: 0"]}
+        assert found["state"] == {"rows": 2, "tried": 6, "memory": ["cpu, fp32, recomputed: 0"], "alone": False}
         assert found["adaptive"] == found["by hand"] == ranks[0]["adaptive"]
         for way in ("whole", "zero 1", "zero 3"):
             for one, other in zip(found[way], found["by hand"], strict=True):
