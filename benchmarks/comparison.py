@@ -16,7 +16,7 @@ from .job import Job, Measurement
 from .layout import Layout, find_layout
 from .machine import describe_machine, list_versions
 from .ratios import summarize
-from .subprocesses import MeasurementError, run_job
+from .subprocesses import MeasurementError, in_short, run_job
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,8 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
 
         prepared, refused = prepare_peers(config, manifest, layout, ours, say)
         jobs |= prepared
-    runs = _run_rounds(jobs, config.rounds, startup=config.startup, say=say, refused=refused)
+    limit_s = config.timeout_s + (config.seconds or 0.0)
+    runs = _run_rounds(jobs, config.rounds, startup=config.startup, timeout_s=limit_s, say=say, refused=refused)
     contenders = {
         name: {kind: [asdict(run) for run in done] for kind, done in kinds.items()} for name, kinds in runs.items()
     }
@@ -77,30 +78,44 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
 
 
 def _run_rounds(
-    jobs: Mapping[str, Job], rounds: int, *, startup: bool, say: Say, refused: dict[str, str]
+    jobs: Mapping[str, Job], rounds: int, *, startup: bool, timeout_s: float, say: Say, refused: dict[str, str]
 ) -> dict[str, dict[str, list[Measurement]]]:
     """A B C A B C ...: each contender's epoch, then its first batch, from fresh and from the middle of an epoch.
 
-    A peer that cannot go on from its own state in another process is not resumed again; ``refused`` says why.
+    A peer that fails or takes longer than ``timeout_s`` is not measured, and one that cannot go on from its own state
+    in another process is not resumed again; ``refused`` says why.
     """
     runs: dict[str, dict[str, list[Measurement]]] = {name: {"epoch": [], "fresh": [], "resumed": []} for name in jobs}
     for number in range(1, rounds + 1):
-        for name, job in jobs.items():
+        for name in list(runs):
             say(f"round {number} of {rounds}: {name}")
-            run = run_job(job)
-            runs[name]["epoch"].append(replace(run, state=None))
-            if not startup:
-                continue
-            runs[name]["fresh"].append(run_job(replace(job, mode="first-batch")))
-            if run.state is None or (resume := f"{name}, resume") in refused:
-                continue
             try:
-                runs[name]["resumed"].append(run_job(replace(job, mode="first-batch", state=run.state)))
+                _run_round(jobs[name], runs[name], startup=startup, timeout_s=timeout_s, refused=refused)
             except MeasurementError as exc:
                 if name == OURS:
                     raise
-                refused[resume] = str(exc).strip().splitlines()[-1]
+                refused[name] = f"failed in round {number} of {rounds}: {in_short(str(exc))}"
+                del runs[name]
     return runs
+
+
+def _run_round(
+    job: Job, done: dict[str, list[Measurement]], *, startup: bool, timeout_s: float, refused: dict[str, str]
+) -> None:
+    """A contender's turn: its results are added to those that are ``done``. Raises MeasurementError."""
+    run = run_job(job, timeout_s=timeout_s)
+    done["epoch"].append(replace(run, state=None))
+    if not startup:
+        return
+    done["fresh"].append(run_job(replace(job, mode="first-batch"), timeout_s=timeout_s))
+    if run.state is None or (resume := f"{job.contender}, resume") in refused:
+        return
+    try:
+        done["resumed"].append(run_job(replace(job, mode="first-batch", state=run.state), timeout_s=timeout_s))
+    except MeasurementError as exc:
+        if job.contender == OURS:
+            raise
+        refused[resume] = str(exc).strip().splitlines()[-1]
 
 
 def _describe_data(manifest: Manifest, layout: Layout) -> dict[str, Any]:

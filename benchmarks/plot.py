@@ -15,12 +15,15 @@ _COLOURS = {OURS: "#0b6e8a", "webdataset": "#e0a458", "mosaicml-streaming": "#b5
 _LOG_FROM = 10.0  # ratios above this show a linear bar as a line
 
 
-def require_plotting() -> None:
-    """Raise ConfigError where matplotlib is not installed."""
+def require_plotting(path: Path | None = None) -> None:
+    """Raise ConfigError where matplotlib is not installed, or writes no files that are named as ``path``."""
     try:
-        import matplotlib.figure  # noqa: F401 - only whether it is there
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as exc:
         raise ConfigError("a plot needs matplotlib; pip install 'penstock[bench]'") from exc
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path is not None and path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"{path}: plots are written as .png, .svg or .pdf, and not as {path.suffix}")
 
 
 def plot_ratios(results: Sequence[Mapping[str, Any]], path: Path, *, titles: Sequence[str] = ()) -> None:

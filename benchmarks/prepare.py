@@ -26,7 +26,7 @@ from .layout import Layout, image_fields
 from .peers.catalogue import find_peer
 from .peers.environments import PeerUnavailableError, python_here, python_of
 from .s3 import is_s3
-from .subprocesses import MeasurementError, run_job, run_module
+from .subprocesses import MeasurementError, in_short, run_job, run_module
 
 _MARKER = "penstock-conversion.json"
 _VERSION = 3
@@ -117,12 +117,6 @@ def check_ours(ours: Job) -> Measurement:
 
 def _checking(job: Job) -> Job:
     return replace(job, mode="check", decode="none", epochs=1, seconds=None, step_ms=0.0)
-
-
-def in_short(reason: str) -> str:
-    """The first and the last line of a reason: of a traceback in it, the error itself."""
-    lines = reason.strip().splitlines()
-    return reason if len(lines) < 2 else f"{lines[0]} {lines[-1].strip()}"
 
 
 def settle_decoder(config: BenchConfig, manifest: Manifest, layout: Layout, ours: Job) -> Job:

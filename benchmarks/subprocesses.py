@@ -186,6 +186,12 @@ def _last_words(returncode: int, log: str) -> str:
     return f"the process ended with exit code {returncode}:\n" + "\n".join(lines[-15:])
 
 
+def in_short(reason: str) -> str:
+    """The first and the last line of a reason: of a traceback in it, the error itself."""
+    lines = reason.strip().splitlines()
+    return reason if len(lines) < 2 else f"{lines[0]} {lines[-1].strip()}"
+
+
 class _MemoryWatch:
     """Samples the memory of a process tree on a thread while the context is open.
 

@@ -93,13 +93,14 @@ def run(arguments: Sequence[str]) -> int:
     if any(word.partition("=")[0] in bench_field.WORDS for word in arguments):
         return bench_field.run(arguments)
     given = parse(BenchArguments, "bench", arguments)
-    against = tuple(name.strip() for name in given.against.split(",") if name.strip())
+    against = tuple(dict.fromkeys(name.strip() for name in given.against.split(",") if name.strip()))
     if given.plot is not None and not against:
         raise ConfigError("--plot needs peers to compare with; name them with --against")
     if given.plot is not None:
-        require_plotting()  # before anything is measured
+        require_plotting(given.plot)  # before anything is measured
+        _refuse_unwritable("--plot", given.plot)
     if given.out is not None:
-        _refuse_unwritable(given.out)
+        _refuse_unwritable("--out", given.out)
     source = resolve_split(given.chosen_source(), given.chosen_split(), given.options())
     config = BenchConfig(
         source=source,
@@ -134,16 +135,16 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _refuse_unwritable(out: Path) -> None:
+def _refuse_unwritable(option: str, out: Path) -> None:
     """Make the folder of a file. Raises ConfigError where it cannot be written, before anything is measured for it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(f"--out {out}: its folder cannot be made ({exc.strerror})") from exc
+        raise ConfigError(f"{option} {out}: its folder cannot be made ({exc.strerror})") from exc
     if out.is_dir():
-        raise ConfigError(f"--out {out}: is a folder; give the file to write")
+        raise ConfigError(f"{option} {out}: is a folder; give the file to write")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ConfigError(f"--out {out}: may not be written")
+        raise ConfigError(f"{option} {out}: may not be written")
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from ..job import Job, Measurement
 from ..machine import describe_machine, list_versions
 from ..peers.catalogue import PEERS
 from ..peers.environments import clean
-from ..prepare import in_short
-from ..subprocesses import run_job
+from ..subprocesses import in_short, run_job
 from .cells import FREE_SETTINGS, Cell, FieldConfig, StoreName, cells_of, other_settings
 from .places import Places
 from .settings import forget, settle, with_late_modules

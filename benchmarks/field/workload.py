@@ -18,8 +18,8 @@ from ..datasets import Case, make_case
 from ..job import Job
 from ..layout import find_layout
 from ..peers.environments import clean
-from ..prepare import check_delivery, check_ours, in_short, prepare_peer, settle_decoder
-from ..subprocesses import end_running
+from ..prepare import check_delivery, check_ours, prepare_peer, settle_decoder
+from ..subprocesses import end_running, in_short
 from .cells import FieldConfig
 
 _PREPARED_AT_ONCE = 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from penstock import pack
-from penstock.benchmarks import subprocesses
+from penstock.benchmarks import comparison, subprocesses
 from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import OURS
@@ -29,6 +29,7 @@ from penstock.benchmarks.plot import caption, is_wide, plot_ratios, short_number
 from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, summarize
 from penstock.benchmarks.report import format_duration
 from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
+from penstock.cli import run
 from penstock.cli.bench import _without_secrets
 from penstock.loader import ConfigError
 
@@ -212,6 +213,38 @@ def test_a_contender_that_fails_is_reported_with_its_last_words(tmp_path: Path) 
     job = Job(contender=OURS, url=str(tmp_path / "nothing"), num_samples=1, scratch="")
     with pytest.raises(MeasurementError, match=r"^penstock: there is no folder .*nothing"):
         run_job(replace(job, mode="first-batch"))
+
+
+def test_a_peer_that_fails_in_a_round_is_not_measured_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def measure(job: Job, *, timeout_s: float) -> Measurement:
+        limits.append(timeout_s)
+        if job.contender == failing and len(limits) > 3:
+            raise MeasurementError(f"{failing}: the process was killed, as the kernel does where memory is short")
+        return measured(job.contender, 10.0)
+
+    monkeypatch.setattr(comparison, "run_job", measure)
+    jobs = {name: Job(contender=name, url="", num_samples=1, scratch="") for name in (OURS, "torch", "litdata")}
+    refused: dict[str, str] = {}
+    failing = "torch"
+    runs = comparison._run_rounds(jobs, 2, startup=False, timeout_s=9.0, say=print, refused=refused)
+    assert {name: len(done["epoch"]) for name, done in runs.items()} == {OURS: 2, "litdata": 2}
+    assert refused == {
+        "torch": "failed in round 2 of 2: torch: the process was killed, as the kernel does where memory is short"
+    }
+    assert set(limits) == {9.0}
+    failing = OURS
+    with pytest.raises(MeasurementError, match="was killed"):
+        comparison._run_rounds(jobs, 2, startup=False, timeout_s=9.0, say=print, refused={})
+
+
+def test_what_cannot_be_plotted_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for plot, said in (("x.xyz", "not as .xyz"), (str(tmp_path), "is a folder")):
+        assert run(["bench", "nowhere", "--against", "torch", "--plot", plot]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_failing_look_at_memory_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
