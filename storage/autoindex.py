@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 from .daemon_pool import DaemonPool
-from .errors import NotFoundError, UnsupportedURLError
+from .errors import NotFoundError, StorageError, ThrottledError, UnsupportedURLError
 from .store import ObjectInfo
 
 HEAD_THREADS = 16
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 # A server can make up folders and names for ever.
 MAX_DEPTH = 32
 MAX_FOLDERS = 10_000
@@ -108,5 +110,47 @@ def list_index(
                 f"or {MAX_FILES} files (at {folder[:100]!r}); give a folder further down, a brace pattern or a list "
                 "of URLs"
             )
-    with DaemonPool("penstock-head", HEAD_THREADS) as pool:
-        return list(pool.map(head, files))
+    return _head_all(head, files)
+
+
+def _head_all(head: Callable[[str], ObjectInfo], files: Sequence[str]) -> list[ObjectInfo]:
+    """Asks for each file. What fails for now is asked again, fewer at a time: a server that bears less than these many
+    would refuse some of a whole listing each time.
+    """
+    found: dict[str, ObjectInfo] = {}
+    threads, pause_s = HEAD_THREADS, _FIRST_PAUSE_S
+    while True:
+        known = len(found)
+        failure = _head_some(head, [key for key in files if key not in found], threads, found)
+        if failure is None:
+            return [found[key] for key in files]
+        if len(found) == known and (threads == 1 or not isinstance(failure, ThrottledError)):
+            raise failure
+        time.sleep(pause_s)
+        threads, pause_s = max(1, threads // 2), min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _head_some(
+    head: Callable[[str], ObjectInfo], files: Sequence[str], threads: int, found: dict[str, ObjectInfo]
+) -> StorageError | None:
+    """Adds what is answered to ``found``; returns a failure, None where there was none."""
+    failures: list[StorageError] = []
+    in_a_row = 0
+
+    def ask(key: str) -> None:
+        nonlocal in_a_row
+        if in_a_row >= 2 * threads:  # nothing is answered now
+            return
+        try:
+            found[key] = head(key)
+            in_a_row = 0
+        except StorageError as exc:
+            if not exc.transient:
+                raise
+            failures.append(exc)
+            in_a_row += 1
+
+    with DaemonPool("penstock-head", threads) as pool:
+        for _ in pool.map(ask, files):
+            pass
+    return failures[-1] if failures else None
