@@ -19,8 +19,8 @@ from .errors import TrainerError as TrainerError
 from .errors import WorldError as WorldError
 from .evaluate import EvaluateConfig as EvaluateConfig
 from .evaluate import Evaluation as Evaluation
-from .evaluate import MetricFunction as MetricFunction
 from .loss import LossFunction as LossFunction
+from .metrics import MetricFunction as MetricFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .batches import move_batch
 from .errors import TrainerConfigError, TrainerError
+from .metrics import MetricFunction, MetricSums
 from .modes import in_evaluation
 from .options import check_range
 from .parallel.model import ParallelModel
 from .parallel.precision import PrecisionConfig, compute_context
-
-MetricFunction = Callable[[nn.Module, Any], Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ def evaluate(
     """
     world = parallel.world
     model = parallel.module if parallel.is_sharded else parallel.inner
-    totals: dict[str, torch.Tensor] = {}
+    sums = MetricSums(world.device)
     with in_evaluation(model), ExitStack() as stack:
         stack.callback(parallel.gather_no_more)
         if hasattr(evaluation.batches, "set_epoch"):
@@ -120,56 +117,8 @@ def evaluate(
                     with compute_context(precision, world.device, sharded=parallel.is_sharded):
                         found = evaluation.metrics(model, batch)
                     if fresh is not None:
-                        _accumulate(totals, found, world.device)
-        return _average(totals, world.device)
-
-
-def _accumulate(
-    totals: dict[str, torch.Tensor],
-    found: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]],
-    device: torch.device,
-) -> None:
-    if not isinstance(found, Mapping) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in found.values()):
-        raise TrainerConfigError(
-            f"the evaluation's function returned {found!r:.200}; it must return a mapping of metric to (sum, count)"
-        )
-    for name, pair in found.items():
-        amount, count = (_as_number(one, name) for one in pair)
-        into = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
-        is_mean_of_none = (count == 0) & (amount != amount)  # NaN, as a number or a tensor
-        if isinstance(is_mean_of_none, torch.Tensor):
-            amount = torch.where(is_mean_of_none, 0.0, amount)
-        elif is_mean_of_none:
-            amount = 0.0
-        into[0] += amount
-        into[1] += count
-
-
-def _as_number(given: torch.Tensor | float, metric: str) -> torch.Tensor | float:
-    if not isinstance(given, torch.Tensor):
-        return given
-    if given.numel() != 1:
-        raise TrainerConfigError(
-            f"the evaluation's function returned a tensor of shape {tuple(given.shape)} for {metric!r}; it must return "
-            "a sum and a count, each one number, such as losses.sum() and len(losses)"
-        )
-    return given.reshape(())
-
-
-def _average(totals: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:
-    names: list[str] = sorted(totals)
-    if dist.get_world_size() > 1:
-        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, names)
-        names = sorted(set().union(*everywhere))
-    if not names:
-        return {}
-    table = torch.stack([totals.get(name, torch.zeros(2, dtype=torch.float64, device=device)) for name in names])
-    if dist.get_world_size() > 1:
-        dist.all_reduce(table)
-    return {
-        name: amount / count if count else math.nan for name, (amount, count) in zip(names, table.tolist(), strict=True)
-    }
+                        sums.add(found)
+        return sums.average()
 
 
 def _add_over_ranks(values: list[bool], device: torch.device) -> list[float]:

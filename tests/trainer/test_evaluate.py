@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_world import FP32, Slope, batch_of, make_steps, sum_of_outputs
@@ -157,3 +159,47 @@ def test_the_error_of_the_batches_comes_through(world: World) -> None:
 
     with pytest.raises(OSError, match=r"test-3\.tar"):
         run(world, Slope(), broken())
+
+
+@pytest.mark.parametrize("name", ["kind", "step", "time", "seconds", "weights"])
+def test_a_metric_named_as_a_field_of_its_record_is_refused_and_not_written_over_it(world: World, name: str) -> None:
+    with pytest.raises(TrainerConfigError, match=rf"a metric called '{name}', which is a field .* 'val/{name}'"):
+        run(world, Slope(), [batch_of(1.0)], lambda model, batch: {name: (1.0, 1)})
+
+
+@pytest.mark.parametrize("name", [1, None, ("a", "b"), ""])
+def test_a_metrics_name_that_is_no_text_is_refused(world: World, name: Any) -> None:
+    with pytest.raises(TrainerConfigError, match="as a metric's name"):
+        run(world, Slope(), [batch_of(1.0)], lambda model, batch: {"y": (1.0, 1), name: (1.0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("3", "a str"),
+        (None, "a NoneType"),
+        (1j, "a complex"),
+        ({"a": 1.0}, "a dict"),
+        (torch.tensor(1j), "a tensor of torch.complex64"),
+        (np.ones(2), "a tensor of torch.float64 and of shape"),
+        (np.array("3"), "a ndarray"),
+    ],
+)
+def test_a_sum_or_a_count_that_is_no_number_is_refused_by_the_metrics_name(world: World, wrong: Any, told: str) -> None:
+    for pair in ((wrong, 1), (1.0, wrong)):
+        with pytest.raises(TrainerConfigError, match=rf"returned {told}.* for 'y'; .* each one real number"):
+            run(world, Slope(), [batch_of(1.0)], lambda model, batch, pair=pair: {"y": pair})
+
+
+def test_numbers_of_every_kind_are_sums_and_counts(world: World) -> None:
+    kinds = (3, True, 2**70, Fraction(3, 2), np.float32(1.5), np.array([2]), np.bool_(True), torch.tensor(True))
+    kinds += (torch.tensor(3, dtype=torch.uint64), torch.tensor(1.5, dtype=torch.bfloat16))
+    for number in kinds:
+        found = run(world, Slope(), [batch_of(1.0)], lambda model, batch, one=number: {"y": (one, one)})
+        assert found == {"y": 1.0}
+
+
+@pytest.mark.parametrize("count", [-1, math.inf, math.nan])
+def test_a_count_by_which_no_mean_can_be_taken_is_refused(world: World, count: float) -> None:
+    with pytest.raises(TrainerConfigError, match=rf"counts for 'y' add up to {count:g}; .* 0 or more"):
+        run(world, Slope(), [batch_of(1.0)], lambda model, batch: {"y": (1.0, count)})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ...storage.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
 from ..errors import TrainerConfigError
 from .rank_status import RankStatus
-from .records import Values
+from .records import Values, spell
 
 _STATES = ("starting", "training", "idle", "ended", "failed")
 
@@ -49,11 +49,8 @@ class Prometheus:
         return self._server.url
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        found = {
-            "".join(c if c.isascii() and c.isalnum() else "_" for c in f"penstock_{kind}_{name}"): float(value)
-            for name, value in {"step": step, **values}.items()
-            if isinstance(value, (int, float))
-        }
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+        found = spell({"step": float(step), **numbers}, lambda name: _allowed(f"penstock_{kind}_{name}"))
         self._values = {**self._values, kind: found}
 
     def close(self) -> None:
@@ -65,6 +62,11 @@ class Prometheus:
                 yield Number(name=name, value=value)
         for status in self._list_ranks():
             yield from list_rank_numbers(status)
+
+
+def _allowed(name: str) -> str:
+    """The name with what Prometheus does not allow in one replaced."""
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
 
 
 def list_rank_numbers(status: RankStatus) -> Iterator[Number]:

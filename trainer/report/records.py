@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from ..step import Outcome, StepResult
 Value = float | int | str | None
 Values = Mapping[str, Value]
 AnyRecord = TypeVar("AnyRecord", bound="Record")
+AnyValue = TypeVar("AnyValue")
 
 
 class TemporaryObserverError(TrainerError):
@@ -244,6 +245,17 @@ def make_record(kind: str, step: int, values: Values) -> Record | None:
         if one.name not in ("step", "values")
     }
     return form(step=step, values=values, **own)
+
+
+def spell(values: Mapping[str, AnyValue], form: Callable[[str], str]) -> dict[str, AnyValue]:
+    """The values by names of another form; of names that look alike in it, the later have underscores behind them."""
+    found: dict[str, AnyValue] = {}
+    for name, value in values.items():
+        spelt = form(name)
+        while spelt in found:
+            spelt += "_"
+        found[spelt] = value
+    return found
 
 
 def deliver(observer: Observer | Callbacks, kind: str, step: int, values: Values) -> None:

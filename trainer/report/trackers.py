@@ -11,7 +11,7 @@ from typing import Any
 
 from ...storage.interruptible import Thread
 from ..errors import TrainerConfigError, TrainerError
-from .records import Observer, Values
+from .records import Observer, Values, spell
 
 _QUEUED_RECORDS = 1000
 _PATIENCE_S = 30.0
@@ -106,8 +106,8 @@ class MLflow:
         self._has_ended = self._has_ended or kind == "end"
         now_ms = int(time.time() * 1e3)
         metrics = [
-            self._metric(f"{kind}/{_allowed(name)}", float(value), now_ms, step)
-            for name, value in _finite(values).items()
+            self._metric(f"{kind}/{name}", float(value), now_ms, step)
+            for name, value in spell(_finite(values), _allowed).items()
             if isinstance(value, (int, float))
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
