@@ -97,9 +97,10 @@ class Guard:
     def watching(self) -> Iterator[None]:
         """Let the ranks watch each other, with signals left as they are; entering is a collective.
 
-        For what comes before training: a rank that fails or hangs there ends the others with its name.
+        For what comes before or after training: a rank that fails or hangs there ends the others with its name.
+        Within training they do so already.
         """
-        if self._stall_timeout_s is None:
+        if self._stall_timeout_s is None or self._watchdog is not None:
             yield
             return
         watchdog = self._start_watchdog(self._stall_timeout_s)

@@ -16,7 +16,8 @@ from .checkpoint.traffic import TRAFFIC
 from .config import TrainerConfig
 from .determinism import deterministic_kernels
 from .errors import TrainerConfigError, TrainerError
-from .evaluate import Evaluation, evaluate
+from .evaluate import Evaluation
+from .evaluator import Evaluator
 from .feed import Feed
 from .guard import Guard, list_activities
 from .loss import LossFunction
@@ -76,8 +77,6 @@ class DistributedTrainer:
         self.progress = Progress()
         self.stopwatch = Stopwatch(clock=DeviceClock() if self.world.device.type == "cuda" else None)
         self._feed = Feed(loader, accumulate=config.step.accumulate, world=self.world)
-        self._evaluation = evaluation
-        self._metrics: dict[str, float] = {}
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
         self._guard = Guard(
@@ -91,13 +90,14 @@ class DistributedTrainer:
             traces=config.profile.signal_steps > 0,
         )
         with self._guard.watching():
-            self._build(model, optimizer, loader, loss=loss, observers=observers, initialise=initialise)
+            self._build(model, optimizer, loader, evaluation, loss=loss, observers=observers, initialise=initialise)
 
     def _build(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | OptimizerFactory,
         loader: Iterable[Any],
+        evaluation: Evaluation | None,
         *,
         loss: LossFunction,
         observers: Sequence[Observer | Callbacks],
@@ -107,7 +107,7 @@ class DistributedTrainer:
         config = self.config
         self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
         length = agree_on_length(loader, self.world, self.stopwatch.enter)
-        self._feed.expect(length, self._guard.check_end, lambda *end: leaves_steps(config, self._evaluation, *end))
+        self._feed.expect(length, self._guard.check_end, lambda *end: leaves_steps(config, evaluation, *end))
         total_steps = count_steps(config, length, loader)
         self._recorder = Recorder(self.progress, self.stopwatch, total_steps, loader)
         self._recorder.flops = FlopCount(config.report, model, loss, self.world, config.precision.dtype)
@@ -147,6 +147,17 @@ class DistributedTrainer:
                 gather_state=self._gather_state,
                 record_steps=self._record_steps,
             )
+            self._evaluator = Evaluator(
+                config,
+                evaluation,
+                self.parallel,
+                saver=self._saver,
+                guard=self._guard,
+                progress=self.progress,
+                recorder=self._recorder,
+                stopwatch=self.stopwatch,
+                gather_state=self._gather_state,
+            )
             self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
             self._resume()
         except BaseException as exc:
@@ -160,17 +171,17 @@ class DistributedTrainer:
             NonFiniteLossError: on every rank, if the policy is to stop or too many steps were skipped.
             StallError: on every rank, if one of them stalled, failed or died.
         """
-        started, stopped = time.perf_counter(), False
+        started = time.perf_counter()
         begin_training(self.parallel.inner)
         parallel, dtype = self.config.parallel, self.config.precision.dtype
         self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
-            while not is_done(self.config, self.progress):
+            stopped = self._evaluator.make_up()
+            while not stopped and not is_done(self.config, self.progress):
                 self._tracer.begin_step(self.progress.step)
                 batches = self._fetch()
                 if not batches:  # the epoch is over
-                    if stopped := self._end_epoch():
-                        break
+                    stopped = self._end_epoch()
                     continue
                 self.stopwatch.enter("microbatches")
                 microbatches = self._microbatches.make(batches, self._recorder.note)
@@ -195,13 +206,10 @@ class DistributedTrainer:
                 if self.progress.step % self.config.report.every == 0:
                     self._record_steps()
                 stopped = result.stop_requested
-                if self._rewinder.follow(result) and not stopped:
+                if self._rewinder.follow(result):
                     continue
-                if not stopped and self._is_multiple(self.config.evaluate.every):
-                    stopped = self._is_asked_to_stop_in_evaluation()
-                if stopped:
-                    break
-                if self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
+                stopped = self._evaluator.end_step(stopped=stopped)
+                if not stopped and self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
                     self._save(blocking=False)
             self._tracer.finish()
             self._record_steps()
@@ -211,7 +219,7 @@ class DistributedTrainer:
             time.perf_counter() - started,
             stopped=stopped,
             by_others=by_others,
-            metrics=self._metrics,
+            metrics=self.progress.metrics,
             sent=self.compression.stats,
         )
         if self.world.is_first and not self.config.report.quiet:
@@ -220,22 +228,7 @@ class DistributedTrainer:
 
     def evaluate(self) -> dict[str, float] | None:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
-        if self._evaluation is None:
-            return None
-        with self._saver.evaluated(), deterministic_kernels(self.config.deterministic):
-            seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "evaluation")
-            found = evaluate(
-                self.parallel,
-                self._evaluation,
-                precision=self.config.precision,
-                phase=self.stopwatch.phase,
-                stop_requested=self._guard.is_stop_requested,
-            )
-        if found is not None:
-            self._metrics = found
-            self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
-            self._saver.keep_best(found, self.progress, self._gather_state)
-        return found
+        return self._evaluator.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but weights and optimizer state: small, JSON, and readable on any number of ranks."""
@@ -322,10 +315,7 @@ class DistributedTrainer:
                 "batches that only some ranks had were left out; give every rank as many"
             )
         self.progress.epoch += 1
-        return self.config.evaluate.every is None and self._is_asked_to_stop_in_evaluation()
-
-    def _is_asked_to_stop_in_evaluation(self) -> bool:
-        return self._evaluation is not None and self.evaluate() is None
+        return self._evaluator.end_epoch()
 
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
         shares.add(microbatches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -35,11 +35,15 @@ class Counts:
 
 @dataclass(kw_only=True)
 class Progress(Counts):
-    """Where a run is: the global batches and the epochs that it has consumed, and its counts."""
+    """Where a run is: the global batches and the epochs that it has consumed, its counts, and what is due."""
 
     step: int = 0
     epoch: int = 0
     evaluations_without_better: int = 0
+    evaluation_is_due: bool = False
+    """A stop after this step left the evaluation undone that ``evaluate.every`` asks for."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Those of the last evaluation."""
 
     def count(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -66,8 +70,9 @@ class Progress(Counts):
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for entry in fields(self):
-            setattr(self, entry.name, state.get(entry.name, entry.default))  # states of older releases lack some
+        before = Progress()
+        for entry in fields(self):  # states of older releases lack some
+            setattr(self, entry.name, state.get(entry.name, getattr(before, entry.name)))
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,86 @@
+"""Evaluations that are due: made up for after a stop, and watched outside of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import Ranks
+from small_trainers import make_trainer, rows
+from torch import nn
+
+from penstock.trainer import Callbacks, Evaluation, StepRecord, World
+
+STALL_TIMEOUT_S = 6.0
+
+
+class StoppedAfter(Callbacks):
+    """Gets SIGTERM after a step, so that training stops after the next."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def size_of_outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {"loss": (model(batch["x"]).square().sum(), len(batch["x"]))}
+
+
+def train(world: World, folder: Path, *observers: Callbacks, steps: int = 8) -> Any:
+    options: dict[str, Any] = {"evaluate": {"every": 3, "best": "loss"}, "checkpoint": {"every_steps": 4}}
+    options |= {"evaluation": Evaluation(batches=rows(world), metrics=size_of_outputs), "observers": observers}
+    with make_trainer(world, str(folder), steps=steps, **options) as trainer:
+        return trainer.train()
+
+
+def evaluations(folder: Path) -> list[tuple[int, float]]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "evaluate"]
+
+
+@pytest.mark.parametrize("last", [3, 5, 6, 8])
+def test_an_evaluation_that_a_stop_left_undone_is_made_by_the_run_that_resumes(
+    world: World, tmp_path: Path, last: int
+) -> None:
+    whole = train(world, tmp_path / "whole")
+    stopped = train(world, tmp_path / "stopped", StoppedAfter(last - 1))
+    assert (stopped.steps, stopped.stopped_early) == (last, True)
+    resumed = train(world, tmp_path / "stopped")
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
+    assert (resumed.best, resumed.best_step, resumed.metrics) == (whole.best, whole.best_step, whole.metrics)
+
+
+def test_so_is_that_of_the_last_step_where_nothing_else_is_left_to_do(world: World, tmp_path: Path) -> None:
+    whole = train(world, tmp_path / "whole", steps=6)
+    train(world, tmp_path / "stopped", StoppedAfter(5), steps=6)
+    assert [step for step, _ in evaluations(tmp_path / "stopped")] == [3]
+    resumed = train(world, tmp_path / "stopped", steps=6)
+    assert (resumed.metrics, resumed.best_step) == (whole.metrics, whole.best_step)
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
+
+
+def evaluate_and_hang(world: World, folder: str) -> None:
+    def hang(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        time.sleep(600.0 if world.rank == 1 else 0.0)
+        return size_of_outputs(model, batch)
+
+    evaluation = Evaluation(batches=rows(world), metrics=hang)
+    with make_trainer(world, folder, evaluation=evaluation, stall_timeout_s=STALL_TIMEOUT_S) as trainer:
+        trainer.evaluate()
+
+
+def test_a_rank_that_hangs_in_an_evaluation_outside_of_training_is_named_and_ends_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = Ranks(evaluate_and_hang, 2, str(tmp_path)).join(60)
+    assert all(outcome.exit_code not in (None, 0) for outcome in outcomes)
+    assert "rank 1 is stalled in evaluate" in capfd.readouterr().err
