@@ -19,6 +19,7 @@ from .gradients import Gradients
 from .loss import LossFunction, check_count, check_loss
 from .options import check_choice, check_range
 from .parallel.buffers import BufferCopies
+from .parallel.known import KnownParameters
 from .parallel.limits import named_if_it_fails
 from .parallel.model import ParallelModel
 from .parallel.precision import LossScaler, PrecisionConfig, compute_context
@@ -116,6 +117,7 @@ class StepRunner:
         self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._scaler = LossScaler(precision, self._world)
         self._gradients = Gradients(parallel, optimizer)
+        self._known = KnownParameters(parallel.inner, {} if parallel.usage is None else parallel.usage.whole)
         on_cuda = self._world.device.type == "cuda"
         can_read_late = config.on_nan == "stop" and not self._scaler.is_enabled()
         self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
@@ -165,8 +167,10 @@ class StepRunner:
         Raises:
             NonFiniteLossError: on every rank alike, before the weights are touched.
             TrainerError: the same, where the ranks are in different epochs.
+            TrainerConfigError: the model has got other parameters.
         """
         with self._phase("forward"):
+            self._known.check()
             self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
         sums, own, reading = StepTotals(self._world), None, None
@@ -238,7 +242,9 @@ class StepRunner:
 
         Raises:
             NonFiniteLossError: on every rank, if they were not.
+            TrainerConfigError: the model has got other parameters.
         """
+        self._known.check()
         unread, self._unread = self._unread, None
         if unread is None:
             return

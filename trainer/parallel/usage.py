@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..errors import TrainerConfigError, TrainerError
 from ..ranks.world import World
@@ -23,8 +24,9 @@ class ParameterUsage:
 
     ``fully_shard`` reduces the gradients of a group of parameters together, so all ranks must bring one for the same
     parameters: it is told to add zeros for those that a rank did not use. One that no rank used then has zeros where an
-    unsharded model has no gradient, and decay or momentum would move it; ``drop_unused`` takes these away. Mutable
-    state: a flag for each parameter, set by autograd's threads.
+    unsharded model has no gradient, and decay or momentum would move it; ``drop_unused`` takes these away. ``whole``
+    has the parameters by name as forward sees them. Mutable state: a flag for each parameter, which autograd's threads
+    set.
     """
 
     def __init__(self, root: nn.Module, modules: Sequence[FSDPModule]) -> None:
@@ -34,10 +36,13 @@ class ParameterUsage:
             module.set_reduce_scatter_unused_params(True, recurse=False)
         self._sharded = {name: one for name, one in root.named_parameters() if one.requires_grad}
         self._flags = dict.fromkeys(self._sharded, False)
+        self.whole: dict[str, nn.Parameter] = {}
         for module in modules:
             # Backward sees the whole parameters, which torch makes once; they must be there to be listened to.
             module.unshard()
             for name, whole in root.named_parameters():
+                if not isinstance(whole, DTensor):
+                    self.whole[name] = whole
                 if name in self._sharded and whole is not self._sharded[name]:
                     whole.register_hook(self._listener(name))  # type: ignore[no-untyped-call]
             module.reshard()

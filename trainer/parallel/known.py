@@ -1,0 +1,61 @@
+"""Whether the model still has the parameters that the trainer was made for: others would silently stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..errors import TrainerConfigError
+
+_SHOWN = 5
+
+
+class KnownParameters:
+    """The parameters of a model as it is now; ``check`` finds those that come later, and trained ones that go.
+
+    ``whole`` has the whole parameters of a sharded model by name, which lie in the model while it computes. Mutable
+    state: what each module held at the last look.
+    """
+
+    def __init__(self, model: nn.Module, whole: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        own = dict(model.named_parameters())
+        self._kept = [*own.values(), *whole.values()]  # a freed one's id could be another's
+        self._names = {id(one): name for name, one in (*whole.items(), *own.items())}
+        self._trained = [name for name, one in own.items() if one.requires_grad]
+        self._look()
+
+    def check(self) -> None:
+        """To be called before each step, and before weights are evaluated or saved; costs less than a walk.
+
+        Raises:
+            TrainerConfigError: the model has a parameter that it had not, or lacks one that is trained.
+        """
+        if all(tuple(map(id, there.values())) == ids for there, ids in self._seen):
+            return
+        own = dict(self._model.named_parameters())
+        new = [name for name, one in own.items() if id(one) not in self._names]
+        there = {self._names.get(id(one)) for one in own.values()}
+        gone = [name for name in self._trained if name not in there]
+        if new or gone:
+            found = [f"{_some(new)} came"] * bool(new) + [f"{_some(gone)} went"] * bool(gone)
+            raise TrainerConfigError(
+                f"the model was changed after the trainer was made: of its parameters, {' and '.join(found)}. The "
+                "optimizer and the other ranks know nothing of that, so what came would stay untrained; change the "
+                "model before the trainer is made, or make a new trainer, on all ranks"
+            )
+        self._look()
+
+    def _look(self) -> None:
+        self._held: list[nn.Module] = list(self._model.modules())
+        self._seen = [
+            (there, tuple(map(id, there.values())))
+            for module in self._held
+            for there in (module._parameters, module._modules)
+        ]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
