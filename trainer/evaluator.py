@@ -44,10 +44,16 @@ class Evaluator:
         self._gather_state = gather_state
 
     def evaluate(self) -> dict[str, float] | None:
-        """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective."""
+        """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective.
+
+        Raises:
+            TrainerError: an observer calls this, and there are other ranks.
+        """
+        world, step = self._parallel.world, self._progress.step
+        if world.world_size > 1:
+            self._recorder.refuse("evaluate")
         if self._evaluation is None:
             return None
-        world, step = self._parallel.world, self._progress.step
         with self._guard.watching(), self._saver.evaluated(), deterministic_kernels(self._config.deterministic):
             seed_step(self._config.seed, step, world.rank, world.device, "evaluation")
             found = evaluate(

@@ -45,6 +45,7 @@ class Gradients:
         self._parallel = parallel
         self._world = parallel.world
         self._optimizer = optimizer
+        self._is_first = True
         self._named = list(parallel.inner.named_parameters())
         updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._not_updated = [one for _, one in self._named if id(one) not in updated]
@@ -65,7 +66,8 @@ class Gradients:
         """Look at each gradient once; a collective where the model is sharded. Does not wait for the device.
 
         Raises:
-            TrainerConfigError: a parameter was unfrozen that the optimizer lacks, and would stay as it is.
+            TrainerConfigError: a parameter was unfrozen that the optimizer lacks, and would stay as it is; or the first
+                loss depends on none that it has.
         """
         unfrozen = [name for name, one in self._frozen if one.grad is not None]
         if unfrozen:
@@ -75,6 +77,7 @@ class Gradients:
                 "AdamW(model.parameters()), which leaves frozen ones alone, or make a new trainer after unfreezing"
             )
         local = self._gather()
+        self._check_first(local)
         norm = self._norm(local)
         if self._not_updated:  # NaN and infinity come through
             norm = norm + 0.0 * self._norm(local_part(one.grad) for one in self._not_updated if one.grad is not None)
@@ -85,6 +88,17 @@ class Gradients:
             dist.all_reduce(found)
         norm = (found[0] / self._parallel.replicas).sqrt()
         return Measured(norm, local, None if self._parallel.uses_all else found[1:])
+
+    def _check_first(self, local: list[Tensor]) -> None:
+        """A later step may be without gradients; where the first one is, the loss was cut off from the model."""
+        is_first, self._is_first = self._is_first, False
+        usage = self._parallel.usage if self._world.world_size == 1 else None  # alone, zeros stand for what is unused
+        if is_first and not (local and (usage is None or usage.uses_any)):
+            raise TrainerConfigError(
+                "no parameter of the optimizer got a gradient in the first step, so that nothing would be trained: the "
+                "sum that the loss function returns does not depend on them; is it detached, or made from numbers, and "
+                "was the optimizer made from this model's parameters?"
+            )
 
     def _gather(self) -> list[Tensor]:
         found = []

@@ -170,7 +170,9 @@ class DistributedTrainer:
         Raises:
             NonFiniteLossError: on every rank, if the policy is to stop or too many steps were skipped.
             StallError: on every rank, if one of them stalled, failed or died.
+            TrainerError: the trainer is closed, or an observer calls this.
         """
+        self._recorder.refuse("train", closed=True)
         started = time.perf_counter()
         begin_training(self.parallel.inner)
         parallel, dtype = self.config.parallel, self.config.precision.dtype
@@ -259,7 +261,11 @@ class DistributedTrainer:
         """Finish the save under way and close what the trainer opened; loader and process group are the caller's.
 
         ``error`` is what ended the run, for those who look at it.
+
+        Raises:
+            TrainerError: an observer calls this.
         """
+        self._recorder.refuse("close")
         with ExitStack() as stack:
             stack.callback(self._recorder.close, error)
             if hasattr(self, "_saver"):  # its own constructor may have failed

@@ -128,3 +128,21 @@ def test_a_rate_that_is_a_tensor_resumes_as_it_is_given(world: World, tmp_path: 
             assert float(trainer.optimizer.param_groups[0]["lr"]) == pytest.approx(rate)
             trainer.train()
             assert trainer.schedule.rate == pytest.approx(rate)
+
+
+def cut_off(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return model(batch["x"]).square().sum().detach().requires_grad_(), len(batch["x"])
+
+
+def of_another_model(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    model(batch["x"])
+    return nn.Linear(2, 2)(batch["x"]).square().sum(), len(batch["x"])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("loss", [cut_off, of_another_model])
+def test_a_loss_that_does_not_depend_on_the_model_is_refused_since_nothing_would_be_trained(
+    world: World, tmp_path: Path, loss: Any, zero: int
+) -> None:
+    with pytest.raises(TrainerConfigError, match="no parameter of the optimizer got a gradient in the first step"):
+        make_trainer(world, str(tmp_path), loss=loss, parallel={"zero": zero}).train()

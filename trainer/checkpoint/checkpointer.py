@@ -120,6 +120,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the state cannot be written, or the save before this one failed.
         """
+        if self._closed:
+            raise CheckpointError(f"step {step} cannot be saved to {self._place.name}: the trainer is closed")
         self._settle()
         if step == self._current_step and metric is None and not again:
             return False

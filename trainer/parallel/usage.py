@@ -55,6 +55,11 @@ class ParameterUsage:
         """Whether this rank has used every parameter in this step."""
         return all(self._flags.values())
 
+    @property
+    def uses_any(self) -> bool:
+        """Whether this rank has used a parameter in this step."""
+        return any(self._flags.values())
+
     def flags(self, device: torch.device) -> Tensor:
         """(parameters,) float64: 1 for each that was used here; their sum over all ranks is for ``drop_unused``."""
         if self.uses_all:  # made on the device: nothing is copied there

@@ -39,8 +39,8 @@ class Recorder:
     """Collects steps on every rank and passes them to the observers, which only rank 0 has; ``open`` is a collective.
 
     All mutable state: the window of steps since the last record, the pace of all, the mean loss of the window before,
-    what a sample costs to compute, the seconds of evaluations and saves that were recorded, and what writes this rank's
-    status.
+    what a sample costs to compute, the seconds of evaluations and saves that were recorded, what writes this rank's
+    status, whether observers are being told, and whether they are closed.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Recorder:
         self.loss = math.nan
         self.flops: FlopCount | None = None
         self._compute: Compute | None = None
+        self._is_telling = self._is_closed = False
 
     def open(self, given: Sequence[Observer | Callbacks], config: ReportConfig, output_dir: Path, world: World) -> None:
         """Pass records to the given observers and those of the config from now on, and close them; a collective.
@@ -192,15 +193,33 @@ class Recorder:
         before, self._told_seconds[kind] = self._told_seconds.get(kind, 0.0), spent
         return spent - before
 
+    def refuse(self, call: str, *, closed: bool = False) -> None:
+        """Refuse a call of all ranks that an observer makes, and with ``closed`` one that comes after ``close``.
+
+        Raises:
+            TrainerError: it is such a call.
+        """
+        if self._is_telling:
+            raise TrainerError(
+                f"an observer calls {call}(): it hears of records on rank 0 alone and in the midst of training, where "
+                f"the other ranks would not join in; call {call}() on all ranks, when train() has returned"
+            )
+        if closed and self._is_closed:
+            raise TrainerError(f"{call}() comes after close(): its records would go nowhere; make a new trainer")
+
     def _tell(self, observers: Sequence[Observer | Callbacks], call: Callable[[Observer | Callbacks], None]) -> None:
         failures, passing = [], []
-        for observer in observers:
-            try:
-                call(observer)
-            except TemporaryObserverError as exc:
-                passing.append(str(exc))
-            except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
-                failures.append((observer, exc))
+        before, self._is_telling = self._is_telling, True
+        try:
+            for observer in observers:
+                try:
+                    call(observer)
+                except TemporaryObserverError as exc:
+                    passing.append(str(exc))
+                except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
+                    failures.append((observer, exc))
+        finally:
+            self._is_telling = before
         for text in passing:
             logger.warning("%s", text)
             self.note(text)
@@ -241,6 +260,7 @@ class Recorder:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the observers, and tell the rank's end, or what ended it; closing twice is allowed."""
+        self._is_closed = True
         status, self._status = self._status, None
         if status is not None:
             status.close(error)
