@@ -20,7 +20,8 @@ class Feed:
     The microbatches of a step are taken before it begins, so that the loader's position after the step is exact.
     With ``ends_apart`` the ranks agree on each step's number of microbatches, and ``left_out`` counts the batches of
     the epoch that only some ranks had. All mutable state besides the loader's: the epoch's iterator, that count, the
-    batches given of this epoch since it was begun or resumed, the last batch's epoch, and whether an epoch just ended.
+    batches given of this epoch since it was begun or resumed, all that were taken of it where that is known, the last
+    batch's epoch, and whether an epoch just ended.
     """
 
     def __init__(self, loader: Iterable[Any], *, accumulate: int, world: World) -> None:
@@ -33,6 +34,7 @@ class Feed:
         self._check_end: Callable[[int, int], None] = lambda given, length: None
         self._leaves_steps: Callable[[int, int], bool] = lambda epoch, taken: False
         self._given = 0
+        self._taken: int | None = 0
         self._batches: Iterator[Any] | None = None
         self._epoch: int | None = None  # of the last batch
         self._found_none = False  # the last take found no batch
@@ -42,6 +44,11 @@ class Feed:
     def is_exact(self) -> bool:
         """Whether the loader can resume at the exact sample."""
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    @property
+    def seems_over(self) -> bool:
+        """Whether all batches of an epoch are taken, by the loader's length, and its end is not: ``take`` finds it."""
+        return self._epoch_is_over or (self._batches is not None and self._taken == self._length is not None)
 
     def expect(
         self, length: int | None, check_end: Callable[[int, int], None], leaves_steps: Callable[[int, int], bool]
@@ -63,7 +70,7 @@ class Feed:
             TrainerError: an epoch has no batch.
         """
         if self._epoch_is_over:
-            self._epoch_is_over = False
+            self._epoch_is_over, self._taken = False, 0
             return []
         if self._batches is None:
             self._begin_epoch(epoch)
@@ -81,8 +88,9 @@ class Feed:
             taken = self._as_many_as_others(taken)
         if taken:
             self._found_none = False
+            self._taken = None if self._taken is None else self._taken + len(taken)
             return taken
-        self._batches = None
+        self._batches, self._taken = None, 0
         # The first empty take is an epoch's end, also of one that a resumed loader had finished before. A second one
         # in a row is an epoch without a batch.
         if self._found_none:
@@ -104,7 +112,7 @@ class Feed:
         if self._epoch is not None and callable(getattr(self.loader, "skip_batches", None)):
             before = self._epoch
             self.loader.skip_batches(steps * self._accumulate)  # type: ignore[attr-defined]
-            self._batches, self._epoch = None, int(self.loader.epoch)  # type: ignore[attr-defined]
+            self._batches, self._taken, self._epoch = None, None, int(self.loader.epoch)  # type: ignore[attr-defined]
             return self._epoch - before
         ended = 0
         while steps:
@@ -123,6 +131,8 @@ class Feed:
             "loader": self.loader.state_dict(),  # type: ignore[attr-defined]
             "epoch": self._epoch,
             "end_was_told": self._batches is None and not self._epoch_is_over,
+            "taken": self._taken,
+            "length": self._length,
         }
 
     def gather_state(self) -> dict[str, Any]:
@@ -142,9 +152,10 @@ class Feed:
         """
         if "ranks" in state:
             state = self._own_part(state["ranks"])
-        self._batches = None
+        self._batches, self._taken = None, 0
         if state["loader"] is None or not self.is_exact:
             return
+        self._taken = state.get("taken") if state.get("length") == self._length else None
         self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
         self._epoch = state["epoch"]
         ended = self._epoch is not None and getattr(self.loader, "epoch", self._epoch) > self._epoch

@@ -178,7 +178,7 @@ class DistributedTrainer:
         parallel, dtype = self.config.parallel, self.config.precision.dtype
         self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
-            stopped = self._evaluator.make_up()
+            stopped = self._evaluator.make_up() or self._end_last_epoch()
             while not stopped and not is_done(self.config, self.progress):
                 self._tracer.begin_step(self.progress.step)
                 batches = self._fetch()
@@ -210,7 +210,7 @@ class DistributedTrainer:
                 stopped = result.stop_requested
                 if self._rewinder.follow(result):
                     continue
-                stopped = self._evaluator.end_step(stopped=stopped)
+                stopped = self._evaluator.end_step(stopped=stopped) or self._end_last_epoch()
                 if not stopped and self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
                     self._save(blocking=False)
             self._tracer.finish()
@@ -260,10 +260,7 @@ class DistributedTrainer:
     def close(self, error: BaseException | None = None) -> None:
         """Finish the save under way and close what the trainer opened; loader and process group are the caller's.
 
-        ``error`` is what ended the run, for those who look at it.
-
-        Raises:
-            TrainerError: an observer calls this.
+        ``error`` is what ended the run, for those who look at it. A TrainerError meets an observer that calls this.
         """
         self._recorder.refuse("close")
         with ExitStack() as stack:
@@ -322,6 +319,11 @@ class DistributedTrainer:
             )
         self.progress.epoch += 1
         return self._evaluator.end_epoch()
+
+    def _end_last_epoch(self) -> bool:
+        """End the epoch that ends with the run's last step, after which nothing is fetched; as ``_end_epoch``."""
+        over = is_done(self.config, self.progress) and self._feed.seems_over
+        return over and not self._fetch() and self._end_epoch()
 
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
         shares.add(microbatches)

@@ -68,6 +68,44 @@ def test_so_is_that_of_the_last_step_where_nothing_else_is_left_to_do(world: Wor
     assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
 
 
+def train_to_the_end_of_an_epoch(world: World, folder: Path, *observers: Callbacks, steps: int, size: int = 6) -> Any:
+    evaluation = Evaluation(batches=rows(world), metrics=size_of_outputs)
+    options: dict[str, Any] = {"evaluation": evaluation, "evaluate": {"best": "loss"}, "observers": observers}
+    options |= {"checkpoint": {"every_steps": 4, "keep_best": 1}, "loader": rows(world, size=size, shuffle=True)}
+    with make_trainer(world, str(folder), steps=steps, **options) as trainer:
+        return trainer.train()
+
+
+@pytest.mark.parametrize("broken_at", [None, 2, 4, 6])
+def test_an_epoch_that_ends_with_the_last_step_is_counted_and_evaluated(
+    world: World, tmp_path: Path, broken_at: int | None
+) -> None:
+    if broken_at is not None:
+        train_to_the_end_of_an_epoch(world, tmp_path, steps=broken_at)
+    summary = train_to_the_end_of_an_epoch(world, tmp_path, steps=8)
+    assert (summary.steps, summary.epochs, summary.best_step) == (8, 2, 8)
+    assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
+    assert summary.metrics == {"loss": evaluations(tmp_path)[-1][1]}
+    more = train_to_the_end_of_an_epoch(world, tmp_path, steps=13)
+    assert (more.steps, more.epochs) == (13, 3)
+    assert [step for step, _ in evaluations(tmp_path)] == [4, 8, 12]
+
+
+def test_so_is_one_whose_last_step_a_signal_came_before(world: World, tmp_path: Path) -> None:
+    stopped = train_to_the_end_of_an_epoch(world, tmp_path, StoppedAfter(7), steps=8)
+    assert (stopped.steps, stopped.stopped_early) == (8, True)
+    summary = train_to_the_end_of_an_epoch(world, tmp_path, steps=8)
+    assert (summary.steps, summary.epochs, summary.best_step) == (8, 2, 8)
+    assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
+
+
+def test_an_epoch_of_another_length_since_the_checkpoint_loses_no_batch(world: World, tmp_path: Path) -> None:
+    train_to_the_end_of_an_epoch(world, tmp_path, steps=2)
+    summary = train_to_the_end_of_an_epoch(world, tmp_path, steps=3, size=8)
+    assert (summary.steps, summary.epochs, evaluations(tmp_path)) == (3, 0, [])
+    assert train_to_the_end_of_an_epoch(world, tmp_path, steps=9, size=8).samples > 23
+
+
 def evaluate_and_hang(world: World, folder: str) -> None:
     def hang(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         time.sleep(600.0 if world.rank == 1 else 0.0)
