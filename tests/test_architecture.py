@@ -64,7 +64,7 @@ FLOORS = {
     "trainer": (
         {"batches", "computing", "errors", "modes", "randomness", "stopwatch"},
         {"determinism", "loss", "metrics", "options", "ranks"},
-        {"arrays", "compression", "feed", "finite", "imports", "parallel", "totals", "watch"},
+        {"alike", "arrays", "compression", "feed", "finite", "imports", "parallel", "totals", "watch"},
         {"checkpoint", "gradients"},
         {"evaluate", "schedule", "shares", "step", "weights"},
         {"report"},

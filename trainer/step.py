@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from .alike import Settings
 from .batches import count_rows
 from .computing import ComputeClock
 from .errors import NonFiniteLossError, TrainerError
@@ -117,6 +118,7 @@ class StepRunner:
         self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._scaler = LossScaler(precision, self._world)
         self._gradients = Gradients(parallel, optimizer)
+        self._settings = Settings(optimizer, self._world)
         self._known = KnownParameters(parallel.inner, {} if parallel.usage is None else parallel.usage.whole)
         on_cuda = self._world.device.type == "cuda"
         can_read_late = config.on_nan == "stop" and not self._scaler.is_enabled()
@@ -166,7 +168,7 @@ class StepRunner:
 
         Raises:
             NonFiniteLossError: on every rank alike, before the weights are touched.
-            TrainerError: the same, where the ranks are in different epochs.
+            TrainerError: the same, where the ranks are in different epochs, or their optimizers have other settings.
             TrainerConfigError: the model has got other parameters.
         """
         with self._phase("forward"):
@@ -191,6 +193,7 @@ class StepRunner:
                         trace=trace_requested,
                         order=self._parallel.order_marks(),
                         epoch=epoch,
+                        settings=self._settings.mark(),
                         late=None if self._unread is None else self._unread[1],
                     )
                 with self._phase("backward"), self._parallel.watched_backward(), self._computing():
@@ -205,6 +208,7 @@ class StepRunner:
         if totals.late and unread is not None:
             self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
         self._parallel.check_order(totals.order, totals.order_squares)
+        self._settings.check(totals.settings, totals.settings_squares)
         check_count(totals.count, f"step {step}: the ranks' loss functions together returned")
         if totals.epoch_squares * self._world.world_size != totals.epoch * totals.epoch:
             self._refuse_epochs(step, epoch)

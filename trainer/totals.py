@@ -24,6 +24,8 @@ class Totals:
     order_squares: float
     epoch: float
     epoch_squares: float
+    settings: float
+    settings_squares: float
     late: float
     """Ranks whose gradients of the step before were not finite, where that was not read in time."""
 
@@ -57,11 +59,12 @@ class StepTotals:
         return self._collect()[_NAMES.index("count")].clone()
 
     def exchange(
-        self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, late: Tensor | None
+        self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, settings: int, late: Tensor | None
     ) -> Reading:
         """Add what a step has once, then add up over all ranks, while the caller goes on."""
         once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
         once |= {"epoch": epoch, "epoch_squares": epoch * epoch}
+        once |= {"settings": settings, "settings_squares": settings * settings}
         for name, amount in once.items():
             self._add(name, amount)
         if late is not None:

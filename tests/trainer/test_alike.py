@@ -1,0 +1,80 @@
+"""What one rank changes alone, as an observer would: told before a weight changes, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_ranks
+from small_trainers import Line, make_trainer
+from torch import nn
+
+from penstock.trainer import Callbacks, StepRecord, TrainerError, World
+
+
+class Changing(Callbacks):
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.trainer: Any = None
+        self._change = change
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step == 2:
+            self._change(self.trainer)
+
+
+def decay_more(trainer: Any) -> None:
+    trainer.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def other_betas(trainer: Any) -> None:
+    trainer.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+
+
+def freeze(trainer: Any) -> None:
+    trainer.parallel.inner[1].requires_grad_(False)
+
+
+def nothing(trainer: Any) -> None:
+    pass
+
+
+def train(world: World, folder: str, change: Callable[[Any], None], zero: int) -> tuple[int, str]:
+    torch.manual_seed(0)
+    observer = Changing(change)
+    options: dict[str, Any] = {"model": nn.Sequential(Line(), nn.Linear(2, 2)), "observers": [observer]}
+    options["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    options["parallel"] = {"zero": zero, "unused_parameters": zero == 0}
+    with make_trainer(world, folder, **options) as trainer:
+        observer.trainer = trainer
+        try:
+            trainer.train()
+        except TrainerError as exc:
+            return trainer.progress.step, str(exc)
+        return trainer.progress.step, ""
+
+
+@pytest.mark.parametrize(
+    ("change", "zero", "told"),
+    [
+        (decay_more, 0, "'weight_decay' of the optimizer's group 0 is 0.5 on rank 0 and 0.01 on rank 1"),
+        (other_betas, 2, "'betas' of the optimizer's group 0 is (0.5, 0.9) on rank 0 and (0.9, 0.999) on rank 1"),
+        (freeze, 0, "'frozen parameters' of the optimizer's group 0 is [2, 3] on rank 0 and [] on rank 1"),
+        (nothing, 0, ""),
+        (nothing, 3, ""),
+    ],
+)
+def test_what_an_observer_changes_of_the_updates_on_rank_0_alone_is_told_on_all(
+    tmp_path: Path, change: Callable[[Any], None], zero: int, told: str
+) -> None:
+    for step, found in run_ranks(train, 3, str(tmp_path), change, zero):
+        assert step == (2 if told else 4)
+        assert told in found
+        assert bool(told) == bool(found)
+
+
+@pytest.mark.parametrize("change", [decay_more, other_betas, freeze])
+def test_alone_it_has_its_effect(world: World, tmp_path: Path, change: Callable[[Any], None]) -> None:
+    assert train(world, str(tmp_path), change, 0) == (4, "")

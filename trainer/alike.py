@@ -1,0 +1,71 @@
+"""Whether all ranks update their weights alike: what one of them changes alone makes it train another model."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import TrainerError
+from .ranks.world import World
+
+_BITS = 20  # squares, added over all ranks, stay exact in float64
+_SETTINGS = ("weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")  # which no optimizer sets itself
+
+
+class Settings:
+    """What ``optimizer`` does with gradients, group by group, and which parameters it trains; holds no state.
+
+    Rates are the schedule's, which sees to them. Settings that are tensors are not looked at.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        self._optimizer = optimizer
+        self._world = world
+
+    def mark(self) -> int:
+        """A number of 20 bits that is equal on ranks whose settings are, and hardly on others; 0 for a rank alone."""
+        if self._world.world_size == 1:
+            return 0
+        return zlib.crc32(repr(self._describe()).encode()) & ((1 << _BITS) - 1)
+
+    def check(self, total: float, total_of_squares: float) -> None:
+        """Compare the ranks' marks, by their sum over all ranks and that of their squares; a collective if they differ.
+
+        Raises:
+            TrainerError: on every rank, if they differ: then the squares add up to more than equals would.
+        """
+        if total_of_squares * self._world.world_size == total * total:
+            return
+        everywhere: list[list[dict[str, Any]]] = [[] for _ in range(self._world.world_size)]
+        dist.all_gather_object(everywhere, self._describe())
+        raise TrainerError(
+            f"the ranks would train different models, and no weight was changed: {_first_difference(everywhere)}. Is it "
+            "changed by an observer, which is on rank 0 alone? Change it on all ranks, before the trainer is made"
+        )
+
+    def _describe(self) -> list[dict[str, Any]]:
+        return [
+            {name: group[name] for name in _SETTINGS if name in group and not _has_tensor(group[name])}
+            | {"frozen parameters": [number for number, one in enumerate(group["params"]) if not one.requires_grad]}
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _first_difference(everywhere: list[list[dict[str, Any]]]) -> str:
+    first = everywhere[0]
+    for rank, groups in enumerate(everywhere):
+        for number, (ours, theirs) in enumerate(zip(first, groups, strict=False)):
+            for name in ours.keys() | theirs.keys():
+                if ours.get(name) != theirs.get(name):
+                    found = f"{ours.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}"
+                    return f"{name!r} of the optimizer's group {number} is {found}"
+    return f"the optimizers have {[len(groups) for groups in everywhere]} groups"
+
+
+def _has_tensor(value: object) -> bool:
+    several = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(one, Tensor) for one in several)
