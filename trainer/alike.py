@@ -43,7 +43,7 @@ class Settings:
         everywhere: list[list[dict[str, Any]]] = [[] for _ in range(self._world.world_size)]
         dist.all_gather_object(everywhere, self._describe())
         raise TrainerError(
-            f"the ranks would train different models, and no weight was changed: {_first_difference(everywhere)}. Is it "
+            f"the ranks would train other models, and no weight was changed: {_first_difference(everywhere)}. Is it "
             "changed by an observer, which is on rank 0 alone? Change it on all ranks, before the trainer is made"
         )
 
