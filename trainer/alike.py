@@ -5,14 +5,17 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import TrainerError
 from .ranks.world import World
 
 _BITS = 20  # squares, added over all ranks, stay exact in float64
+_ROUNDING = 1e-3  # of a weight's norm: kernels of different devices round differently, and that adds up
+_LEAST = 1e-6
 _SETTINGS = ("weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")  # which no optimizer sets itself
 
 
@@ -53,6 +56,29 @@ class Settings:
             | {"frozen parameters": [number for number, one in enumerate(group["params"]) if not one.requires_grad]}
             for group in self._optimizer.param_groups
         ]
+
+
+@torch.no_grad()
+def refuse_unlike_weights(model: nn.Module, world: World) -> None:
+    """See that trained weights, which all ranks hold whole, have the same norms on all of them; a collective.
+
+    Raises:
+        TrainerError: on every rank, if one differs by more than rounding explains.
+    """
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad and one.numel()]
+    if world.world_size == 1 or not named:
+        return
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm([one.detach() for _, one in named], 2.0)])
+    ends = torch.cat((norms, -norms)).to(world.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    largest, least = ends[: len(named)].tolist(), ends[len(named) :].neg().tolist()
+    for (name, _), high, low in zip(named, largest, least, strict=True):
+        if high - low > _ROUNDING * high + _LEAST:
+            raise TrainerError(
+                f"the ranks train different models: the norm of {name} is {high:.6g} on one rank and {low:.6g} on "
+                "another. Was a weight changed by an observer, which is on rank 0 alone, or by a function that does "
+                "otherwise on each rank? Change weights on all ranks alike; the checkpoints before this step stay"
+            )
 
 
 def _first_difference(everywhere: list[list[dict[str, Any]]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
+from .alike import refuse_unlike_weights
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.export import export_safetensors
 from .compression.compression import Compression
@@ -82,12 +83,15 @@ class Saver:
 
         Raises:
             NonFiniteLossError: on every rank, if the last step's gradients were not finite.
+            TrainerError: on every rank, if their weights differ.
         """
         self._settle()
         with ExitStack() as stack:
             if self.averager is not None:
                 with self._stopwatch.phase("average"):
                     stack.enter_context(self.averager.averaged())
+            elif self._parallel.exchanges and not self._parallel.is_sharded:
+                refuse_unlike_weights(self._parallel.inner, self._parallel.world)
             self._parallel.agree_on_buffers()
             yield
 
@@ -158,9 +162,8 @@ class Saver:
         if config.best is None:
             return
         if config.best not in found:
-            raise TrainerConfigError(
-                f"evaluate.best={config.best!r} is no metric of the evaluation; it returns {', '.join(sorted(found))}"
-            )
+            returned = f"it returns {', '.join(sorted(found))}" if found else "no rank had a batch to evaluate"
+            raise TrainerConfigError(f"evaluate.best={config.best!r} is no metric of the evaluation; {returned}")
         metric = found[config.best]
         is_best = progress.improve(metric, best_is=self._config.best_end)
         if progress.evaluations_without_better == config.patience:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from small_trainers import Line, make_trainer
+from small_trainers import Line, add_up, make_trainer, rows
 from torch import nn
 
-from penstock.trainer import Callbacks, StepRecord, TrainerError, World
+from penstock.trainer import Callbacks, Evaluation, StepRecord, TrainerError, World
 
 
 class Changing(Callbacks):
@@ -78,3 +78,36 @@ def test_what_an_observer_changes_of_the_updates_on_rank_0_alone_is_told_on_all(
 @pytest.mark.parametrize("change", [decay_more, other_betas, freeze])
 def test_alone_it_has_its_effect(world: World, tmp_path: Path, change: Callable[[Any], None]) -> None:
     assert train(world, str(tmp_path), change, 0) == (4, "")
+
+
+def scale(trainer: Any) -> None:
+    with torch.no_grad():
+        trainer.parallel.inner[1].weight.mul_(1.01)
+
+
+def save_or_evaluate(world: World, folder: str, change: Callable[[Any], None], evaluates: bool) -> tuple[int, str]:
+    torch.manual_seed(0)
+    observer = Changing(change)
+    options: dict[str, Any] = {"model": nn.Sequential(Line(), nn.Linear(2, 2)), "observers": [observer]}
+    if evaluates:
+        options |= {"evaluation": Evaluation(batches=rows(world, "pad"), metrics=add_up), "evaluate": {"every": 3}}
+    else:
+        options["checkpoint"] = {"every_steps": 3}
+    with make_trainer(world, folder, **options) as trainer:
+        observer.trainer = trainer
+        try:
+            trainer.train()
+        except TrainerError as exc:
+            return trainer.progress.step, str(exc)
+        return trainer.progress.step, ""
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_weights_that_an_observer_changes_on_rank_0_alone_are_neither_evaluated_nor_saved(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    for step, found in run_ranks(save_or_evaluate, 2, str(tmp_path), scale, evaluates):
+        assert step == 3
+        assert "different models: the norm of 1.weight is" in found
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+    assert run_ranks(save_or_evaluate, 2, str(tmp_path / "well"), nothing, evaluates) == [(4, "")] * 2

@@ -15,7 +15,7 @@ from launch_ranks import Ranks
 from small_trainers import make_trainer, rows
 from torch import nn
 
-from penstock.trainer import Callbacks, Evaluation, StepRecord, World
+from penstock.trainer import Callbacks, Evaluation, StepRecord, TrainerConfigError, World
 
 STALL_TIMEOUT_S = 6.0
 
@@ -106,6 +106,15 @@ def test_an_epoch_of_another_length_since_the_checkpoint_loses_no_batch(world: W
     assert train_to_the_end_of_an_epoch(world, tmp_path, steps=9, size=8).samples > 23
 
 
+def test_a_best_metric_without_a_batch_is_told_so(world: World, tmp_path: Path) -> None:
+    nothing = Evaluation(batches=[], metrics=size_of_outputs)
+    with (
+        make_trainer(world, str(tmp_path), evaluation=nothing, evaluate={"best": "loss"}) as trainer,
+        pytest.raises(TrainerConfigError, match="'loss' is no metric of the evaluation; no rank had a batch"),
+    ):
+        trainer.evaluate()
+
+
 def evaluate_and_hang(world: World, folder: str) -> None:
     def hang(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         time.sleep(600.0 if world.rank == 1 else 0.0)
@@ -116,9 +125,7 @@ def evaluate_and_hang(world: World, folder: str) -> None:
         trainer.evaluate()
 
 
-def test_a_rank_that_hangs_in_an_evaluation_outside_of_training_is_named_and_ends_all(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_hangs_in_an_evaluation_outside_of_training_is_named_and_ends_all(tmp_path: Path) -> None:
     outcomes = Ranks(evaluate_and_hang, 2, str(tmp_path)).join(60)
     assert all(outcome.exit_code not in (None, 0) for outcome in outcomes)
-    assert "rank 1 is stalled in evaluate" in capfd.readouterr().err
+    assert "rank 1 is stalled in evaluate" in (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
