@@ -32,6 +32,7 @@ from .precision import (
     check_master_weights,
     list_batch_norms,
 )
+from .same import check_same_model
 from .usage import ModuleOrder, ParameterUsage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -105,6 +106,7 @@ class ParallelModel:
     ) -> None:
         check_trainable(model)
         check_master_weights(model)
+        check_same_model(model, world)
         self.config = config
         self.world = world
         self.inner = model
