@@ -16,13 +16,14 @@ from .ranks.world import World
 _BITS = 20  # squares, added over all ranks, stay exact in float64
 _ROUNDING = 1e-3  # of a weight's norm: kernels of different devices round differently, and that adds up
 _LEAST = 1e-6
-_SETTINGS = ("weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")  # which no optimizer sets itself
+# Those that no optimizer sets itself.
+_SETTINGS = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
 
 
 class Settings:
     """What ``optimizer`` does with gradients, group by group, and which parameters it trains; holds no state.
 
-    Rates are the schedule's, which sees to them. Settings that are tensors are not looked at.
+    Settings that are tensors are not looked at.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
@@ -46,14 +47,18 @@ class Settings:
         everywhere: list[list[dict[str, Any]]] = [[] for _ in range(self._world.world_size)]
         dist.all_gather_object(everywhere, self._describe())
         raise TrainerError(
-            f"the ranks would train other models, and no weight was changed: {_first_difference(everywhere)}. Is it "
-            "changed by an observer, which is on rank 0 alone? Change it on all ranks, before the trainer is made"
+            f"the ranks would train other models, and no weight was changed: {_first_difference(everywhere)}. Make "
+            "the optimizer alike on all ranks; an observer, which is on rank 0 alone, must not change it"
         )
 
     def _describe(self) -> list[dict[str, Any]]:
         return [
-            {name: group[name] for name in _SETTINGS if name in group and not _has_tensor(group[name])}
-            | {"frozen parameters": [number for number, one in enumerate(group["params"]) if not one.requires_grad]}
+            {"class": type(self._optimizer).__name__}
+            | {name: group[name] for name in _SETTINGS if name in group and not _has_tensor(group[name])}
+            | {
+                "parameters": len(group["params"]),
+                "frozen parameters": [number for number, one in enumerate(group["params"]) if not one.requires_grad],
+            }
             for group in self._optimizer.param_groups
         ]
 
@@ -85,7 +90,7 @@ def _first_difference(everywhere: list[list[dict[str, Any]]]) -> str:
     first = everywhere[0]
     for rank, groups in enumerate(everywhere):
         for number, (ours, theirs) in enumerate(zip(first, groups, strict=False)):
-            for name in ours.keys() | theirs.keys():
+            for name in {**ours, **theirs}:
                 if ours.get(name) != theirs.get(name):
                     found = f"{ours.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}"
                     return f"{name!r} of the optimizer's group {number} is {found}"

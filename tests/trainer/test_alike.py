@@ -111,3 +111,35 @@ def test_weights_that_an_observer_changes_on_rank_0_alone_are_neither_evaluated_
         assert "different models: the norm of 1.weight is" in found
     assert not list(tmp_path.glob("checkpoints/step-*"))
     assert run_ranks(save_or_evaluate, 2, str(tmp_path / "well"), nothing, evaluates) == [(4, "")] * 2
+
+
+def make_apart(world: World, folder: str, how: str, zero: int) -> str:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        if how == "class" and world.rank == 1:
+            return torch.optim.Adagrad(parameters, lr=0.1)
+        some = list(parameters)[: 1 if how == "parameters" and world.rank == 1 else None]
+        return torch.optim.SGD(some, lr=0.2 if how == "lr" and world.rank == 1 else 0.1)
+
+    options: dict[str, Any] = {"parallel": {"zero": zero}, "optimizer": make}
+    if how == "schedule":
+        options["schedule"] = {"shape": "linear" if world.rank else "constant"}
+    with make_trainer(world, folder, **options) as trainer:
+        try:
+            trainer.train()
+        except TrainerError as exc:
+            return str(exc)
+        return ""
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("lr", "'lr' of the optimizer's group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
+        ("class", "'class' of the optimizer's group 0 is SGD on rank 0 and Adagrad on rank 1"),
+        ("parameters", "'parameters' of the optimizer's group 0 is 2 on rank 0 and 1 on rank 1"),
+    ],
+)
+def test_optimizers_that_ranks_make_differently_are_told(tmp_path: Path, how: str, told: str, zero: int) -> None:
+    for found in run_ranks(make_apart, 2, str(tmp_path), how, zero):
+        assert told in found
