@@ -104,7 +104,8 @@ class _Batches(Dataset[Any]):
         self._loaded: int | None = None
 
     def __len__(self) -> int:
-        return len(self._loader.dataset)
+        dataset = getattr(self._loader, "dataset", None)  # a mixture has none
+        return len(self._loader) * self._loader.global_batch_size if dataset is None else len(dataset)
 
     def __getitem__(self, step: int) -> Any:
         if step != self._next:
@@ -124,26 +125,51 @@ class _Batches(Dataset[Any]):
         """
         if self._loaded:
             raise self._misplaced(steps)
+        if self._next is None and self._loaded is None:  # all were skipped
+            self._loader.set_epoch(self._loader.state_dict()["epoch"] + 1)
         next(self._pass, None)
+        self.forget()
 
     def forget(self) -> None:
         """Note that a pass begins elsewhere."""
         self._pass, self._next, self._loaded = iter(()), None, None
 
     def _begin_at(self, step: int) -> Iterator[Any]:
-        state = self._loader.state_dict()
-        consumed = step * self._loader.global_batch_size
-        if self._loaded not in (None, consumed):
-            raise self._misplaced(step)
-        if state["consumed"] != consumed or self._loaded is None:
-            self._loader.load_state_dict({**unseal(state), "consumed": consumed})
+        if not self._is_at(step):
+            if self._loaded is not None:
+                raise self._misplaced(step)
+            self._go_to(step)
+        elif self._loaded is None:  # a pass is to begin here, and not in the next epoch
+            self._loader.load_state_dict(self._loader.state_dict())
         self._loaded = None
         return self._begin()
 
+    def _is_at(self, step: int) -> bool:
+        if self._loader.is_batched_by_tokens:
+            return len(self._loader) - self._loader.steps_left == step
+        return bool(self._loader.state_dict()["consumed"] == step * self._loader.global_batch_size)
+
+    def _go_to(self, step: int) -> None:
+        """Go to a step of the epoch, wherever in it the loader is."""
+        state = self._loader.state_dict()
+        if self._loader.is_batched_by_tokens or "mixture" in state:  # where a step begins is no arithmetic of states
+            self._loader.set_epoch(state["epoch"] + 1)  # of a state just loaded, its own epoch would be no move
+            self._loader.set_epoch(state["epoch"])
+            self._loader.skip_batches(step)
+        else:
+            self._loader.load_state_dict({**unseal(state), "consumed": step * self._loader.global_batch_size})
+
     def _misplaced(self, step: int) -> ConfigError:
-        batch = self._loader.global_batch_size
+        loader, state = self._loader, self._loader.state_dict()
+        if loader.is_batched_by_tokens:
+            return ConfigError(
+                f"the loaded state is at batch {len(loader) - loader.steps_left} of epoch {state['epoch']}, and the "
+                f"framework skips to batch {step}: the number of ranks or batch_tokens= is not what it was when the "
+                "state was saved, or the framework's count is not"
+            )
+        batch = loader.global_batch_size
         return ConfigError(
-            f"the loaded state is at sample {self._loaded} of epoch {self._loader.state_dict()['epoch']}, and the "
+            f"the loaded state is at sample {self._loaded} of epoch {state['epoch']}, and the "
             f"framework skips {step} batches of {batch}, to sample {step * batch}: the global batch is not what it was "
             "when the state was saved, or the framework's count is not; give the loader the global_batch_size of that "
             "run, and keep the accumulation steps"

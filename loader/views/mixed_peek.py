@@ -76,9 +76,13 @@ class MixedLook:
     @property
     def samples(self) -> NoReturn:
         names = self._parts.sources.names
-        raise ConfigError(
+        raise _NoSamplesError(
             f"dataset of a mixture of {len(names)} sources: samples by id are those of one data set; open one, such as "
             f"DistributedDataLoader({names[0]!r}, batch_size=1).dataset"
         )
 
     ids = samples
+
+
+class _NoSamplesError(ConfigError, AttributeError):
+    """The ConfigError of looking, which ``hasattr`` takes for an attribute that is not there, as frameworks ask."""

@@ -34,7 +34,7 @@ class Module(pl.LightningModule):
 
     def open(self, **options: Any) -> DistributedDataLoader[dict[str, Any]]:
         given = {"batch_size": BATCH, "seed": 5, "with_ids": True, "rank": 0, "world_size": 1, **options}
-        return DistributedDataLoader(str(self.folder / "rows"), **given)
+        return DistributedDataLoader(given.pop("source", str(self.folder / "rows")), **given)
 
     def train_dataloader(self) -> Any:
         self.made += 1
@@ -67,8 +67,15 @@ class Estimating(Module):
 class Several(Module):
     """Trains on two loaders at once, of which one is shorter and goes round."""
 
+    def __init__(self, folder: Path, *, short: int = 2 * BATCH, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.short_batch = short
+
     def train_dataloader(self) -> Any:
-        return {"long": super().train_dataloader(), "short": TorchLoader(self.open(batch_size=2 * BATCH, seed=9))}
+        return {
+            "long": super().train_dataloader(),
+            "short": TorchLoader(self.open(batch_size=self.short_batch, seed=9)),
+        }
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.short = [*getattr(self, "short", []), batch["short"]["__id__"].tolist()]

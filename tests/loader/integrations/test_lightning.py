@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from made_rows import ROWS, once_an_epoch, write_rows
 
-from penstock.loader import ConfigError, StateMismatchError
+from penstock import Mixture, open_manifest
+from penstock.loader import ConfigError, CostExpression, Source, StateMismatchError, index_costs, write_costs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are Lightning's own
 
@@ -50,6 +52,8 @@ SAVED = {
     "after a validation at an epoch's end": (26, {"saving": {"every_n_train_steps": None}, "limit_val_batches": 2}),
     "in mid-epoch, of a run of steps": (17, {"max_steps": 3 * STEPS, "max_epochs": None}),
     "at an epoch's end, of a run of steps": (26, {"max_steps": 3 * STEPS, "max_epochs": None, "saving": AT_EPOCHS_END}),
+    "at an epoch's end, of a run of steps and epochs": (26, {"max_steps": 3 * STEPS, "saving": AT_EPOCHS_END}),
+    "while a batch was trained on": (17, {"saving": {"every_n_train_steps": None, "save_on_exception": True}}),
 }
 
 
@@ -59,6 +63,46 @@ def test_a_resume_trains_on_what_an_unbroken_run_does(
 ) -> None:
     kill_at, options = SAVED[case]
     assert lightning.killed_and_resumed(folder, kill_at=kill_at, **options) == unbroken
+
+
+@pytest.mark.parametrize("saving", [{"every_n_train_steps": 1}, AT_EPOCHS_END])
+@pytest.mark.parametrize("limit", [1, 4, 1.0])
+@pytest.mark.parametrize("ends", [{"max_epochs": 3}, {"max_steps": 12, "max_epochs": None}])
+def test_a_run_that_is_resumed_again_and_again_trains_on_what_an_unbroken_run_does(
+    lightning: Any, folder: Path, saving: dict[str, Any], limit: float, ends: dict[str, Any]
+) -> None:
+    options = {"saving": saving, "limit_train_batches": limit, **ends}
+    whole = lightning.Module(folder)
+    lightning.fit(whole, folder / "whole", **options)
+    steps: dict[int, list[int]] = {}
+    for stop_after in (2, 5, 7, 10, 11):  # at an epoch's end of 4 or 1 batches, behind it, and in the middle
+        module = lightning.Module(folder, kill_at=stop_after)
+        with contextlib.suppress(lightning.KilledError):
+            lightning.fit(module, folder, resume=bool(steps), **options)
+        steps |= module.trained
+    assert steps.keys() <= whole.trained.keys()
+    assert [steps[step] for step in sorted(steps)] == [whole.trained[step] for step in sorted(steps)]
+
+
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_there(
+    lightning: Any, folder: Path, unbroken: list[list[int]]
+) -> None:
+    first = lightning.Module(folder)
+    lightning.fit(first, folder, max_steps=STEPS + 7, saving=AT_EPOCHS_END)
+    second = lightning.Module(folder)
+    lightning.fit(second, folder, resume=True)
+    assert list((first.trained | second.trained).values()) == unbroken
+
+
+def test_several_loaders_resumed_in_mid_epoch_go_on_together(lightning: Any, folder: Path) -> None:
+    whole = lightning.Several(folder, short=17)
+    lightning.fit(whole, folder / "whole")
+    killed = lightning.Several(folder, kill_at=8, short=17)
+    with pytest.raises(lightning.KilledError):
+        lightning.fit(killed, folder)
+    resumed = lightning.Several(folder, short=17)
+    lightning.fit(resumed, folder, resume=True)
+    assert killed.short[:5] + resumed.short == whole.short
 
 
 def test_a_resume_is_exact_where_the_optimizer_asked_for_the_number_of_steps(
@@ -151,6 +195,25 @@ def test_another_data_set_or_seed_is_refused(lightning: Any, folder: Path) -> No
 def test_a_batch_fetched_ahead_by_lightning_is_refused(lightning: Any, folder: Path) -> None:
     with pytest.raises(ConfigError, match="without __len__"):
         lightning.fit(lightning.Endless(folder), folder)
+
+
+def test_loaders_whose_epochs_have_no_fixed_number_of_batches_are_refused(lightning: Any, folder: Path) -> None:
+    manifest = open_manifest(str(folder / "rows"))
+    expression = CostExpression.parse("tokens=x*120")
+    write_costs(manifest, expression, index_costs(manifest, expression))
+    with pytest.raises(ConfigError, match="batch_tokens= each epoch has a number of batches of its own"):
+        lightning.fit(lightning.Module(folder, batch_size=None, batch_tokens=500), folder)
+    with pytest.raises(ConfigError, match=r"keep= or may_drop=.* known only by reading"):
+        lightning.fit(lightning.Module(folder, keep=lambda sample: True), folder)
+
+
+def test_a_mixture_is_trained_on(lightning: Any, folder: Path) -> None:
+    write_rows(folder / "others")
+    mixture = Mixture({name: Source(str(folder / name)) for name in ("rows", "others")})
+    module = lightning.Module(folder, source=mixture)
+    lightning.fit(module, folder, max_epochs=1)
+    with module.open(source=mixture) as loader:
+        assert list(module.trained.values()) == [batch["__id__"].tolist() for batch in loader]
 
 
 def test_every_row_comes(lightning: Any, folder: Path) -> None:

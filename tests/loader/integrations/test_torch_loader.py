@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from made_rows import ROWS, write_rows
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from penstock import DistributedDataLoader
-from penstock.loader import ConfigError
+from penstock import DistributedDataLoader, Mixture, open_manifest
+from penstock.loader import ConfigError, CostExpression, Source, Subset, index_costs, write_costs
 from penstock.loader.integrations import TorchLoader
 
 BATCH, STEPS = 10, 12
@@ -89,6 +90,47 @@ def test_skipping_batches_reads_none_of_them(rows: str, unbroken: list[list[int]
         assert ids(skip(loader, 7)) == unbroken[STEPS + 7 :]
         assert opened.epoch == 2
         assert ids(skip(loader, 0)) != unbroken[:STEPS]
+
+
+def test_skipping_all_batches_leads_to_the_next_epoch(loader: TorchLoader, unbroken: list[list[int]]) -> None:
+    assert ids(skip(loader, STEPS)) == []
+    assert ids(loader) == unbroken[STEPS:]
+
+
+def open_tokens(folder: str) -> DistributedDataLoader[dict[str, Any]]:
+    """Batches of about 300 tokens, of rows of 0 to 119."""
+    manifest = open_manifest(folder)
+    expression = CostExpression.parse("tokens=x*120")
+    write_costs(manifest, expression, index_costs(manifest, expression))
+    return open_loader(folder, batch_size=None, batch_tokens=300)
+
+
+def open_mixture(folder: str) -> DistributedDataLoader[dict[str, Any]]:
+    sources = {"a": Source(folder), "b": Source(folder, subset=Subset.share(0, 0.5))}
+    return open_loader(Mixture(sources))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("open_batches", [open_tokens, open_mixture])
+@pytest.mark.parametrize("steps", [0, 3, 8])
+def test_skipping_finds_the_batch_where_no_arithmetic_does(tmp_path: Path, open_batches: Any, steps: int) -> None:
+    write_rows(tmp_path / "rows")
+    with open_batches(str(tmp_path / "rows")) as opened:
+        loader = TorchLoader(opened)
+        whole = ids(loader)
+        opened.set_epoch(0)
+        rest = skip(loader, steps)
+        assert len(loader.dataset) > 0
+        assert ids(rest) == whole[steps:]
+        opened.set_epoch(0)
+        for batch, _ in enumerate(loader, start=1):
+            if batch == steps + 1:
+                break
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert ids(skip(loader, steps + 1)) == whole[steps + 1 :]
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match=r"the loaded state is at .*skips"):
+            ids(skip(loader, steps + 2))
 
 
 def test_a_loaded_state_and_a_skip_to_it_are_one_skip(loader: TorchLoader, unbroken: list[list[int]]) -> None:
