@@ -17,10 +17,11 @@ except ImportError as exc:
 class LoaderNode(BaseNode[BatchT]):  # type: ignore[misc]
     """The batches of a loader as a ``torchdata.nodes`` source; ``torchdata.nodes.Loader`` makes passes over it.
 
-    Its state is the loader's, so a graph over it resumes exactly, and on another number of ranks, if the graph is the
-    same. Nodes above it may work in threads (``Prefetcher``, ``ParallelMapper`` with ``method="thread"``). They are
-    ahead of the loop, so where a loop was left cannot be known here: each pass begins a new epoch, whether the one
-    before was left early or not.
+    Its state is the loader's and the epoch of the pass, so a graph over it resumes exactly, and on another number of
+    ranks, if the graph is the same: a pass whose last batch was handed out has ended, and the next one begins with
+    ``reset``. Nodes above it may work in threads (``Prefetcher``, ``ParallelMapper`` with ``method="thread"``). They
+    are ahead of the loop, so where a loop was left cannot be known here: each pass begins a new epoch, whether the
+    one before was left early or not.
 
     Mutable state: the newest pass, and the epoch in which it began. Used by one thread at a time.
     """
@@ -35,7 +36,12 @@ class LoaderNode(BaseNode[BatchT]):  # type: ignore[misc]
         """Begin a pass: at a state, else in the next epoch; the first pass, where the loader is."""
         super().reset(initial_state)
         if initial_state is not None:
-            self._loader.load_state_dict(initial_state)
+            state = initial_state.get("loader", initial_state)  # the loader's alone, as it was saved at first
+            self._loader.load_state_dict(state)
+            self._epoch = initial_state.get("pass_epoch", state["epoch"])
+            if self._epoch != state["epoch"]:
+                self._pass = iter(())
+                return
         elif self._epoch is not None:
             self._loader.set_epoch(self._epoch + 1)
         self._epoch = self._loader.state_dict()["epoch"]
@@ -45,4 +51,4 @@ class LoaderNode(BaseNode[BatchT]):  # type: ignore[misc]
         return next(self._pass)
 
     def get_state(self) -> dict[str, Any]:
-        return self._loader.state_dict()
+        return {"loader": self._loader.state_dict(), "pass_epoch": self._epoch}

@@ -94,6 +94,47 @@ def test_a_pass_left_early_is_followed_by_the_next_epoch_however_far_the_threads
         assert ids(graph) == unbroken[STEPS:]
 
 
+def test_sources_that_are_drawn_from_end_where_they_did_also_when_resumed_behind_their_last_batch(rows: str) -> None:
+    from torchdata.nodes import Loader, MultiNodeWeightedSampler, StopCriteria
+
+    from penstock.loader.integrations import LoaderNode
+
+    def draw(state: Any = None) -> tuple[list[list[int]], list[Any]]:
+        with open_loader(rows) as long, open_loader(rows, batch_size=2 * BATCH, seed=9) as short:
+            sources = {"long": LoaderNode(long), "short": LoaderNode(short)}
+            weights = {"long": 0.5, "short": 0.5}
+            stop = StopCriteria.ALL_DATASETS_EXHAUSTED
+            graph = Loader(MultiNodeWeightedSampler(sources, weights, stop_criteria=stop))
+            if state is not None:
+                graph.load_state_dict(state)
+            seen, states = [], []
+            for batch in graph:
+                seen += ids([batch])
+                states.append(graph.state_dict())
+        return seen, states
+
+    whole, states = draw()
+    assert len(whole) == STEPS + STEPS // 2
+    for step in range(8, len(whole)):
+        assert draw(states[step - 1])[0] == whole[step:]
+
+
+def test_a_state_without_the_epoch_of_its_pass_is_the_loaders(rows: str) -> None:
+    with open_loader(rows) as loader:
+        unbroken = ids(loader)
+        loader.set_epoch(0)
+        graph = open_graph(loader, "alone")
+        for step, _ in enumerate(graph, start=1):
+            if step == 5:
+                break
+        state = graph.state_dict()
+        root = next(value for value in state.values() if isinstance(value, dict) and "pass_epoch" in value)
+        bare = {name: value["loader"] if value is root else value for name, value in state.items()}
+        graph = open_graph(loader, "alone")
+        graph.load_state_dict(bare)
+        assert ids(graph) == unbroken[5:]
+
+
 def loop(loader: Any, steps: int, state: Any = None) -> tuple[list[list[int]], Any]:
     """Code as it is written for torchdata's ``StatefulDataLoader``."""
     if state is not None:
