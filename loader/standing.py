@@ -42,6 +42,14 @@ class Standing:
                 "are list(loader)"
             )
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Frameworks copy what holds a loader, such as a module or its arguments; Python's error would name a lock.
+        raise TypeError(
+            "a DistributedDataLoader has threads and one position, so it is neither copied nor pickled: make it in the "
+            "process that needs it, as in train_dataloader(), and keep it out of what is copied, as the attributes "
+            "of a module are; state_dict() is its position, for another loader"
+        )
+
     @property
     def steps_left(self) -> int:
         """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch.

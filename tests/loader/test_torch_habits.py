@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, StateMismatchError
+from penstock.loader.integrations import TorchLoader
 
 
 @pytest.fixture
@@ -50,6 +53,18 @@ def test_numpy_is_told_that_a_loader_is_no_array(tars: str, make: Callable[[Any]
         with pytest.raises(TypeError, match=r"is no array: .*for batch in loader.*list\(loader\)"):
             make(loader)
         assert loader.metrics().batches == 0  # nothing was read for it
+        assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("hold", [lambda loader: loader, lambda loader: {"loader": [loader]}, TorchLoader])
+def test_a_loader_that_is_copied_or_pickled_says_what_to_do(tars, duplicate, hold):
+    with load(tars, batch_size=4) as loader:
+        held = hold(loader)
+        if duplicate is copy.copy and held is not loader:
+            return  # copies what holds it alone
+        with pytest.raises(TypeError, match=r"neither copied nor pickled.*train_dataloader.*state_dict\(\)"):
+            duplicate(held)
         assert len(list(loader)) == len(loader)
 
 

@@ -65,6 +65,14 @@ def test_an_evaluation_is_over_every_row_each_time(told: dict[str, dict[str, Any
     assert first == second == pytest.approx(told["evaluated"]["loss"])
 
 
+def test_metrics_get_a_mask_of_padding_and_an_evaluation_costs_training_nothing(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    padded, unbroken = told["evaluated with padding"], told["unbroken"]
+    assert padded["counts"] == 2 * [[150, 120, 120]], "rows, samples among those that count, rows that count"
+    assert padded["batches"] == unbroken["batches"][:4]
+
+
 def test_batches_by_tokens_are_refused_as_each_epoch_has_its_own_number(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="install penstock[integrations]")
     from penstock import DistributedDataLoader, open_manifest, pack

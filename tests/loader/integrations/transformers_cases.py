@@ -137,6 +137,38 @@ def evaluate(folder: Path) -> dict[str, Any]:
     return {"told": told, "loss": float(trainer.model(**fields)["loss"])}
 
 
+def evaluate_padded(folder: Path) -> dict[str, Any]:
+    """The rows that ``compute_metrics`` gets in the midst of training, of batches that end in padding."""
+    counts: list[list[int]] = []
+
+    def count(prediction: Any) -> dict[str, float]:
+        ids, valid = prediction.label_ids
+        counts.append([len(ids), len(set(ids[valid].tolist())), int(valid.sum())])
+        return {}
+
+    options: dict[str, Any] = {"batch_size": 50, "last_batch": "pad", "shuffle": False, "with_ids": True}
+    with DistributedDataLoader(str(folder / "rows"), rank=0, world_size=1, **options) as rows:
+
+        class Evaluating(RowsTrainer):
+            def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+                return self.eval_dataset
+
+        arguments = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "label_names": ["__id__", "__valid__"]}
+        trainer = Evaluating(
+            folder,
+            None,
+            TorchLoader,
+            {},
+            model=Model(),
+            args=TrainingArguments(str(folder / "saved"), report_to=[], disable_tqdm=True, use_cpu=True, **arguments),
+            eval_dataset=TorchLoader(rows),
+            compute_metrics=count,
+            callbacks=[TransformersCallback()],
+        )
+        trainer.train()
+    return {"counts": counts, "batches": trainer.batches}
+
+
 def main(folder: Path) -> None:
     def fresh(name: str) -> Path:
         write_rows(folder / name / "rows")
@@ -151,6 +183,7 @@ def main(folder: Path) -> None:
         tell(f"killed at {kill_at}", train(resumed, kill_at=kill_at))
         tell(f"resumed at {kill_at}", train(resumed))
     tell("evaluated", evaluate(fresh("evaluated")))
+    tell("evaluated with padding", evaluate_padded(fresh("padded")))
     tell("bare loader", train(fresh("bare"), view=lambda rows: rows))
     tell("as its data set", train_as_dataset(fresh("dataset")))
 
