@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from .order.cached import cached_property
 from .order.permutation import IntArray
 
 __all__ = [

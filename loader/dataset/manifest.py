@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ...storage import ObjectInfo
 from ..columns import IntArray
 from ..errors import DatasetError, MemoryLimitError
 from ..formats.shard import ChunkRef, ShardIndex
+from ..order.cached import cached_property
 from .bounds import find_misfit, find_strange_schema
 from .part_sums import FORMATS_IN_PARTS, UNTHREADED, PartSums
 

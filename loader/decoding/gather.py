@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from ..errors import DecodeError
+from ..order.cached import cached_property
 from ..order.spans import ChunkRows
 from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
 from ..reading.mapped_files import MappedFile

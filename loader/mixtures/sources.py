@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -26,6 +25,7 @@ from ..dataset.manifest import Manifest
 from ..decoding.batch_options import IDS
 from ..formats.detect import make_format
 from ..metrics import Counters
+from ..order.cached import cached_property
 from ..order.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer

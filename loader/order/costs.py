@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import ConfigError
+from .cached import cached_property
 from .permutation import IntArray
 
 CostFunction = Callable[[IntArray], np.ndarray[tuple[int, ...], np.dtype[Any]]]

@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from ..errors import ConfigError, PartitionError
+from .cached import cached_property
 from .permutation import IntArray
 
 Stop = Literal["first_exhausted", "all_exhausted", "never"]

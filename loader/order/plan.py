@@ -18,11 +18,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ..errors import ConfigError, PartitionError
+from .cached import cached_property
 from .permutation import IntArray, permutation, stream_key
 from .pieces import Pieces, cut_into_pieces
 from .selection import Parts, Selection, lay_rows

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import PartitionError
+from .cached import cached_property
 from .permutation import IntArray, permutation, random_numbers, stream_key
 from .subset import Subset, blocks
 from .weights import Weights

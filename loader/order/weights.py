@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
+from .cached import cached_property
 
 _LARGEST = 1 << 30  # the largest weight as a whole number: sums of 2**33 of them are exact in int64
 _MOST_SAMPLES = 1 << 33

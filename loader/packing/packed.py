@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, join_slices
+from ..order.cached import cached_property
 from .config import FIELDS, Packing
 from .documents import Documents
 from .layout import Layout, lay_out

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from ..columns import AnyArray, Ragged
 from ..decoding.row_work import RowError
 from ..errors import ConfigError, DecodeError
+from ..order.cached import cached_property
 from .config import Tokenize
 
 _INSTALL = "install penstock[text], or give a function from a list of texts to their token ids"

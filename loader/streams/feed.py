@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..columns import IntArray
+from ..order.cached import cached_property
 from .keep import BoolArray
 from .work import Yield
 
