@@ -64,9 +64,7 @@ def main() -> None:
             axis.set_ylim(0.95, 1.3)
         else:
             axis.set_ylim(0, max(1.0, 1.08 * max(row[field] * scale for rows in found.values() for row in rows)))
-        axis.yaxis.set_major_formatter(
-            lambda value, _, unit=unit: f"{value:,.{0 if value >= 2 or value == 0 else 2}f}{unit}"
-        )
+        axis.yaxis.set_major_formatter(lambda value, _, unit=unit: f"{value:,.6g}{unit}")
         axis.set_title(title, loc="left", fontweight="bold", fontsize=8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
