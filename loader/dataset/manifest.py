@@ -23,7 +23,7 @@ MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Manifest:
     """All chunks of a data set, in sample order.
 
@@ -48,6 +48,12 @@ class Manifest:
     memory: IntArray
     checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = field(default=None)
     parts: PartSums | None = field(default=None)
+
+    def __repr__(self) -> str:  # of millions of chunks, too
+        return (
+            f"{type(self).__name__}({self.url!r}, format={self.format!r}, {self.num_samples} samples in "
+            f"{self.num_chunks} chunks of {len(self.shards)} shards)"
+        )
 
     @property
     def num_chunks(self) -> int:

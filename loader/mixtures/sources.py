@@ -210,7 +210,7 @@ def _open(
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class JointManifest(Manifest):
     """The chunks of all sources laid end to end. Shards are named by their whole URLs."""
 

@@ -127,3 +127,10 @@ def test_any_damage_is_told_as_such_or_does_not_matter(data: st.DataObject) -> N
 def test_a_data_set_without_a_sample_is_refused() -> None:
     with pytest.raises(DatasetError, match="none of its 2 tar shards holds a sample"):
         make_manifest([[], []])
+
+
+def test_a_manifest_of_many_shards_shows_as_one_line() -> None:
+    shown = repr(make_manifest([[3, 4], [5]] * 500))
+    assert shown.startswith("Manifest(")
+    assert shown.endswith(", 6000 samples in 1500 chunks of 1000 shards)")
+    assert len(shown) < 120
