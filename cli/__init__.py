@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -33,6 +34,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, as `>&-` does
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the whole process
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # a terminal of Latin-1 or ASCII has no sign for some that are printed
     code = run(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

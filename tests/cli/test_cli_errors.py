@@ -215,3 +215,12 @@ def test_brackets_in_names_are_shown_as_they_are(
     out = call(capsys, "inspect", target)[1].replace("\n", "")
     assert "see [bold] and [/red]" in out
     assert "[red]" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_lacks_a_sign_shows_a_question_mark(encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = run_process(["plan", "--samples", "1e6"], env=environment, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"lanes {'?' if encoding == 'ascii' else chr(0xD7)} window" in done.stdout
