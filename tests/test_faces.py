@@ -18,7 +18,15 @@ ROOT = Path(__file__).parents[1]
 FACES = ("penstock", "penstock.loader", "penstock.loader.integrations", "penstock.storage", "penstock.trainer")
 ROOMS = ("loader", "storage", "trainer")
 # Raised and caught within a room: no user sees them.
-INTERNAL = {"AvoidedError", "NotProvenError", "PoolClosedError", "RemoteError", "RowError"}
+INTERNAL = {
+    "AvoidedError",
+    "InexactError",
+    "NotProvenError",
+    "OddIntegerError",
+    "PoolClosedError",
+    "RemoteError",
+    "RowError",
+}
 
 
 def stub_of(face: str) -> Path:
