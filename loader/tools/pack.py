@@ -118,7 +118,8 @@ class _Job:
             return MdsWriter(self.shard_bytes)
         if self.format == "jsonl":
             return JsonlWriter(self.shard_bytes)
-        return (ParquetWriter if self.format == "parquet" else ArrowWriter)(self.shard_bytes, hints)
+        kind = ParquetWriter if self.format == "parquet" else ArrowWriter
+        return kind(self.shard_bytes, hints, is_whole=self.map is None)
 
     def transform(self, writer: ShardWriter, source: SampleSource) -> Transform:
         return Transform(

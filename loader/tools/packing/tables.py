@@ -23,16 +23,20 @@ _TABLE_ROWS = 256
 class TableWriter(SampleWriter):
     """Takes dicts, or record batches of many samples; cuts them into groups of about a chunk's size.
 
-    A record batch, or the first rows, determine the schema; ``hints`` are types that the source knows.
+    A record batch, or the first rows, determine the schema; ``hints`` are types that the source knows. With
+    ``is_whole`` rows are as the source has them, so that a column of it that the first ones lack comes later.
     """
 
     suffix: str
     takes_batches = True
 
-    def __init__(self, shard_bytes: int, hints: Mapping[str, pa.DataType] | None = None) -> None:
+    def __init__(
+        self, shard_bytes: int, hints: Mapping[str, pa.DataType] | None = None, *, is_whole: bool = True
+    ) -> None:
         super().__init__()
         self._shard_bytes = shard_bytes
         self._hints = dict(hints or {})
+        self._is_whole = is_whole
         self._group_bytes = min(CHUNK_BYTES, shard_bytes)
         self._schema: pa.Schema | None = None
         self._rows: list[dict[str, Any]] = []
@@ -94,7 +98,7 @@ class TableWriter(SampleWriter):
 
     def _is_hinted(self, names: list[str]) -> bool:
         """Whether the rows are those of the source, some of whose columns may come later."""
-        return set(names) <= set(self._hints)
+        return self._is_whole and set(names) <= set(self._hints)
 
     def _array(self, name: str, values: list[Any], kind: pa.DataType | None, first: int) -> pa.Array:
         """A column of samples from number ``first`` on; until there is a schema, ``kind`` is only what was hinted."""

@@ -109,6 +109,18 @@ def test_fractions_that_a_map_makes_of_integers_are_kept(tmp_path: Path) -> None
     assert read_samples(str(tmp_path / "out")) == [{"n": n / 4, "o": {"a": n, "b": 1}} for n in range(10)]
 
 
+def test_columns_that_a_map_drops_do_not_come_back(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"n": n, "text": "x", "late": None}) + "\n" for n in range(9))
+    )
+    pack(tmp_path / "rows.jsonl", tmp_path / "out", format="parquet", map=only_n)
+    assert pq.read_schema(tmp_path / "out" / "shard-000000.parquet").names == ["n"]
+
+
+def only_n(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"n": sample["n"]}
+
+
 @pytest.mark.parametrize("format", ["tar", "jsonl"])
 def test_nanoseconds_are_written_as_times(format: Any, tmp_path: Path) -> None:  # noqa: A002 - as pack calls it
     text = "2024-02-29T05:00:00.123456789"
