@@ -1,8 +1,10 @@
-"""Whether all ranks update their weights alike: what one of them changes alone makes it train another model."""
+"""Whether all ranks train alike: with other options or settings one of them would train another model, or hang."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import TrainerError
+from .errors import TrainerConfigError, TrainerError
 from .ranks.world import World
 
 _BITS = 20  # squares, added over all ranks, stay exact in float64
@@ -18,6 +20,44 @@ _ROUNDING = 1e-3  # of a weight's norm: kernels of different devices round diffe
 _LEAST = 1e-6
 # Those that no optimizer sets itself.
 _SETTINGS = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
+
+_OPTIONS = (
+    *("steps", "epochs", "shares", "shares_every", "average_every", "node_average_every", "step", "schedule"),
+    *("precision", "parallel", "compression", "ema", "spike", "evaluate", "checkpoint"),
+)
+_OWN_OPTIONS = ("checkpoint.folder",)  # which nodes may mount elsewhere
+
+
+def agree_on_options(config: Any, evaluates: bool, world: World) -> None:
+    """See that all ranks have those options of ``config``, a dataclass of such, that decide what they do together.
+
+    ``evaluates`` is whether there is an evaluation. A collective.
+
+    Raises:
+        TrainerConfigError: on every rank, if they differ; names the first.
+    """
+    if world.world_size == 1:
+        return
+    own = {name: value for key in _OPTIONS for name, value in _flatten(key, getattr(config, key))}
+    own["evaluation"] = "one" if evaluates else None
+    everywhere: list[dict[str, Any]] = [{}] * world.world_size
+    dist.all_gather_object(everywhere, own)
+    for rank, its in enumerate(everywhere):
+        for name, value in everywhere[0].items():
+            if its.get(name) != value:
+                raise TrainerConfigError(
+                    f"{name} is {value!r} on rank 0 and {its.get(name)!r} on rank {rank}, and ranks train together; "
+                    "give all of them the same"
+                )
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not is_dataclass(value):
+        yield name, value
+        return
+    for one in fields(value):
+        if (key := f"{name}.{one.name}") not in _OWN_OPTIONS:
+            yield from _flatten(key, getattr(value, one.name))
 
 
 class Settings:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .alike import agree_on_options
 from .checkpoint.traffic import TRAFFIC
 from .config import TrainerConfig
 from .determinism import deterministic_kernels
@@ -105,6 +106,7 @@ class DistributedTrainer:
     ) -> None:
         """Make the parts and resume, while the ranks watch each other."""
         config = self.config
+        agree_on_options(config, evaluation is not None, self.world)
         self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
         length = agree_on_length(loader, self.world, self.stopwatch.enter)
         self._feed.expect(length, self._guard.check_end, lambda *end: leaves_steps(config, evaluation, *end))

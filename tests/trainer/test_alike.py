@@ -12,7 +12,7 @@ from launch_ranks import run_ranks
 from small_trainers import Line, add_up, make_trainer, rows
 from torch import nn
 
-from penstock.trainer import Callbacks, Evaluation, StepRecord, TrainerError, World
+from penstock.trainer import Callbacks, Evaluation, StepRecord, TrainerConfigError, TrainerError, World
 
 
 class Changing(Callbacks):
@@ -113,6 +113,43 @@ def test_weights_that_an_observer_changes_on_rank_0_alone_are_neither_evaluated_
     assert run_ranks(save_or_evaluate, 2, str(tmp_path / "well"), nothing, evaluates) == [(4, "")] * 2
 
 
+APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "steps": ({"steps": 4}, {"steps": 5}, "steps is 4 on rank 0 and 5 on rank 1"),
+    "clipping": ({}, {"step": {"clip_norm": 1.0}}, "step.clip_norm is None on rank 0 and 1.0 on rank 1"),
+    "zero": ({}, {"parallel": {"zero": 2}}, "parallel.zero is 0 on rank 0 and 2 on rank 1"),
+    "schedule": ({}, {"schedule": {"shape": "linear"}}, "schedule.shape is 'constant' on rank 0 and 'linear'"),
+    "average": ({}, {"ema": {"decay": 0.5}}, "ema.decay is None on rank 0 and 0.5 on rank 1"),
+    "format": ({}, {"precision": {"dtype": "bf16"}}, "precision.dtype is 'fp32' on rank 0 and 'bf16' on rank 1"),
+    "saves": ({"checkpoint": {"every_steps": 2}}, {}, "checkpoint.every_steps is 2 on rank 0 and 0 on rank 1"),
+    "own": ({"report": {"quiet": True}, "seed": 1}, {"stall_timeout_s": 30.0, "report": {"every": 3}}, ""),
+}
+
+
+def give_options_apart(world: World, folder: str) -> dict[str, str]:
+    found = {}
+    for name, options in APART.items():
+        try:
+            with make_trainer(world, f"{folder}/{name}", **options[world.rank]) as trainer:
+                trainer.train()
+            found[name] = ""
+        except TrainerConfigError as exc:
+            found[name] = str(exc)
+    evaluation = None if world.rank else Evaluation(batches=rows(world, "pad"), metrics=add_up)
+    try:
+        make_trainer(world, f"{folder}/evaluation", evaluation=evaluation)
+    except TrainerConfigError as exc:
+        found["evaluation"] = str(exc)
+    return found
+
+
+def test_options_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    for found in run_ranks(give_options_apart, 2, str(tmp_path)):
+        for name, (_, _, told) in APART.items():
+            assert told in found[name]
+            assert bool(told) == bool(found[name])
+        assert "evaluation is 'one' on rank 0 and None on rank 1" in found["evaluation"]
+
+
 def make_apart(world: World, folder: str, how: str, zero: int) -> str:
     def make(parameters: Any) -> torch.optim.Optimizer:
         if how == "class" and world.rank == 1:
@@ -121,8 +158,6 @@ def make_apart(world: World, folder: str, how: str, zero: int) -> str:
         return torch.optim.SGD(some, lr=0.2 if how == "lr" and world.rank == 1 else 0.1)
 
     options: dict[str, Any] = {"parallel": {"zero": zero}, "optimizer": make}
-    if how == "schedule":
-        options["schedule"] = {"shape": "linear" if world.rank else "constant"}
     with make_trainer(world, folder, **options) as trainer:
         try:
             trainer.train()
