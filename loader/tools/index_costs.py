@@ -19,6 +19,7 @@ from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
 from ..formats.arrow.columns import is_list, is_text
 from ..formats.detect import make_format
+from ..formats.schema import NULL_SUFFIX
 from ..limits import usable_memory
 from ..metrics import Counters
 from ..order.costs import LARGEST, CostValues, narrow_type
@@ -111,7 +112,18 @@ def write_costs(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write an index of costs beside the manifest; returns its URL. An index of this name is replaced as a whole."""
+    """Write an index of costs beside the manifest; returns its URL. An index of this name is replaced as a whole.
+
+    Raises:
+        ConfigError: ``values`` are not (samples,) uint16 or uint32.
+        StorageError: the store refused or did not answer.
+    """
+    is_array = isinstance(values, np.ndarray) and values.dtype.kind == "u" and values.dtype.itemsize in (2, 4)
+    if not is_array or values.shape != (manifest.num_samples,):
+        found = f"{values.dtype} of shape {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ConfigError(
+            f"values are {found}; give one cost a sample, ({manifest.num_samples},) uint16 or uint32, of index_costs"
+        )
     store = open_store(manifest.url, storage_options=storage_options)
     try:
         key = cost_key(expression.name, manifest.fingerprint)
@@ -165,6 +177,9 @@ def _costs(block: Block, wanted: CostExpression) -> FloatArray:
         return np.full(block.samples, np.nan)
     found = _lengths(column, wanted) if wanted.is_length else _values(column, wanted)
     costs: FloatArray = found.astype(np.float64)
+    nulls = block.columns.get(wanted.field + NULL_SUFFIX)
+    if isinstance(nulls, ArrayColumn):  # where a value is missing there is a 0
+        costs[nulls.values] = np.nan
     return costs
 
 

@@ -15,8 +15,10 @@ from tar_dataset import write_tars
 from penstock import Cost, open_manifest, pack
 from penstock.loader import (
     ConfigError,
+    CostExpression,
     DatasetError,
     index_costs,
+    write_costs,
 )
 from penstock.storage import AccessDeniedError
 
@@ -116,3 +118,31 @@ def test_an_index_that_is_damaged_or_of_other_data_is_refused_and_says_what_to_r
     (folder / "8.parquet").unlink()
     with pytest.raises(DatasetError, match=r"no index of the costs 'tokens' for this data set as it is now"):
         make_loader(str(folder), batch_size=4, cost="tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expression"),
+    [
+        ("c.parquet", pa.array([1, 2, None]), "c"),
+        ("c.parquet", pa.array([True, False, None]), "c"),
+        ("c.jsonl", None, "c"),
+    ],
+)
+def test_a_missing_whole_number_is_refused_too_and_not_taken_for_0(tmp_path, name, values, expression):
+    if values is None:
+        (tmp_path / name).write_text('{"c": 1}\n{"c": 2}\n{"d": 1}\n')
+    else:
+        pq.write_table(pa.table({"c": values}), tmp_path / name, row_group_size=2)
+    with pytest.raises(DatasetError, match=r"sample 2 \(number 2 of the shard\) is missing"):
+        index_costs(open_manifest(str(tmp_path)), expression, progress=False)
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros(2, np.uint16), np.zeros((3, 1), np.uint16), np.zeros(3), np.array([1, -2, 3]), [1, 2, 3]]
+)
+def test_what_is_no_index_is_not_written(tmp_path, values):
+    pq.write_table(pa.table({"c": [1, 2, 3]}), tmp_path / "c.parquet")
+    manifest = open_manifest(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"give one cost a sample, \(3,\) uint16 or uint32"):
+        write_costs(manifest, CostExpression.parse("c"), values)
+    assert not list(tmp_path.glob("*.costs"))
