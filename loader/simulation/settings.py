@@ -17,6 +17,7 @@ _SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 1024
 _MOST_SPAN = 64
 _MOST_WAITING = 256  # as DeliveryQueue: batches that wait at most
 _FEWEST_WAITING = 2
+_MOST = 1e9  # seconds, and seconds of one request or sample, that are simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,12 @@ class Machines:
             raise ConfigError(f"slow_ranks={self.slow_ranks}: a share of the ranks, from 0 to 1")
         if self.slow_factor < 1:
             raise ConfigError(f"slow_factor={self.slow_factor}: slow ranks take at least as long as others, 1 or more")
+        for name in ("step_s", "latency_s", "slow_factor"):  # beyond, sums of them are no finite numbers
+            if getattr(self, name) > _MOST:
+                raise ConfigError(f"{name}={getattr(self, name)}: at most {_MOST:g}")
+        for name in ("store_bytes_per_s", "store_requests_per_s", "decode_rate"):
+            if 0 < getattr(self, name) < 1 / _MOST:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least {1 / _MOST:g}, or 0 for no limit")
         for name in ("latency_spread", "step_spread"):
             if getattr(self, name) > 3:
                 raise ConfigError(f"{name}={getattr(self, name)}: at most 3, the standard deviation of a logarithm")

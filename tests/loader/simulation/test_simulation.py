@@ -183,6 +183,8 @@ def some_manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
         ({"threads": 0}, {}, "threads=0"),
         ({"ranks_per_node": 0}, {}, "ranks_per_node=0"),
         ({"memory_limit": MIB}, {}, "memory_limit=1,048,576.*Give at least"),
+        ({"step_s": 1e308}, {}, r"step_s=1e\+308: at most 1e\+09"),
+        ({"decode_rate": 1e-300}, {}, "decode_rate=1e-300: at least 1e-09, or 0 for no limit"),
         ({}, {"world_size": 5000}, "world_size=5000"),
         ({}, {"steps": 2}, "steps=2"),
         ({}, {"batch_size": 0}, "global_batch_size=0"),
