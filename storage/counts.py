@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 from .cache import CacheStore
 from .retry import RetryStore
@@ -41,7 +41,15 @@ class StoreCounts:
 
 
 def count_store(store: object) -> StoreCounts:
-    """The counts of a composed store so far; cheap, from any thread, and after it was closed."""
+    """The counts of a composed store so far; cheap, from any thread, and after it was closed.
+
+    Of what has several (``stores``), as a mixture of data sets has, those of all together.
+    """
+    counts = [vars(_count_one(each)) for each in _all_of(store)]
+    return StoreCounts(**{field.name: sum(each[field.name] for each in counts) for field in fields(StoreCounts)})
+
+
+def _count_one(store: object) -> StoreCounts:
     found: dict[str, int] = {}
     for layer in _layers(store):
         if isinstance(layer, CacheStore):
@@ -60,15 +68,21 @@ def count_store(store: object) -> StoreCounts:
 
 
 def count_running(store: object) -> tuple[int, int]:
-    """Requests of this process that run now at the store's host, and how many may; (0, 0) for local files."""
-    limiters = [layer.limiter for layer in _layers(store) if isinstance(layer, RetryStore)]
-    return (limiters[0].running, limiters[0].limit) if limiters else (0, 0)
+    """Requests of this process that run now at the store's hosts, and how many may; (0, 0) for local files."""
+    layers = (layer for each in _all_of(store) for layer in _layers(each))
+    limiters = {id(layer.limiter): layer.limiter for layer in layers if isinstance(layer, RetryStore)}.values()
+    return sum(limiter.running for limiter in limiters), sum(limiter.limit for limiter in limiters)
 
 
 def fastest_response_s(store: object) -> float | None:
     """How long the store's host took for its fastest response to this process so far; None where there was none."""
     limiters = [layer.limiter for layer in _layers(store) if isinstance(layer, RetryStore)]
     return limiters[0].round_trip_s if limiters else None
+
+
+def _all_of(store: object) -> Sequence[object]:
+    stores: Sequence[object] = getattr(store, "stores", (store,))
+    return stores
 
 
 def _layers(store: object) -> Iterator[object]:

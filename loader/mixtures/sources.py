@@ -116,6 +116,11 @@ class OpenSources(Sequence[OpenSource]):
         return [(s.name, s.manifest.fingerprint, s.manifest.num_samples, s.num_samples) for s in self._sources]
 
     @property
+    def stores(self) -> list[Store]:
+        """Those of all sources, whose requests are counted together."""
+        return [source.store for source in self._sources]
+
+    @property
     def are_streams(self) -> bool:
         """Whether any drops or packs samples, so that only reading tells how many outputs its epochs have."""
         return any(source.reshaping is not None for source in self._sources)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 from mixed_rows import deliver, write_rows
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, Manifest, Mixture, Packing, Source, Subset, TokensFormat, audit
+from penstock import DistributedDataLoader, Manifest, Mixture, Packing, Source, Subset, TokensFormat, audit, pack
 from penstock.cli.audit import run
 from penstock.loader import BadChunkWarning, ConfigError, DatasetError, PartitionError, StateMismatchError
 from penstock.storage import PenstockError, StorageError
+from penstock.storage.counts import count_store
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +123,21 @@ def test_sources_of_other_fields_types_or_shapes_are_refused_by_name(tmp_path, a
         tokens.append(Source(tmp_path / name, format=TokensFormat(seq_len=8 if name == "x" else 16)))
     with pytest.raises(ConfigError, match=r"'tokens' is torch.int64 of shape \(8,\) in 'x' and .*\(16,\) in 'y'"):
         first_batch(Mixture({"x": tokens[0], "y": tokens[1]}))
+
+
+def test_metrics_count_the_requests_and_cache_hits_of_all_sources(tmp_path: Path) -> None:
+    urls = [f"mem://mixed-counts-{uuid4().hex[:8]}/{name}" for name in "ab"]
+    for url in urls:
+        pack(({"n": i} for i in range(40)), url, format="parquet")
+    with DistributedDataLoader(Mixture(dict.fromkeys(urls, 1)), batch_size=10, cache_dir=tmp_path) as loader:
+        assert len(list(loader)) > 0
+        seen = loader.metrics()
+        alone = [count_store(source.store) for source in loader._parts.mixture.sources]
+    assert all(each.requests and each.cache_misses for each in alone)
+    assert seen.requests == sum(each.requests for each in alone)
+    assert seen.cache_misses == sum(each.cache_misses for each in alone)
+    assert seen.request_limit > 0
+    assert loader.metrics().requests >= seen.requests  # after close, too
 
 
 def test_metrics_tell_the_progress_of_each_source(tmp_path):
