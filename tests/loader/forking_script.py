@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,8 @@ def main() -> None:
     )
     batches = iter(loader)
     next(batches)
+    # What Python says of it from 3.12 on is what is tested.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     if os.fork() == 0:
         be_the_child(loader, batches)
         sys.exit(0)  # runs what is registered for the interpreter's exit
