@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,10 @@ class Gradients:
             one.grad = None
 
     @torch.no_grad()
-    def measure(self) -> Measured:
+    def measure(self, losses: Sequence[Tensor | float]) -> Measured:
         """Look at each gradient once; a collective where the model is sharded. Does not wait for the device.
+
+        ``losses`` are those that the gradients are of, () each: of all ranks, where they exchange gradients.
 
         Raises:
             TrainerConfigError: a parameter was unfrozen that the optimizer lacks, and would stay as it is; or the first
@@ -77,7 +79,7 @@ class Gradients:
                 "AdamW(model.parameters()), which leaves frozen ones alone, or make a new trainer after unfreezing"
             )
         local = self._gather()
-        self._check_first(local)
+        self._check_first(local, losses)
         norm = self._norm(local)
         if self._not_updated:  # NaN and infinity come through
             norm = norm + 0.0 * self._norm(local_part(one.grad) for one in self._not_updated if one.grad is not None)
@@ -89,11 +91,15 @@ class Gradients:
         norm = (found[0] / self._parallel.replicas).sqrt()
         return Measured(norm, local, None if self._parallel.uses_all else found[1:])
 
-    def _check_first(self, local: list[Tensor]) -> None:
-        """A later step may be without gradients; where the first one is, the loss was cut off from the model."""
-        is_first, self._is_first = self._is_first, False
+    def _check_first(self, local: list[Tensor], losses: Sequence[Tensor | float]) -> None:
+        """A later step may be without gradients; where the first one is, the loss was cut off from the model.
+
+        A loss of 0 says nothing: functions return one made from a number for a batch in which all is masked.
+        """
         usage = self._parallel.usage if self._world.world_size == 1 else None  # alone, zeros stand for what is unused
-        if is_first and not (local and (usage is None or usage.uses_any)):
+        if not self._is_first or (local and (usage is None or usage.uses_any)):
+            self._is_first = False
+        elif any(one != 0 for one in losses):
             raise TrainerConfigError(
                 "no parameter of the optimizer got a gradient in the first step, so that nothing would be trained: the "
                 "sum that the loss function returns does not depend on them; is it detached, or made from numbers, and "

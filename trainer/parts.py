@@ -84,6 +84,7 @@ def make_parts(
         precision=config.precision,
         phase=stopwatch.phase,
         clock=clock,
+        is_saved=config.keeps_checkpoints,
     )
     probe = MemoryProbe(parallel, adopted, loss, config.precision)
     return Parts(

@@ -93,7 +93,7 @@ class StepRunner:
     On CUDA a step waits once, for the sums of its forwards, while its backward is under way; the device never runs dry.
     Whether gradients are finite is known after that: with ``on_nan="stop"`` it is told with the next step's sums, and
     ``settle`` asks for it. Skipping needs to know before the update, and so do fp16's scaler and gradients that this
-    rank lacks; they wait for the device. ``reads_late`` is for tests.
+    rank lacks; they wait for the device. ``reads_late`` is for tests. ``is_saved`` is whether checkpoints are kept.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class StepRunner:
         phase: Phase,
         clock: ComputeClock | None = None,
         reads_late: bool | None = None,
+        is_saved: bool = False,
     ) -> None:
         self._parallel = parallel
         self._world = parallel.world
@@ -119,7 +120,8 @@ class StepRunner:
         self._scaler = LossScaler(precision, self._world)
         self._gradients = Gradients(parallel, optimizer)
         self._settings = Settings(optimizer, self._world)
-        self._known = KnownParameters(parallel.inner, {} if parallel.usage is None else parallel.usage.whole)
+        whole = {} if parallel.usage is None else parallel.usage.whole
+        self._known = KnownParameters(parallel.inner, whole, is_saved=is_saved)
         on_cuda = self._world.device.type == "cuda"
         can_read_late = config.on_nan == "stop" and not self._scaler.is_enabled()
         self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
@@ -222,7 +224,8 @@ class StepRunner:
         else:
             with self._phase("optimizer"):
                 right = totals.count if own is None else own.wait()[0] * self._world.world_size
-                outcome, norm = self._update(step, self._expected_count / right if right else 1.0)
+                followed = [totals.loss] if own is None else losses
+                outcome, norm = self._update(step, self._expected_count / right if right else 1.0, followed)
             self._expected_count = totals.count
         if outcome == "non-finite":
             self._expected_count = expected_before
@@ -282,11 +285,13 @@ class StepRunner:
             dist.all_reduce(known)
         return max(1.0, float(known))
 
-    def _update(self, step: int, correction: float) -> tuple[Outcome, float | torch.Tensor | None]:
+    def _update(
+        self, step: int, correction: float, losses: Sequence[torch.Tensor | float]
+    ) -> tuple[Outcome, float | torch.Tensor | None]:
         """Correct, clip and use the gradients, if they are finite as far as that is known."""
         if self._scaler.is_enabled():
             self._scaler.unscale_(self._optimizer)
-        measured = self._gradients.measure()
+        measured = self._gradients.measure(losses)
         if measured.used is not None:
             self._parallel.drop_unused(measured.used.tolist())
         norm: float | torch.Tensor = measured.norm if correction == 1.0 else measured.norm * correction

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from launch_ranks import run_ranks
 from small_trainers import Line, make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
@@ -146,3 +148,39 @@ def test_a_loss_that_does_not_depend_on_the_model_is_refused_since_nothing_would
 ) -> None:
     with pytest.raises(TrainerConfigError, match="no parameter of the optimizer got a gradient in the first step"):
         make_trainer(world, str(tmp_path), loss=loss, parallel={"zero": zero}).train()
+
+
+class MaskedAtFirst:
+    """A loss whose first batch is masked whole on ``rank``: its sum is a number."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._calls = rank, 0
+
+    def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        self._calls += 1
+        losses = model(batch["x"]).square()
+        if self._calls == 1 and (dist.get_rank() if dist.is_initialized() else 0) == self._rank:
+            return torch.zeros((), requires_grad=True), len(losses)
+        return losses.sum(), len(losses)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_first_batch_that_is_masked_whole_trains_nothing_and_the_next_ones_do(
+    world: World, tmp_path: Path, zero: int
+) -> None:
+    options: dict[str, Any] = {"loss": MaskedAtFirst(0), "parallel": {"zero": zero}}
+    with make_trainer(world, str(tmp_path), **options) as trainer:
+        trainer.train()
+        assert trainer.progress.step == 4
+        weight = local_part(trainer.parallel.inner.line.weight)
+    assert not torch.equal(weight, Line().line.weight)
+
+
+def train_alone(world: World, folder: str) -> int:
+    with make_trainer(world, folder, loss=MaskedAtFirst(1), average_every=2) as trainer:
+        trainer.train()
+        return int(trainer.progress.step)
+
+
+def test_so_does_one_on_a_rank_that_exchanges_no_gradients(tmp_path: Path) -> None:
+    assert run_ranks(train_alone, 2, str(tmp_path)) == [4, 4]

@@ -101,6 +101,37 @@ def test_modules_without_parameters_may_come_and_parameters_may_get_other_names(
         assert torch.equal(pruned[1].weight_orig, whole[1].weight)
 
 
+class MakesItsTeacher(nn.Sequential):
+    """Makes a frozen part in the first forward, and with ``thaws`` trains it in the third."""
+
+    def __init__(self, *, thaws: bool = False) -> None:
+        super().__init__(Line())
+        self.calls, self.thaws = 0, thaws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            self.teacher = Line().requires_grad_(False)
+        if self.calls == 3 and self.thaws:
+            self.teacher.requires_grad_(True)
+        return self[0](x) - 0.5 * self.teacher(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_frozen_parameters_may_come_where_none_are_saved(world: World, tmp_path: Path, zero: int) -> None:
+    def train_teacher(folder: str, **options: Any) -> torch.Tensor:
+        model = MakesItsTeacher(thaws=options.pop("thaws", False))
+        with make_trainer(world, str(tmp_path / folder), model=model, parallel={"zero": zero}, **options) as trainer:
+            trainer.train()
+        return local_part(model[0].line.weight)
+
+    assert not torch.equal(train_teacher("frozen"), Line().line.weight)
+    with pytest.raises(TrainerConfigError, match=r"teacher\.line\.weight, teacher\.line\.bias came\..*untrained"):
+        train_teacher("thawed", thaws=True)
+    with pytest.raises(TrainerConfigError, match=r"teacher\.line\.bias came\..*could not be resumed"):
+        train_teacher("saved", checkpoint={"every_steps": 3})
+
+
 class SwapsItsHead(nn.Sequential):
     calls = 0
 
