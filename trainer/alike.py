@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 import zlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +23,8 @@ _ROUNDING = 1e-3  # of a weight's norm: kernels of different devices round diffe
 _LEAST = 1e-6
 # Those that no optimizer sets itself.
 _SETTINGS = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
+
+_requires_grad = attrgetter("requires_grad")
 
 _OPTIONS = (
     *("steps", "epochs", "shares", "shares_every", "average_every", "node_average_every", "step", "schedule"),
@@ -74,7 +79,18 @@ class Settings:
         """A number of 20 bits that is equal on ranks whose settings are, and hardly on others; 0 for a rank alone."""
         if self._world.world_size == 1:
             return 0
-        return zlib.crc32(repr(self._describe()).encode()) & ((1 << _BITS) - 1)
+        given, trained = array("d"), bytearray()
+        others: list[Any] = [type(self._optimizer).__name__]
+        for group in self._optimizer.param_groups:  # there may be one for each parameter
+            for value in map(_plain, map(group.get, _SETTINGS)):
+                if type(value) is float:
+                    given.append(value)
+                elif value is not None and not _has_tensor(value):
+                    others.append(value)
+            given.append(len(group["params"]))
+            trained.extend(map(_requires_grad, group["params"]))
+        mark = zlib.crc32(trained, zlib.crc32(given.tobytes(), zlib.crc32(repr(others).encode())))
+        return mark & ((1 << _BITS) - 1)
 
     def check(self, total: float, total_of_squares: float) -> None:
         """Compare the ranks' marks, by their sum over all ranks and that of their squares; a collective if they differ.
@@ -94,7 +110,7 @@ class Settings:
     def _describe(self) -> list[dict[str, Any]]:
         return [
             {"class": type(self._optimizer).__name__}
-            | {name: group[name] for name in _SETTINGS if name in group and not _has_tensor(group[name])}
+            | {name: _plain(group[name]) for name in _SETTINGS if name in group and not _has_tensor(group[name])}
             | {
                 "parameters": len(group["params"]),
                 "frozen parameters": [number for number, one in enumerate(group["params"]) if not one.requires_grad],
@@ -140,3 +156,12 @@ def _first_difference(everywhere: list[list[dict[str, Any]]]) -> str:
 def _has_tensor(value: object) -> bool:
     several = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(one, Tensor) for one in several)
+
+
+def _plain(value: Any) -> Any:
+    """The value as all ranks spell it: 0 is 0.0, and a list of numbers a tuple."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, numbers.Real) else value

@@ -97,8 +97,8 @@ def _check_name(name: object) -> None:
 
 def _as_number(given: Any, metric: str) -> torch.Tensor | float:
     """The number as it came, or as a tensor () of a real number."""
-    if isinstance(given, np.ndarray | np.generic) and given.dtype.kind in "biuf":
-        given = torch.as_tensor(given)
+    if isinstance(given, np.ndarray | np.generic) and given.dtype.kind in "biuf" and given.size == 1:
+        return float(given.reshape(()))  # torch has not all of NumPy's formats
     if isinstance(given, torch.Tensor):
         if given.numel() == 1 and not given.is_complex() and not isinstance(given, DTensor):
             return given.reshape(())
@@ -106,6 +106,8 @@ def _as_number(given: Any, metric: str) -> torch.Tensor | float:
         got = f"{kind} of shape {tuple(given.shape)}"
     elif isinstance(given, numbers.Real):
         return float(given)
+    elif isinstance(given, np.ndarray) and given.size != 1:
+        got = f"an array of {given.dtype} and of shape {given.shape}"
     else:
         got = f"a {type(given).__name__}"
     raise TrainerConfigError(

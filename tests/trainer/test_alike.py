@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch_ranks import run_ranks
@@ -41,6 +42,12 @@ def nothing(trainer: Any) -> None:
     pass
 
 
+def spell_otherwise(trainer: Any) -> None:
+    """The same settings by other types, as of a rank that read them from a file."""
+    values = {"weight_decay": np.float64(0.01), "betas": [0.9, 0.999], "eps": np.float64(1e-8)}
+    trainer.optimizer.param_groups[0].update(values)
+
+
 def train(world: World, folder: str, change: Callable[[Any], None], zero: int) -> tuple[int, str]:
     torch.manual_seed(0)
     observer = Changing(change)
@@ -64,6 +71,7 @@ def train(world: World, folder: str, change: Callable[[Any], None], zero: int) -
         (freeze, 0, "'frozen parameters' of the optimizer's group 0 is [2, 3] on rank 0 and [] on rank 1"),
         (nothing, 0, ""),
         (nothing, 3, ""),
+        (spell_otherwise, 0, ""),
     ],
 )
 def test_what_an_observer_changes_of_the_updates_on_rank_0_alone_is_told_on_all(

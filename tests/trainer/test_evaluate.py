@@ -181,7 +181,7 @@ def test_a_metrics_name_that_is_no_text_is_refused(world: World, name: Any) -> N
         (1j, "a complex"),
         ({"a": 1.0}, "a dict"),
         (torch.tensor(1j), "a tensor of torch.complex64"),
-        (np.ones(2), "a tensor of torch.float64 and of shape"),
+        (np.ones(2), "an array of float64 and of shape"),
         (np.array("3"), "a ndarray"),
     ],
 )
@@ -194,6 +194,7 @@ def test_a_sum_or_a_count_that_is_no_number_is_refused_by_the_metrics_name(world
 def test_numbers_of_every_kind_are_sums_and_counts(world: World) -> None:
     kinds = (3, True, 2**70, Fraction(3, 2), np.float32(1.5), np.array([2]), np.bool_(True), torch.tensor(True))
     kinds += (torch.tensor(3, dtype=torch.uint64), torch.tensor(1.5, dtype=torch.bfloat16))
+    kinds += (np.uint64(3), np.longdouble(1.5), np.array(3.0, dtype=">f8"))
     for number in kinds:
         found = run(world, Slope(), [batch_of(1.0)], lambda model, batch, one=number: {"y": (one, one)})
         assert found == {"y": 1.0}
