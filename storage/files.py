@@ -73,7 +73,8 @@ def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable:
 
 
 def write_output(path: AnyPath, data: bytes) -> None:
-    """Write a file that a user named: atomically, but into what is no file, as /dev/null or a pipe.
+    """Write a file that a user named: atomically, but into what is no file, as /dev/null or a pipe, or is open already,
+    as /dev/stdout.
 
     Raises:
         OSError: it cannot be written.
@@ -99,12 +100,21 @@ class _TriedOnly(Exception):  # noqa: N818 - no error
 
 
 def _is_special(path: AnyPath) -> bool:
-    """Whether there is something else than a file or a folder."""
+    """Whether there is something else than a file or a folder, or a link to a descriptor: it would be replaced."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except OSError:
         return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or _is_descriptor(os.fspath(path))
+
+
+def _is_descriptor(path: str) -> bool:
+    """Whether a path that exists leads to a file by way of /proc, as /dev/stdout and /dev/fd/1 do."""
+    while not (folder := os.path.realpath(os.path.dirname(path))).startswith("/proc/"):  # noqa: PTH120
+        if not os.path.islink(path):  # noqa: PTH114
+            return False
+        path = os.path.join(folder, os.readlink(path))  # noqa: PTH115, PTH118
+    return True
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

@@ -257,3 +257,18 @@ def test_whether_an_output_can_be_written_is_told_and_changes_nothing(tmp_path: 
     for wrong in (tmp_path, tmp_path / "no/page"):
         with pytest.raises(OSError, match="directory"):
             check_output(wrong)
+
+
+def test_a_link_to_an_open_file_is_written_through_and_stays(tmp_path: Path) -> None:
+    for through in ("", "two"):  # as /dev/stdout, and as a link to it
+        with open(tmp_path / "to", "w+b") as file:  # noqa: PTH123
+            link = tmp_path / f"stdout{through}"
+            link.symlink_to(f"/proc/self/fd/{file.fileno()}" if not through else tmp_path / "again")
+            if through:
+                (tmp_path / "again").symlink_to(f"/proc/self/fd/{file.fileno()}")
+            check_output(link)
+            write_output(link, b"a page")
+            assert link.is_symlink()
+            assert file.read() == b"a page"
+            write_output(f"/proc/self/fd/{file.fileno()}", b"the next")
+            assert (tmp_path / "to").read_bytes() == b"the next"

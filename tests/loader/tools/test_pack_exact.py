@@ -164,3 +164,17 @@ def test_a_file_named_as_the_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.__key__").write_text("b")
     with pytest.raises(DatasetError, match=r"a\.__key__: the field '__key__' is the sample's key; rename the file"):
         pack(tmp_path, tmp_path.parent / "out")
+
+
+class _Searched(int):
+    """Stands for an ``IntEnum``, which a range of int64 would compare with each of its numbers for ever."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared with a number")
+
+
+def test_numbers_of_enums_become_json_at_once(tmp_path: Path) -> None:
+    pack([{"n": _Searched(7), "l": [_Searched(8)]}], tmp_path / "out", format="jsonl")
+    assert list(read_samples(tmp_path / "out")) == [{"n": 7, "l": [8]}]
