@@ -88,7 +88,8 @@ def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Argu
     """Parse arguments into a command's dataclass; ``--help`` exits with 0, wrong arguments exit with 2."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     _parsed.append(kind)
-    description = describe(kind.__doc__ or "")
+    # Under -OO a dataclass's docstring is not what was written but its signature, made when the class was.
+    description = describe(kind.__doc__ or "") if sys.flags.optimize < 2 else ""
     printed = _Printed(sys.stdout)
     try:
         with contextlib.redirect_stdout(printed):

@@ -37,6 +37,13 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert "--json" in out
 
 
+def test_help_shows_no_python_where_docstrings_are_stripped() -> None:
+    command = [sys.executable, "-OO", "-m", "penstock.cli", "audit", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.startswith("usage: penstock audit [-h] FOLDER [--json]\n\n\N{BOX DRAWINGS LIGHT ARC DOWN AND RIGHT}")
+    assert "AuditArguments" not in out
+
+
 def test_help_needs_no_torch_and_no_pyarrow() -> None:
     code = "import sys; from penstock.cli import run; run(['--help']); "
     code += "print('torch' in sys.modules, 'pyarrow' in sys.modules)"
