@@ -83,7 +83,8 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     Thread(target=_end_with_parent, args=(descriptor, os.getppid()), name="penstock-parent").start()
-    channel = Channel(socket.socket(fileno=descriptor))
+    end = socket.socket(fileno=descriptor)
+    channel = Channel(end)
     try:
         work = _load(channel.receive())
         channel.send(work if isinstance(work, Unusable) else None)
@@ -91,6 +92,8 @@ def main(descriptor: int) -> None:
             _serve(channel, work)
     except (EOFError, ConnectionError):
         signal.setitimer(signal.ITIMER_REAL, _GRACE_S)  # the parent is gone, or needs no more
+    finally:
+        end.detach()  # without a ResourceWarning; the process's end closes it, until when the thread waits on it
 
 
 def _load(code: Code) -> RowWork | Unusable:

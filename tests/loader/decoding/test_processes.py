@@ -302,6 +302,14 @@ def test_workers_that_ignore_signals_end_with_their_killed_parent(tars, tmp_path
         time.sleep(0.05)
 
 
+def test_a_worker_ends_without_a_warning_where_warnings_are_shown():
+    program = "import socket; from penstock.loader.decoding import worker_main; "
+    program += "ours, theirs = socket.socketpair(); ours.close(); worker_main.main(theirs.detach())"
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_script_without_a_guard_runs_with_threads_and_is_told_what_to_do_with_processes(tars, tmp_path, processes):
     script = tmp_path / "script.py"
