@@ -323,9 +323,9 @@ class DistributedTrainer:
         return self._evaluator.end_epoch()
 
     def _end_last_epoch(self) -> bool:
-        """End the epoch that ends with the run's last step, after which nothing is fetched; as ``_end_epoch``."""
+        """As ``_end_epoch``, where an epoch ends with the run's last step; what is drawn later goes on from it."""
         over = is_done(self.config, self.progress) and self._feed.seems_over
-        return over and not self._fetch() and self._end_epoch()
+        return over and not self._feed.take(self.progress.epoch) and self._end_epoch()
 
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
         shares.add(microbatches)
