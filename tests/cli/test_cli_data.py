@@ -37,6 +37,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert "--json" in out
 
 
+@pytest.mark.slow
 def test_help_shows_no_python_where_docstrings_are_stripped() -> None:
     command = [sys.executable, "-OO", "-m", "penstock.cli", "audit", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

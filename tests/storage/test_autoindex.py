@@ -7,12 +7,18 @@ import time
 
 import pytest
 
-from penstock.storage import ObjectInfo, StorageError
+from penstock.storage import ObjectInfo, StorageError, autoindex
 from penstock.storage.autoindex import list_index
 from penstock.storage.errors import StoreUnavailableError, ThrottledError
 
 NAMES = [f"{number:03d}.tar" for number in range(60)]
 PAGE = ("<title>Index of /</title>" + "".join(f'<a href="{name}">' for name in NAMES)).encode()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoindex, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(autoindex, "_LONGEST_PAUSE_S", 0.05)
 
 
 class Server:

@@ -101,6 +101,7 @@ def test_a_chunk_that_cannot_be_read_stops_all_ranks_after_the_same_batches(tmp_
     assert got[0] == got[1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_its_loader_early_is_named_by_those_that_need_its_lanes(tars: str) -> None:
     has_left = threading.Event()
 
