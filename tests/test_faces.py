@@ -104,6 +104,12 @@ def test_importing_a_face_imports_no_library(face: str) -> None:
     assert foreign(modules_after(f"import {face}")) == {"lazy_loader"}
 
 
+def test_tables_are_read_without_what_takes_long_to_import() -> None:
+    loaded = modules_after("import penstock.loader.data_loader, penstock.loader.formats.arrow.parquet")
+    assert "pyarrow.parquet" in loaded
+    assert "pyarrow.compute" not in loaded
+
+
 def test_the_order_needs_numpy_and_our_errors_alone() -> None:
     loaded = modules_after("import penstock.loader.order.plan, penstock.loader.order.state")
     assert foreign(loaded) == {"lazy_loader", "numpy"}

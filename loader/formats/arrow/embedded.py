@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...errors import FormatError
 
@@ -19,7 +18,7 @@ def file_bytes(array: pa.StructArray, name: str, shard: str) -> pa.Array:
     children = array.flatten()
     data = children[array.type.get_field_index("bytes")]
     if data.null_count:
-        paths = pc.drop_null(children[array.type.get_field_index("path")].filter(data.is_null()))
+        paths = children[array.type.get_field_index("path")].filter(data.is_null()).drop_null()
         if len(paths):
             path = reprlib.repr(paths[0].as_py())
             raise FormatError(
