@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from microbatch_cases import ROWS, LimitedLoss, loader, make, train
 from torch import nn
 
-from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, TrainerError, World
+from penstock.trainer import DistributedTrainer, TrainerConfig, World
 from penstock.trainer.microbatches import find_largest
 from penstock.trainer.options import build_config
-
-ROWS = 50
 
 
 @pytest.fixture(autouse=True)
@@ -30,67 +28,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Net(nn.Module):
-    """Dropout, a batch norm whose statistics forward changes, a buffer that is replaced, blocks to recompute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)])
-        self.norm = nn.BatchNorm1d(4)
-        self.out = nn.Linear(4, 1)
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls = self.calls + 1
-        for block in self.blocks:
-            x = block(x)
-        return self.out(self.norm(x))
-
-
-class LimitedLoss:
-    """A loss for which a device has memory for so many rows; counts what it was asked for."""
-
-    def __init__(self, limit: int = 10**9, error: Exception | None = None) -> None:
-        self.limit, self.refused, self.rows = limit, 0, [0]
-        self.error = error or torch.OutOfMemoryError("CUDA out of memory.")
-
-    def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        found = model(batch["x"]).squeeze(1)
-        if len(batch["x"]) > self.limit:
-            self.refused += 1
-            raise self.error
-        self.rows.append(len(batch["x"]))
-        random.random(), np.random.rand()
-        return (found - batch["y"]).square().sum(), len(batch["x"])
-
-
-def loader(size: int = 16) -> ArrayLoader:
-    draw = torch.Generator().manual_seed(3)
-    x, y = torch.randn(ROWS, 4, generator=draw), torch.randn(ROWS, generator=draw)
-    return ArrayLoader({"x": x, "y": y}, global_batch_size=size, last_batch="partial")
-
-
-def make(world: World, folder: Path, loss: LimitedLoss, batches: Any = None, **options: Any) -> DistributedTrainer:
-    values = {"steps": 6, "precision": {"dtype": "fp32"}, "report": {"quiet": True, "every": 1}, **options}
-    return DistributedTrainer(
-        Net(),
-        lambda parameters: torch.optim.Adam(parameters, lr=0.05),
-        loader() if batches is None else batches,
-        build_config(TrainerConfig, {"output_dir": str(folder), **values}),
-        loss=loss,
-        world=world,
-    )
-
-
-def train(world: World, folder: Path, loss: LimitedLoss, **options: Any) -> tuple[dict[str, Any], DistributedTrainer]:
-    with make(world, folder, loss, **options) as trainer:
-        trainer.train()
-        inner = trainer.parallel.inner
-        values = {**inner.state_dict(), "calls": inner.calls}
-        return {name: value.detach().clone() for name, value in values.items()}, trainer
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -312,62 +249,3 @@ def test_an_engine_that_cudnn_does_not_find_is_memory_where_the_allocator_had_no
     else:
         with pytest.raises(RuntimeError, match="unable to find an engine"):
             train(world, tmp_path, loss, step={"adaptive_batch": True})
-
-
-@pytest.mark.parametrize("step", [{"microbatch": 2}, {"adaptive_batch": True}])
-def test_a_batch_that_cannot_be_cut_is_refused_and_not_computed_whole(
-    world: World, tmp_path: Path, step: dict[str, Any]
-) -> None:
-    def loss(model: nn.Module, batch: SimpleNamespace) -> tuple[torch.Tensor, int]:
-        return model(batch.x).sum(), len(batch.x)
-
-    batches = [SimpleNamespace(x=torch.ones(6, 4))]
-    with (
-        make(world, tmp_path, loss, batches, step=step, steps=1) as trainer,  # type: ignore[arg-type]
-        pytest.raises(TrainerConfigError, match="the batch is a SimpleNamespace without a field that goes by rows"),
-    ):
-        trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("loss", "kind", "said"),
-    [
-        (LimitedLoss(0), TrainerError, "not even one row fits"),
-        (LimitedLoss(5, RuntimeError("shapes do not match")), RuntimeError, "shapes do not match"),
-        (LimitedLoss(5, ValueError("no such label")), ValueError, "no such label"),
-    ],
-)
-def test_what_no_smaller_batch_mends_is_raised(
-    world: World, tmp_path: Path, loss: LimitedLoss, kind: type[Exception], said: str
-) -> None:
-    model = Net()
-    model.norm = nn.Identity()  # a batch norm takes no single row
-    with (
-        DistributedTrainer(
-            model,
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            loader(),
-            build_config(TrainerConfig, {"steps": 1, "output_dir": str(tmp_path), "step": {"adaptive_batch": True}}),
-            loss=loss,
-            world=world,
-        ) as trainer,
-        pytest.raises(kind, match=said),
-    ):
-        trainer.train()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("parallel", "said"),
-    [({"zero": 3}, r"parallel\.zero=3 a forward needs all ranks"), ({"sync_batchnorm": True}, "sync_batchnorm=True")],
-)
-def test_what_needs_all_ranks_in_forward_is_refused(parallel: dict[str, Any], said: str) -> None:
-    with pytest.raises(TrainerConfigError, match=said):
-        build_config(TrainerConfig, {"steps": 1, "parallel": parallel, "step": {"adaptive_batch": True}})
-
-
-def test_batches_by_tokens_are_refused(world: World, tmp_path: Path) -> None:
-    batches = loader()
-    batches.is_batched_by_tokens = True  # type: ignore[attr-defined]
-    with pytest.raises(TrainerConfigError, match="batch_tokens="):
-        make(world, tmp_path, LimitedLoss(), batches, step={"adaptive_batch": True})

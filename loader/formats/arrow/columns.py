@@ -344,6 +344,7 @@ def _is_temporal(kind: pa.DataType) -> bool:
 
 
 def is_file_struct(kind: pa.DataType) -> bool:
+    """Whether a struct is a file inside of a table (`.embedded`)."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
     return is_binary(kind.field("bytes").type) and is_text(kind.field("path").type)
