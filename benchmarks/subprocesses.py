@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,10 +31,12 @@ class MeasurementError(PenstockError):
 
 
 _running: set[subprocess.Popen[bytes]] = set()
+_starting = threading.Lock()  # held while a process is started and entered in the set, and while those in it are ended
+_ended = threading.Event()
 
 
 class _StoppedError(MeasurementError):
-    """A rank was ended because another had failed."""
+    """A process was ended, or not started, because of what happened elsewhere."""
 
 
 def run_job(job: Job, *, timeout_s: float = 3600.0) -> Measurement:
@@ -132,9 +134,12 @@ def run_module(
         result, log = Path(folder, "result.json"), Path(folder, "log")
         with log.open("wb") as log_file:
             command = [python or sys.executable, "-m", module, str(result)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file)
-            with process, _MemoryWatch(process.pid) as watch:
+            with _starting:
+                if _ended.is_set():
+                    raise _StoppedError(f"{what}: all processes were ended")
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log_file, stderr=log_file)
                 _running.add(process)
+            with process, _MemoryWatch(process.pid) as watch:
                 try:
                     _attend(process, message, what, timeout_s, stop)
                 except BaseException:
@@ -147,10 +152,20 @@ def run_module(
         return json.loads(result.read_text()), Peaks(watch.peak_bytes, watch.peak_rss_bytes)
 
 
-def end_running() -> None:
-    """Kill each process that another thread runs, with its children: that thread gets a MeasurementError."""
-    for process in _running.copy():
-        _kill_tree(process)
+@contextlib.contextmanager
+def ended_processes() -> Iterator[None]:
+    """Kill each process that another thread runs, with its children; none starts while the context is open.
+
+    Those threads get a MeasurementError.
+    """
+    with _starting:
+        _ended.set()
+        for process in _running.copy():
+            _kill_tree(process)
+    try:
+        yield
+    finally:
+        _ended.clear()
 
 
 def _attend(

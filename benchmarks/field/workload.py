@@ -19,7 +19,7 @@ from ..job import Job
 from ..layout import find_layout
 from ..peers.environments import clean
 from ..prepare import check_delivery, check_ours, prepare_peer, settle_decoder
-from ..subprocesses import end_running, in_short
+from ..subprocesses import ended_processes, in_short
 from .cells import FieldConfig
 
 _PREPARED_AT_ONCE = 3
@@ -82,8 +82,8 @@ def prepare_workload(case: Case, config: FieldConfig, data: Path, tell: Callable
         try:
             prepared = list(pool.map(prepare, config.against))
         except BaseException:  # as by Ctrl-C: a conversion may go on for an hour
-            pool.shutdown(wait=False, cancel_futures=True)
-            end_running()
+            with ended_processes():
+                pool.shutdown(cancel_futures=True)
             raise
     for name, job in zip(config.against, prepared, strict=True):
         if isinstance(job, Job):

@@ -297,12 +297,21 @@ def test_an_interrupt_amid_a_conversion_ends_its_process(
 
     def convert(name: str, *_: Any, **__: Any) -> Job:
         if name == "litdata":
-            run_module("convert", "", "a conversion", timeout_s=500.0, python=str(converter))
-            raise AssertionError("it was killed")
+            with pytest.raises(MeasurementError, match="was killed"):
+                run_module("convert", "", "a conversion", timeout_s=500.0, python=str(converter))
+            run_module("convert", "", "the next, which is not begun", timeout_s=500.0, python=str(converter))
         while not started.exists():
             time.sleep(0.01)
         raise KeyboardInterrupt
 
+    start = subprocess.Popen
+
+    def start_slowly(*args: Any, **kwargs: Any) -> Any:
+        process = start(*args, **kwargs)
+        time.sleep(0.3)  # it runs, and is interrupted before it is known
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_slowly)
     monkeypatch.setattr(workload, "prepare_peer", convert)
     against = ("torch", "litdata")
     config = FieldConfig(workloads=("tokens",), stores=("local",), ranks=(1,), against=against, scale=0.001)
