@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -264,3 +266,14 @@ def test_the_dry_run_prints_the_recipe_and_trains_nothing(
     assert main(["digits", "--dry-run", "--trainer.steps=7"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["trainer"]["steps"] == 7
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["digits", "--dry-run"]])
+def test_a_reader_that_closes_the_pipe_ends_help_and_dry_run_in_silence(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "penstock.trainer", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.wait(), process.stderr.read()) == (0, "")
