@@ -27,7 +27,7 @@ svg .faint { opacity: .35; } svg .area { stroke: var(--card); stroke-width: .5; 
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 thead th { color: var(--dim); font-weight: 500; font-size: .85rem; } .bars { width: 100%; max-width: 640px; }
-.bars th { font-weight: 400; }
+.bars th { font-weight: 400; } .scroll tr > :first-child { position: sticky; left: 0; background: var(--paper); }
 .bars .wide { width: 100%; } .bar { background: var(--c0); height: 12px; border-radius: 3px;
   min-width: 1px; } .notes { padding-left: 20px; } .notes li { overflow-wrap: anywhere; margin: 3px 0; }
 """
