@@ -33,7 +33,7 @@ _NO_IDS: IntArray = np.empty(0, np.int64)
 _EPOCHS_OF_A_RANK = 4
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
 # Of so many steps, or bytes, objects are made of what lies in mapped files: most of these are asked for each time.
-_OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE = 4, 16 << 20
+_OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE = 16, 16 << 20
 # Each span touches most open chunks. Where three quarters of its rows stay there until they are copied, so many times
 # more steps take no more memory; but all of them wait for the last chunk, so not where that is far away.
 _LONGER_IN_CHUNKS = 4

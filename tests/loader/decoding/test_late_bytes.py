@@ -111,6 +111,7 @@ def test_no_more_than_a_few_small_batches_are_made_that_nobody_asked_for(
     folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, nbytes: int, ahead: int
 ) -> None:
     monkeypatch.setattr(pipeline, "_AWAY_S", math.inf)  # however slow this machine is
+    monkeypatch.setattr(plain, "_OBJECTS_AT_ONCE", 4)
     monkeypatch.setattr(plain, "_OBJECT_BYTES_AT_ONCE", nbytes)
     most = 0
     with load(folder, columns=["bin"]) as loader:
@@ -135,6 +136,7 @@ def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, m
 
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
     monkeypatch.setattr(late_jobs, "complete_all", note)
+    monkeypatch.setattr(plain, "_OBJECTS_AT_ONCE", 4)
     assert batches_of(load(folder)) == expected
     assert set(asked) == {1, 2, 4}
 
