@@ -81,10 +81,12 @@ class Evaluator:
         return stopped
 
     def end_epoch(self) -> bool:
-        """Evaluate if that is due after each epoch; returns whether a signal asks to stop."""
-        return self._evaluation is not None and self._config.evaluate.every is None and self.evaluate() is None
+        """Evaluate if that is due after each epoch; returns whether a signal asks to stop, as ``end_step`` does."""
+        if self._evaluation is None or self._config.evaluate.every is not None:
+            return False
+        self._progress.evaluation_is_due = True
+        return self.evaluate() is None
 
     def make_up(self) -> bool:
         """Make the evaluation that a stop left undone; returns whether a signal asks to stop again."""
-        is_due = self._progress.evaluation_is_due and self._config.evaluate.every is not None
-        return is_due and self._evaluation is not None and self.evaluate() is None
+        return self._progress.evaluation_is_due and self._evaluation is not None and self.evaluate() is None

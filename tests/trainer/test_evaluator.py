@@ -68,10 +68,12 @@ def test_so_is_that_of_the_last_step_where_nothing_else_is_left_to_do(world: Wor
     assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
 
 
-def train_to_the_end_of_an_epoch(world: World, folder: Path, *observers: Callbacks, steps: int, size: int = 6) -> Any:
+def train_to_the_end_of_an_epoch(
+    world: World, folder: Path, *observers: Callbacks, steps: int, size: int = 6, save_every: int = 4
+) -> Any:
     evaluation = Evaluation(batches=rows(world), metrics=size_of_outputs)
     options: dict[str, Any] = {"evaluation": evaluation, "evaluate": {"best": "loss"}, "observers": observers}
-    options |= {"checkpoint": {"every_steps": 4, "keep_best": 1}, "loader": rows(world, size=size, shuffle=True)}
+    options |= {"checkpoint": {"every_steps": save_every, "keep_best": 1}, "loader": rows(world, size=size, shuffle=True)}
     with make_trainer(world, str(folder), steps=steps, **options) as trainer:
         return trainer.train()
 
@@ -97,6 +99,18 @@ def test_so_is_one_whose_last_step_a_signal_came_before(world: World, tmp_path: 
     summary = train_to_the_end_of_an_epoch(world, tmp_path, steps=8)
     assert (summary.steps, summary.epochs, summary.best_step) == (8, 2, 8)
     assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
+
+
+@pytest.mark.parametrize("save_every", [3, 4])  # with 4 the save before the epoch's end is the last one
+def test_so_is_one_that_ends_while_a_signal_asks_to_stop(world: World, tmp_path: Path, save_every: int) -> None:
+    whole = train_to_the_end_of_an_epoch(world, tmp_path / "whole", steps=13, save_every=save_every)
+    stopped = train_to_the_end_of_an_epoch(
+        world, tmp_path / "stopped", StoppedAfter(4), steps=13, save_every=save_every
+    )
+    assert (stopped.steps, stopped.stopped_early, stopped.metrics) == (4, True, {})
+    resumed = train_to_the_end_of_an_epoch(world, tmp_path / "stopped", steps=13, save_every=save_every)
+    assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
+    assert (resumed.best, resumed.best_step, resumed.metrics) == (whole.best, whole.best_step, whole.metrics)
 
 
 def test_an_epoch_of_another_length_since_the_checkpoint_loses_no_batch(world: World, tmp_path: Path) -> None:

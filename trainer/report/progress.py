@@ -41,7 +41,7 @@ class Progress(Counts):
     epoch: int = 0
     evaluations_without_better: int = 0
     evaluation_is_due: bool = False
-    """A stop after this step left the evaluation undone that ``evaluate.every`` asks for."""
+    """A stop after this step, or after its epoch, left the evaluation undone that is due there."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last evaluation."""
 
