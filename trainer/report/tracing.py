@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +16,7 @@ from typing import Literal
 
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from ..errors import TrainerConfigError
+from ..errors import TrainerConfigError, TrainerError
 from ..options import check_choice, check_range
 from ..ranks.world import World
 from ..stopwatch import Stopwatch
@@ -20,6 +24,7 @@ from ..stopwatch import Stopwatch
 logger = logging.getLogger(__name__)
 
 _LONGEST = 100  # steps: a trace keeps every operation in memory until it is written
+_TAIL_BYTES = 64
 _RANGE = re.compile(r"(\d+):(\d+)")
 
 
@@ -159,7 +164,7 @@ class Tracer:
         name = f"steps-{steps.start:06d}-{steps.stop:06d}-rank-{self._world.rank}.json.gz"
         written = self._folder / f".{name}"
         try:
-            found.export_chrome_trace(str(written))
+            _export(found, written)
             written.rename(self._folder / name)
         finally:
             written.unlink(missing_ok=True)
@@ -177,3 +182,27 @@ class Tracer:
             self._note(text)
             if not self._world.is_first:  # only rank 0 has observers
                 logger.warning("rank %d: %s", self._world.rank, text)
+
+
+def _export(found: profile, path: Path) -> None:
+    """Write a trace, compressed.
+
+    Raises:
+        TrainerError: it is not whole; the profiler tells no error where the disk of its file is full.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-trace-") as folder:
+        plain = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(plain))
+        if not _is_whole(plain):
+            raise TrainerError(f"a trace could not be written to {folder}; make room there, or set TMPDIR")
+        with plain.open("rb") as source, gzip.open(path, "wb") as packed:
+            shutil.copyfileobj(source, packed)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether the file is there and ends as JSON does."""
+    if not trace.is_file():
+        return False
+    with trace.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read().rstrip().endswith(b"}")

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_a_trace_that_cannot_be_written_is_noted_and_training_goes_on(world: Wor
     notes = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any("no more steps are traced: FileExistsError" in one.get("note", "") for one in notes)
     assert notes[-1]["kind"] == "end"
+
+
+@pytest.mark.parametrize("written", [None, b"", b'{"traceEvents": [{}, {"na'], ids=["no file", "nothing", "a part"])
+def test_a_trace_of_which_the_disk_takes_no_more_is_not_kept(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bytes | None
+) -> None:
+    """As the profiler leaves its file then, without an error."""
+
+    def export(found: Any, path: str) -> None:
+        if written is not None:
+            Path(path).write_bytes(written)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "small"))
+    (tmp_path / "small").mkdir()
+    train(world, tmp_path / "run", {"steps": ["0:2"]})
+    assert traces(tmp_path / "run") == []
+    assert list((tmp_path / "small").iterdir()) == []
+    notes = (tmp_path / "run/metrics.jsonl").read_text()
+    assert f"no more steps are traced: TrainerError: a trace could not be written to {tmp_path / 'small'}" in notes
 
 
 def test_a_failing_step_ends_its_trace(world: World, tmp_path: Path) -> None:
