@@ -137,11 +137,11 @@ def test_what_cannot_work_is_refused_before_the_first_step(
 
 
 def test_the_weights_at_the_end_are_exported_to_one_file(world: World, tmp_path: Path) -> None:
-    options = {"export": "model.safetensors", "checkpoint": {"every_steps": 2}}
+    options = {"export": "out/model.safetensors", "checkpoint": {"every_steps": 2}}
     with make_trainer(world, str(tmp_path), **options) as trainer:
         trainer.train()
         expected = trainer.parallel.inner.state_dict()
-    found = load_file(tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +25,12 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
     memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no averages, or safetensors is not installed.
+        CheckpointError: the checkpoint is damaged or has no averages, safetensors is not installed, or the file cannot
+            be written; then there is nothing of it.
     """
     check_choice("weights", weights, ("model", "ema"))
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as exc:
         raise CheckpointError(
@@ -46,8 +49,17 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
         averaged = list_averages(folder, metadata, tensors) if weights == "ema" else ()
         read_weights(folder, tensors, metadata, frozenset(averaged))
     partial = path.with_name(f"{path.name}.tmp")
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
+        partial.replace(path)
+    except (OSError, SafetensorError) as exc:  # safetensors has its own for a full disk
+        with suppress(OSError):
+            partial.unlink()
+        raise CheckpointError(
+            f"{path} cannot be written: {exc}; make room, or give another path. {checkpoint} keeps the weights, and "
+            "`penstock export` takes them from there, too"
+        ) from exc
 
 
 def _is_tensor(key: str, prefix: str, kind: object) -> bool:

@@ -218,3 +218,21 @@ def test_the_export_is_one_safetensors_file_of_the_bare_model(alone: World, tmp_
     with pytest.raises(CheckpointError, match=r"step-1 is damaged: extra\.json"):
         export_safetensors(tmp_path / "run" / "step-1", tmp_path / "other.safetensors")
     assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_an_export_that_the_disk_does_not_take_leaves_nothing_and_is_told(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors = pytest.importorskip("safetensors", reason="install penstock[safetensors]")
+    net, optimizer = build()
+    with Checkpointer(CheckpointConfig(folder=tmp_path / "run"), alone) as checkpoints:
+        checkpoints.save(1, net, optimizer, {}, blocking=True)
+
+    def save_half(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_half)
+    with pytest.raises(CheckpointError, match=r"net\.safetensors cannot be written: I/O error.*; make room.*run/step-1"):
+        export_safetensors(tmp_path / "run" / "step-1", tmp_path / "net.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
