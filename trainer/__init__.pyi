@@ -8,6 +8,7 @@ from .config import TrainerConfig as TrainerConfig
 from .errors import CheckpointError as CheckpointError
 from .errors import CheckpointMismatchError as CheckpointMismatchError
 from .errors import CheckpointRoomError as CheckpointRoomError
+from .errors import CheckpointTakenError as CheckpointTakenError
 from .errors import CheckpointUploadError as CheckpointUploadError
 from .errors import CompressionError as CompressionError
 from .errors import LossSpikeError as LossSpikeError

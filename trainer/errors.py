@@ -25,6 +25,10 @@ class CheckpointRoomError(CheckpointError):
     """The disk under the checkpoints, or a quota on it, is full or too small."""
 
 
+class CheckpointTakenError(CheckpointError):
+    """Another run holds the folder; every rank raises this by itself, and nothing is written there."""
+
+
 class CheckpointUploadError(CheckpointError):
     """The object store does not take a checkpoint, or cannot be reached, however often it was tried."""
 

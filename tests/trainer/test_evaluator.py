@@ -73,7 +73,8 @@ def train_to_the_end_of_an_epoch(
 ) -> Any:
     evaluation = Evaluation(batches=rows(world), metrics=size_of_outputs)
     options: dict[str, Any] = {"evaluation": evaluation, "evaluate": {"best": "loss"}, "observers": observers}
-    options |= {"checkpoint": {"every_steps": save_every, "keep_best": 1}, "loader": rows(world, size=size, shuffle=True)}
+    options |= {"checkpoint": {"every_steps": save_every, "keep_best": 1}}
+    options |= {"loader": rows(world, size=size, shuffle=True)}
     with make_trainer(world, str(folder), steps=steps, **options) as trainer:
         return trainer.train()
 

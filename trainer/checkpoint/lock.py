@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage.files import try_flock, write_all
-from ..errors import CheckpointError
+from ..errors import CheckpointTakenError
 
 LOCK_NAME = ".penstock-lock"
 # A dying process may take seconds to let go. One that is being killed at this moment still looks alive, so that even
@@ -29,7 +29,7 @@ class FolderLock:
     file system has no locks, and then nothing is held.
 
     Raises:
-        CheckpointError: another run holds the folder; the message names its host, pid and start.
+        CheckpointTakenError: another run holds the folder; the message names its host, pid and start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class FolderLock:
         if owner:
             same = " (this process)" if (owner["host"], owner["pid"]) == (socket.gethostname(), os.getpid()) else ""
             who = f"process {owner['pid']}{same} on {owner['host']}, started {owner['began']}"
-        raise CheckpointError(
+        raise CheckpointTakenError(
             f"{folder} belongs to another run that has not ended: {who}; two runs on one folder would delete each "
             "other's checkpoints: end that one, close its trainer, or give another folder"
         )

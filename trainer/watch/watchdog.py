@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from ...storage.interruptible import Event, Thread
-from ..errors import StallError, TrainerConfigError, WorldError
+from ..errors import CheckpointTakenError, StallError, TrainerConfigError, WorldError
 from ..ranks.world import World
 from .blame import is_of_a_collective
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
@@ -158,7 +158,7 @@ class Watchdog:
         Raises:
             StallError: the error came from a collective because another rank had stalled, failed or died.
         """
-        if error is not None and not isinstance(error, StallError):
+        if error is not None and not isinstance(error, (StallError, CheckpointTakenError)):
             self.fail(error)
         broken_off = self._beat.state is State.BROKEN_OFF
         if broken_off:

@@ -15,7 +15,7 @@ import pytest
 from launch_ranks import Ranks, run_ranks
 from small_trainers import make_trainer
 
-from penstock.trainer import CheckpointConfig, CheckpointError, World
+from penstock.trainer import CheckpointConfig, CheckpointError, CheckpointTakenError, World
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
 
 
@@ -62,6 +62,24 @@ def test_a_second_run_on_a_folder_is_refused_on_every_rank_by_the_name_of_the_fi
         process.kill()
     holding.join(20.0)
     assert [message for message, _ in run_ranks(try_to_open, 2, str(tmp_path / "run"))] == ["opened"] * 2
+
+
+def try_to_train(world: World, folder: str) -> str:
+    try:
+        make_trainer(world, folder, checkpoint={"every_steps": 2}, stall_timeout_s=30.0).close()
+    except CheckpointTakenError as exc:
+        return str(exc)
+    return "opened"
+
+
+def test_a_refused_run_leaves_nothing_beside_what_the_first_tells_of_itself(tmp_path: Path) -> None:
+    holding, pid = start_holding(tmp_path / "checkpoints")
+    found = run_ranks(try_to_train, 2, str(tmp_path))
+    assert all(f"process {pid} on" in message for message in found), found
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    for process in holding.processes:
+        process.kill()
+    holding.join(20.0)
 
 
 def test_a_killed_run_holds_its_folder_no_longer_though_it_had_forked(world: World, tmp_path: Path) -> None:

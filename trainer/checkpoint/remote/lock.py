@@ -21,7 +21,7 @@ from typing import Any
 from ....storage.errors import NotFoundError, ObjectChangedError, StorageError
 from ....storage.interruptible import Event, Thread
 from ....storage.store import Store
-from ...errors import CheckpointError
+from ...errors import CheckpointError, CheckpointTakenError
 from ..lock import start_ticks
 
 LOCK_KEY = "lock.json"
@@ -39,7 +39,7 @@ class StoreLock:
     Mutable state: the object's ETag and number of beats, and who took the lock over, under a lock; the thread.
 
     Raises:
-        CheckpointError: another run holds it; the message names its host, pid and start.
+        CheckpointTakenError: another run holds it; the message names its host, pid and start.
         StorageError: the store cannot be read or written.
     """
 
@@ -111,7 +111,7 @@ class StoreLock:
                 is_dead = not lives
                 lives = lives and now_s - began_s >= _LIVING_OWNER_S
             if lives:
-                raise CheckpointError(
+                raise CheckpointTakenError(
                     f"{self._store.url} belongs to another run that has not ended: {_name(owner)}; two runs on one "
                     "folder would delete each other's checkpoints: end that one, close its trainer, or give another "
                     "folder"
