@@ -67,7 +67,7 @@ def prepare_index(
     if saved is not None:
         shard_format = given or make_format(saved.format, saved.config)
     else:
-        shard_format = given or detect_format(store, selection.listing)
+        shard_format = given or detect_format(store, selection.listing, selection.spelled)
     tasks = order_tasks(store, selection, shard_format)
     refuse_mixed(store, selection, [task.info.key for task in tasks])
     pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
@@ -141,7 +141,7 @@ def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> No
 def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -> list[ShardTask]:
     """The shards of a selection, in sample order."""
     with explain_failures(store.url, "listed"):
-        found = shard_format.shards(store, selection.listing, selection.named)
+        found = shard_format.shards(store, selection.listing, selection.spelled)
     if selection.chosen is None:
         tasks = list(found)
     else:

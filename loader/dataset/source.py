@@ -42,7 +42,8 @@ class Selection:
 
     ``listing`` also holds companions of the shards (an index.json, an .idx). ``chosen`` are the keys in the order the
     caller gave them, or None if the source is a whole prefix; ``named`` are those that the caller named individually,
-    which must therefore be shards. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
+    which must therefore be shards; ``spelled`` are these and those below a hidden folder that he named: he wants them
+    though their names are hidden. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
     bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
     as a whole and that may not mix splits.
     """
@@ -52,6 +53,7 @@ class Selection:
     chosen: tuple[str, ...] | None
     saved: ObjectInfo | None
     named: frozenset[str] = frozenset()
+    spelled: frozenset[str] = frozenset()
     folders: tuple[str, ...] = ()
     saved_data: Future[memoryview] | None = None
 
@@ -222,18 +224,21 @@ def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
     matched: set[str] = set()
     missing: list[str] = []
     folders: list[str] = []
+    spelled = set(found)
     for key in keys:
         if key in found:
             order.append(found[key])
             continue
         if key in globs:
-            inside = match_glob(key, _list_data(store, fixed_prefix(key)))
+            given = fixed_prefix(key)
+            inside = match_glob(key, _list_data(store, given))
             matched.update(info.key for info in inside)
         else:
-            prefix = key if key.endswith("/") or not key else f"{key}/"
-            inside = _list_data(store, prefix)
-            folders.append(prefix)
+            given = key if key.endswith("/") or not key else f"{key}/"
+            inside = _list_data(store, given)
+            folders.append(given)
         order += inside
+        spelled.update(info.key for info in inside if is_hidden(info.key) and not is_hidden(info.key, given))
         if not inside:
             missing.append(key or "/")
             if len(missing) > _NAMED:
@@ -242,7 +247,7 @@ def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         raise DatasetError(f"{store.url}: missing {named}, which the source names; check the pattern or the list")
     selection = _select_objects(store, root, order, named=frozenset(found), matched=matched)
-    return replace(selection, folders=tuple(folders))
+    return replace(selection, folders=tuple(folders), spelled=frozenset(spelled))
 
 
 def _list_data(store: Store, prefix: str) -> list[ObjectInfo]:
@@ -259,7 +264,8 @@ def _select_objects(
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
     listing.update((info.key, info) for info in find_companions(store, named | matched) if info.key not in listing)
     chosen = tuple(info.key for info in order)
-    return Selection(url=root, listing=tuple(listing.values()), chosen=chosen, named=named, saved=_find_saved(store))
+    every, saved = tuple(listing.values()), _find_saved(store)
+    return Selection(url=root, listing=every, chosen=chosen, named=named, spelled=named, saved=saved)
 
 
 def _find_saved(store: Store) -> ObjectInfo | None:
@@ -275,8 +281,9 @@ def _select_split(
     """What belongs to a split: a folder of its own if it has one, as if that were the source, else a list of shards."""
     try:
         candidates = selection.chosen or tuple(info.key for info in selection.listing)
-        shards = [key for key in candidates if format_by_name(key) is not None]
-        shards = shards or [key for key in candidates if not is_hidden(key)]  # loose files, or without an ending
+        shards = [key for key in candidates if format_by_name(key, selection.spelled) is not None]
+        if not shards:  # loose files, or without an ending
+            shards = [key for key in candidates if key in selection.spelled or not is_hidden(key)]
         names = name_splits(shards, _read_dictionaries(store, selection.listing))
         if split == ALL and ALL not in names.values():
             return store, replace(selection, folders=())

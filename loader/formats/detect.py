@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,10 +62,11 @@ def _format_class(name: str) -> type[ShardFormat]:
     return found
 
 
-def detect_format(store: Store, listing: Sequence[ObjectInfo]) -> ShardFormat:
+def detect_format(store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> ShardFormat:
     """The one format that the objects of a data set have.
 
-    Suffixes decide. Where no object has a known one, the first bytes of a few files without a suffix do.
+    Suffixes decide. Where no object has a known one, the first bytes of a few files without a suffix do. Hidden objects
+    count where the caller ``named`` them.
 
     Raises:
         DatasetError: there are shards of two formats, or of none.
@@ -73,11 +74,11 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo]) -> ShardFormat:
     """
     found: dict[str, list[str]] = {}
     for info in listing:
-        name = format_by_name(info.key)
+        name = format_by_name(info.key, named)
         if name is not None:
             found.setdefault(name, []).append(info.key)
     if not found:
-        found = _by_magic(store, listing)
+        found = _by_magic(store, [info for info in listing if info.key in named or not is_hidden(info.key)])
     if not found:
         raise DatasetError(_nothing_found(store, listing))
     if len(found) > 1:
@@ -92,9 +93,9 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo]) -> ShardFormat:
     return make_format(name)
 
 
-def format_by_name(key: str) -> str | None:
-    """The format that a key's suffix tells of, None for hidden objects and other suffixes."""
-    if is_hidden(key):
+def format_by_name(key: str, named: Collection[str] = ()) -> str | None:
+    """The format that a key's suffix tells of, None for other suffixes and for hidden objects not ``named``."""
+    if key not in named and is_hidden(key):
         return None
     return next((name for name in FORMAT_NAMES if has_suffix(key, _format_class(name).suffixes)), None)
 
@@ -102,7 +103,7 @@ def format_by_name(key: str) -> str | None:
 def _by_magic(store: Store, listing: Sequence[ObjectInfo]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     # A suffix that no format has (.jpg, .json) says what the file is; only files without one are opened.
-    bare = [info for info in listing if info.size and not is_hidden(info.key) and "." not in _base(info.key)]
+    bare = [info for info in listing if info.size and "." not in _base(info.key)]
     for info in bare[:_SNIFFED_FILES]:
         head = bytes(store.get(info.key, ByteRange(0, min(_SNIFFED_BYTES, info.size)), etag=info.etag))
         name = sniff_format(head)

@@ -7,12 +7,16 @@ from collections.abc import Collection, Sequence
 from ...storage import ObjectInfo
 
 
-def is_hidden(key: str) -> bool:
+def is_hidden(key: str, given: str = "") -> bool:
     """Whether a folder or file in ``key`` starts with '.' or '_', as job markers and partial output do.
 
     Such objects (``_SUCCESS``, ``.crc`` files, ``_temporary/...``) are not data, by a convention as old as Hadoop.
+    ``given`` is what the caller wrote of the key, its beginning: a name that starts in it is no accident.
     """
-    return any(part.startswith((".", "_")) for part in key.split("/"))
+    parts = key.removeprefix(given).split("/")
+    if given and not given.endswith("/"):
+        del parts[0]
+    return any(part.startswith((".", "_")) for part in parts)
 
 
 def is_text(key: str) -> bool:

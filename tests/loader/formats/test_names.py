@@ -77,6 +77,27 @@ def test_a_hidden_tar_is_left_out_of_a_prefix_and_read_when_it_is_named(tmp_path
     assert [info.key for info in open_manifest(tmp_path, progress=False).shards] == ["a.tar"]
     named = open_manifest([tmp_path / "_b.tar", tmp_path / "a.tar"], progress=False, format="tar")
     assert [info.key for info in named.shards] == ["_b.tar", "a.tar"]
+    assert [info.key for info in open_manifest(tmp_path / "_b.tar", progress=False).shards] == ["_b.tar"]
+
+
+@pytest.mark.parametrize("source", [["{}/a/", "{}/_b/"], "{}/{{a,_b}}/", "{}/{{a,_b}}/*.tar", ["{}/a/a.tar", "{}/_*/"]])
+def test_a_hidden_folder_that_the_caller_names_is_read_and_what_is_hidden_in_it_is_not(
+    tmp_path: Path, source: str | list[str]
+) -> None:
+    for key in ("a/a.tar", "_b/b.tar", "_b/_c.tar", "_b/.d/e.tar", "a/_f.tar"):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(tar_bytes("x"))
+    parts = [source] if isinstance(source, str) else source
+    manifest = open_manifest([part.format(tmp_path) for part in parts], progress=False)
+    assert [info.key for info in manifest.shards] == ["a/a.tar", "_b/b.tar"]
+
+
+def test_a_split_has_the_shards_of_a_hidden_folder_that_the_caller_names(tmp_path: Path) -> None:
+    for key in ("a/train.tar", "a/test.tar", "_b/train.tar", "_b/test.tar"):
+        (tmp_path / key).parent.mkdir(exist_ok=True)
+        (tmp_path / key).write_bytes(tar_bytes("x"))
+    manifest = open_manifest([tmp_path / "a", tmp_path / "_b"], split="train", progress=False)
+    assert [info.key for info in manifest.shards] == ["a/train.tar", "_b/train.tar"]
 
 
 def test_a_parquet_file_named_in_capitals_is_read(tmp_path: Path) -> None:
