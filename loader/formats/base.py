@@ -14,6 +14,12 @@ from .schema import merge_columns
 from .shard import ChunkRef, Header, ShardTask
 
 
+def check_whole(name: str, value: object) -> None:
+    """Raise ConfigError unless a setting is a whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: must be a whole number")
+
+
 @dataclass(frozen=True, slots=True)
 class BaseFormat:
     """The parts of ``ShardFormat`` that most formats share; each format overrides what differs.
@@ -30,6 +36,7 @@ class BaseFormat:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
+        check_whole("chunk_bytes", self.chunk_bytes)
         if self.chunk_bytes < self.min_chunk_bytes:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes}: must be at least {self.min_chunk_bytes}")
 

@@ -85,6 +85,10 @@ class TokenDocumentsFormat(BaseFormat):
     def _scan(self, store: Store, shard: ObjectInfo, dtype: np.dtype[Any]) -> list[ChunkSpan]:
         """Runs of whole documents of about ``chunk_bytes``, or of one longer document."""
         size = dtype.itemsize
+        if self.eos is not None and self.eos > np.iinfo(dtype).max:
+            raise FormatError(
+                shard.key, f"is read as {dtype.name}, of which no token is eos={self.eos}; give its dtype"
+            )
         if shard.size % size:
             raise FormatError(
                 shard.key,

@@ -12,7 +12,7 @@ import numpy as np
 from ...storage import ByteRange, ObjectInfo, Store
 from ..columns import ArrayColumn, Block, IntArray
 from ..errors import ConfigError, FormatError
-from .base import BaseFormat, refuse_empty, whole_part
+from .base import BaseFormat, check_whole, refuse_empty, whole_part
 from .names import find_shards, has_suffix
 from .schema import choose_columns
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
@@ -51,6 +51,8 @@ class TokensFormat(BaseFormat):
 
     def __post_init__(self) -> None:
         BaseFormat.__post_init__(self)
+        check_whole("seq_len", self.seq_len)
+        check_whole("overlap", self.overlap)
         if self.seq_len < 1:
             raise ConfigError(f"seq_len={self.seq_len}: a sequence has at least one token")
         if not 0 <= self.overlap < self.seq_len:

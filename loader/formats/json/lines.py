@@ -7,6 +7,7 @@ and kept as JSON text. A line that Arrow cannot read is refused, whatever Python
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -275,12 +276,13 @@ def _joined(columns: list[pa.ChunkedArray], kind: pa.DataType) -> pa.Array:
 def parsed_rows(lines: Lines, *, check_keys: bool = False) -> Iterator[dict[str, Any]]:
     """Each line as Python reads it. Raises FormatError for one that is not a JSON object.
 
-    With ``check_keys`` also for one that has an object with a key twice, or with a key that is not Unicode.
+    With ``check_keys`` also for one that has an object with a key twice, or with a key that is not Unicode, or a number
+    with a fraction or exponent beyond float64.
     """
-    hook = _checked_object if check_keys else None
+    hook, number = (_checked_object, _finite) if check_keys else (None, None)
     for index in range(len(lines)):
         try:
-            row = json.loads(lines[index], object_pairs_hook=hook)
+            row = json.loads(lines[index], object_pairs_hook=hook, parse_float=number)
         except json.JSONDecodeError as exc:
             raise lines.error(index, f"is not JSON ({exc.msg} at column {exc.colno})") from exc
         except (ValueError, RecursionError) as exc:
@@ -288,6 +290,14 @@ def parsed_rows(lines: Lines, *, check_keys: bool = False) -> Iterator[dict[str,
         if not isinstance(row, dict):
             raise lines.error(index, f"is a JSON {type(row).__name__}, not an object")
         yield row
+
+
+def _finite(text: str) -> float:
+    """Raises ValueError for a number beyond float64; of one with hundreds of digits Arrow, too, makes infinity."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"Number too big for float64: {text if len(text) < 40 else text[:30] + '...'}")
+    return value
 
 
 def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

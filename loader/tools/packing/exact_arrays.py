@@ -36,6 +36,8 @@ def to_array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array
         found = pa.array(values)
         if found.type.num_fields:
             found.validate(full=True)  # of bytes among texts in a list Arrow makes text
+        elif pt.is_binary(found.type):
+            _refuse_text(values)
     except _ERRORS:
         if kind is None:
             raise
@@ -65,6 +67,13 @@ def is_kin(found: pa.DataType, kind: pa.DataType) -> bool:
         return bool(pt.is_integer(found) or (pt.is_floating(found) and found.bit_width <= kind.bit_width))
     are_numbers = all(pt.is_integer(each) or pt.is_floating(each) or pt.is_decimal(each) for each in (found, kind))
     return are_numbers or any(both(found) and both(kind) for both in (pt.is_time, pt.is_duration))
+
+
+def _refuse_text(values: Sequence[Any]) -> None:
+    """Arrow makes bytes of texts among bytes."""
+    for row, value in enumerate(values):
+        if isinstance(value, str):
+            raise InexactError(row, f"{reprlib.repr(value)} is text, and would be bytes among bytes")
 
 
 def _refuse_mixed_times(values: Sequence[Any]) -> None:

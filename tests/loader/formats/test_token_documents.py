@@ -82,6 +82,15 @@ def test_a_raw_file_without_the_token_that_ends_documents_is_refused(token_store
         index_all(token_store, TokenDocumentsFormat())
 
 
+@pytest.mark.parametrize(("name", "eos"), [("a.bin", 128_009), ("a.u16", 1 << 16), ("a.u32", 1 << 32)])
+def test_a_last_token_that_the_type_cannot_hold_is_refused(token_store: FolderStore, name: str, eos: int) -> None:
+    token_store.put(name, bytes(8))
+    with pytest.raises(
+        FormatError, match=rf"{name}: is read as uint\d+, of which no token is eos={eos}; give its dtype"
+    ):
+        index_all(token_store, TokenDocumentsFormat(eos=eos))
+
+
 def test_half_a_token_is_refused(token_store: FolderStore) -> None:
     token_store.put("a.u32", b"\x01\x00\x00\x00\x01")
     with pytest.raises(FormatError, match=r"a.u32 at byte 4: its 5 bytes are not a whole number of uint32"):

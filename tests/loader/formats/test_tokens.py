@@ -156,6 +156,12 @@ def test_shards_of_two_dtypes_are_refused(token_store: FolderStore) -> None:
         {"seq_len": 4, "overlap": -1},
         {"seq_len": 4, "dtype": "float32"},
         {"seq_len": 4, "chunk_bytes": 0},
+        {"seq_len": 4, "chunk_bytes": 2.5},
+        {"seq_len": 4, "chunk_bytes": "4MiB"},
+        {"seq_len": 2.5},
+        {"seq_len": "4"},
+        {"seq_len": True},
+        {"seq_len": 4, "overlap": 1.0},
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ def test_days_moments_and_zones_are_not_mixed_in_a_column(first: Any, last: Any,
         ([{"a": 1}], [{"a": 1, "b": 2}]),
         ({"a": 1}, {1: 2}),
         ("a", b"b"),
+        (b"a", "b"),
     ],
 )
 def test_a_later_sample_that_its_column_would_change_is_refused(first: Any, last: Any, tmp_path: Path) -> None:
@@ -53,6 +54,14 @@ def test_a_later_sample_of_another_type_that_loses_nothing_is_written(first: Any
     pack([{"m": first}] * 300 + [{"m": last}] * 2, tmp_path / "out", format="parquet")
     written = pq.read_table(tmp_path / "out" / "shard-000000.parquet").column("m").to_pylist()[-1]
     assert {**written, **last} == written if isinstance(last, dict) else written == last or written != written
+
+
+@pytest.mark.parametrize("values", [(b"a", "b"), ("b", b"a")])
+def test_text_among_bytes_is_refused(values: tuple[Any, Any], tmp_path: Path) -> None:
+    with pytest.raises(
+        DatasetError, match=rf"sample {values.index('b')}, field 'm': .*'b' is text, and would be bytes"
+    ):
+        pack([{"m": value} for value in values], tmp_path / "out", format="parquet")
 
 
 def test_bytes_among_texts_in_a_list_are_refused(tmp_path: Path) -> None:
