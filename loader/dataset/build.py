@@ -13,11 +13,12 @@ import numpy as np
 
 from ...storage import DecryptionError, ObjectInfo, StorageError, Store
 from ...storage.daemon_pool import DaemonPool
-from ..errors import DatasetError, FormatError
+from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, make_format
 from ..formats.failures import explain_failures
 from ..formats.names import is_text
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
+from ..formats.tokens import has_free_dtype, index_keys
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
 
@@ -101,6 +102,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
     Raises:
         UnfinishedDatasetError: the data set is not completely written.
         DecryptionError: it is encrypted, and was changed or exchanged, or the key is another one.
+        ConfigError: it says that tokens are of another type than ``given`` does.
     """
     if selection.saved is None:
         return None
@@ -117,8 +119,32 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
         warnings.warn(f"the manifest beside the data is not used: {exc}", StaleManifestWarning, stacklevel=2)
         return None
     if given is not None and (given.name, given.config()) != (saved.format, dict(saved.config)):
+        _refuse_other_tokens(selection, given, saved)
         return None
     return saved
+
+
+def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manifest) -> None:
+    """Refuse token files that the format would read as another type than they are packed or indexed as.
+
+    Any bytes are tokens of any type: what is read as another one is no error, but noise. Neither names of files that
+    tell their type nor an .idx leave the format a choice.
+
+    Raises:
+        ConfigError: names both types.
+    """
+    dtype = given.config().get("dtype")
+    known = saved.config.get("dtype")
+    if dtype is None or known is None or dtype == known:
+        return
+    sizes = {info.key: info.size for info in selection.listing}
+    for shard in saved.shards:
+        is_free = has_free_dtype(shard.key) and sizes.keys().isdisjoint(index_keys(shard.key))
+        if is_free and sizes.get(shard.key) == shard.size:
+            raise ConfigError(
+                f"{selection.url}{shard.key}: its tokens are {known}, by the manifest beside it, and would be read as "
+                f"{dtype}: give dtype={known!r} (--dtype {known}), or correct the manifest with `penstock index`"
+            )
 
 
 def same_object(one: ObjectInfo, other: ObjectInfo) -> bool:

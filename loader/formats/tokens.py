@@ -137,6 +137,11 @@ class TokensFormat(BaseFormat):
         return Block(chunk.samples, data.nbytes, {"tokens": ArrayColumn(rows)} if names else {})
 
 
+def has_free_dtype(key: str) -> bool:
+    """Whether a shard's name leaves open of which type its tokens are."""
+    return PurePosixPath(key).suffix.lower() not in SUFFIX_DTYPES
+
+
 def index_keys(key: str) -> tuple[str, ...]:
     """Where the Megatron index of a token file may be, best match first; none for a key that is not a token file."""
     if not has_suffix(key, TokensFormat.suffixes):

@@ -11,6 +11,8 @@ from folder_store import FolderStore, index_all, open_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock import open_manifest, pack
+from penstock.loader import ShardFormat, TokenDocumentsFormat
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.shard import ShardTask
 from penstock.loader.formats.tokens import TokensFormat
@@ -178,3 +180,28 @@ def test_an_unknown_column_of_tokens_is_an_error(token_store: FolderStore) -> No
     token_store.put("a.bin", bytes(100))
     with pytest.raises(ConfigError, match="tokens"):
         open_all(token_store, TokensFormat(10), ["labels"])
+
+
+@pytest.fixture
+def packed_uint32(tmp_path: Path) -> Path:
+    """A packed data set of 32-bit tokens, whose names do not tell their type: the manifest beside them does."""
+    pack([np.arange(70_000, 70_100)], tmp_path / "out", format="tokens", seq_len=10, dtype="uint32", progress=False)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("form", [TokensFormat(20), TokensFormat(10), TokenDocumentsFormat(eos=9)])
+@pytest.mark.parametrize("shard", ["", "shard-000000.bin"])
+def test_packed_tokens_are_not_read_as_another_type(packed_uint32: Path, form: ShardFormat, shard: str) -> None:
+    with pytest.raises(ConfigError, match=r"its tokens are uint32, .* would be read as uint16: give dtype='uint32'"):
+        open_manifest(packed_uint32 / shard, format=form, progress=False)
+
+
+def test_packed_tokens_are_read_with_the_type_and_any_length(packed_uint32: Path) -> None:
+    assert open_manifest(packed_uint32, format=TokensFormat(20, dtype="uint32"), progress=False).num_samples == 5
+    rebuilt = open_manifest(packed_uint32, format=TokensFormat(20), progress=False, rebuild=True)
+    assert rebuilt.schema["columns"]["tokens"]["type"] == "uint16"
+
+
+def test_packed_tokens_that_were_written_anew_since_are_read_as_asked(packed_uint32: Path) -> None:
+    np.arange(60, dtype="<u2").tofile(packed_uint32 / "shard-000000.bin")
+    assert open_manifest(packed_uint32, format=TokensFormat(20), progress=False).num_samples == 3
