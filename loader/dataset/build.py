@@ -143,7 +143,7 @@ def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manife
         if is_free and sizes.get(shard.key) == shard.size:
             raise ConfigError(
                 f"{selection.url}{shard.key}: its tokens are {known}, by the manifest beside it, and would be read as "
-                f"{dtype}: give dtype={known!r} (--dtype {known}), or correct the manifest with `penstock index`"
+                f"{dtype}: give dtype={known!r} (--dtype {known}), or run `penstock index --rebuild`"
             )
 
 

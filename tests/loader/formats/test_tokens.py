@@ -192,7 +192,7 @@ def packed_uint32(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("form", [TokensFormat(20), TokensFormat(10), TokenDocumentsFormat(eos=9)])
 @pytest.mark.parametrize("shard", ["", "shard-000000.bin"])
 def test_packed_tokens_are_not_read_as_another_type(packed_uint32: Path, form: ShardFormat, shard: str) -> None:
-    with pytest.raises(ConfigError, match=r"its tokens are uint32, .* would be read as uint16: give dtype='uint32'"):
+    with pytest.raises(ConfigError, match=r"are uint32, .* be read as uint16: give dtype='uint32'.* index --rebuild"):
         open_manifest(packed_uint32 / shard, format=form, progress=False)
 
 
