@@ -30,7 +30,8 @@ def open_shared(origin: str, config: Any, client: Any, *, is_http: bool) -> Any:
     def make() -> Any:
         if is_http:
             return HTTPStore.from_url(origin, client_options=client, retry_config=retry)
-        return from_url(origin, config=config, client_options=client, retry_config=retry)
+        url = origin.replace("gcs://", "gs://", 1)  # which is all that obstore knows
+        return from_url(url, config=config, client_options=client, retry_config=retry)
 
     return share_client(origin, {**config, "client": sorted(client.items())}, make)
 

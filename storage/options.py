@@ -14,6 +14,7 @@ False has them read into memory, "views" has views of them handed out, too (`pen
 from __future__ import annotations
 
 import configparser
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -110,7 +111,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if value is None or name == DIRECT_OPTION:
             continue
         if name in {"timeout_s", "connect_timeout_s"}:
-            client[name.removesuffix("_s")] = f"{int(float(value) * 1000)}ms"
+            client[name.removesuffix("_s")] = f"{_milliseconds(name, value)}ms"
         elif name in _CLIENT:
             client[name] = value
         else:
@@ -132,6 +133,16 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
     if "endpoint" in config:
         _check_endpoint(str(config["endpoint"]), client)
     return config, client
+
+
+def _milliseconds(name: str, value: Any) -> int:
+    try:
+        found = math.ceil(float(value) * 1000)
+    except (ValueError, TypeError, OverflowError):
+        found = 0
+    if found <= 0:
+        raise UnsupportedURLError(f"storage_options={{{name!r}: {value!r}}}: give seconds, more than 0")
+    return found
 
 
 def is_true(value: Any) -> bool:
