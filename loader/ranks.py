@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch.distributed
 import torch.utils.data
@@ -27,7 +27,7 @@ _DATA_DIMS = {
 }
 PIPELINE_DIMS = ("pp", "pipe", "pipeline", "pipeline_parallel")
 CONTEXT_DIMS = ("cp", "context", "context_parallel")
-_MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "sp", "sequence", *PIPELINE_DIMS, *CONTEXT_DIMS}
+_MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "sp", "sequence", "sequence_parallel", *PIPELINE_DIMS, *CONTEXT_DIMS}
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -47,6 +47,10 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
                 "Give rank= and world_size=, or start the ranks with torchrun; under another launcher that initialises "
                 "torch.distributed (Lightning's own does), make the loader after that, as in train_dataloader()"
             )
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise ConfigError(f"{name}={value!r}: must be a whole number")
+    rank, world_size = int(rank), int(world_size)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} of world_size={world_size}: a rank is from 0 to world_size - 1")
     return rank, world_size

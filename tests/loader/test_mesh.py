@@ -54,6 +54,7 @@ def tars(tmp_path: Path) -> str:
     [
         (mesh_of(("pp", "dp_replicate", "dp_shard", "cp", "tp"), (2, 3, 4, 2, 2), (1, 2, 1, 0, 1)), None, (9, 12)),
         (mesh_of(("pp", "dp"), (2, 3), (1, 2)), ("dp", "pp"), (5, 6)),
+        (mesh_of(("dp", "sequence_parallel"), (2, 2), (1, 1)), None, (1, 2)),
         (mesh_of(None, (4,), (3,)), None, (3, 4)),
         (mesh_of(("ep", "tp"), (2, 2), (1, 0)), "ep", (1, 2)),
     ],

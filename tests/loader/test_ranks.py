@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from tar_dataset import write_tars
@@ -64,6 +65,20 @@ def test_a_world_that_torch_initialises_later_with_the_same_rank_is_fine(tars, w
     with DistributedDataLoader(tars, batch_size=4) as loader:
         world_of_one()
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "name"), [(1.0, 2, "rank"), (True, 2, "rank"), ("1", 2, "rank"), (1, 2.0, "world_size")]
+)
+def test_a_rank_that_is_no_whole_number_is_refused(tars, rank, world_size, name):
+    with pytest.raises(ConfigError, match=rf"{name}=.*must be a whole number"):
+        DistributedDataLoader(tars, batch_size=4, rank=rank, world_size=world_size)
+
+
+def test_a_rank_may_be_a_whole_number_of_numpy(tars):
+    with DistributedDataLoader(tars, batch_size=4, rank=np.int64(1), world_size=np.int64(2)) as loader:
+        assert next(iter(loader))["txt"]
+        assert (type(loader.rank), type(loader.world_size)) == (int, int)
 
 
 class Wrapped(IterableDataset):
