@@ -13,7 +13,6 @@ TICK_S = 1.0
 _LONGEST_TICK_S = 30.0
 _FEWEST_BATCHES = 4
 _FEWEST_FETCH_THREADS = 2  # that are left when threads are given back
-_IN_FLIGHT_SHARE = 0.25  # of the chunks' memory, of what may be on its way at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +96,7 @@ class Tuner:
             decode_threads=1,
             read_ahead_bytes=1,
         )
-        in_memory = int(_IN_FLIGHT_SHARE * options.chunk_budget_bytes / max(1, chunk_bytes))
+        in_memory = options.chunk_budget_bytes // max(1, chunk_bytes)  # further threads would wait for room
         most = Settings(
             fetch_threads=max(start.fetch_threads, min(options.most_fetch_threads, in_memory)),
             decode_threads=choice.cores,

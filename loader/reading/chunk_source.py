@@ -302,13 +302,17 @@ class ChunkSource:
     @property
     def mean_reserve(self) -> int:
         """What ``reserve`` says of a chunk, about."""
-        manifest = self.manifest
-        return int((manifest.lengths.sum() + manifest.memory.sum()) // max(1, manifest.num_chunks))
+        return self._most_bytes // max(1, self.manifest.num_chunks)
 
     def fit_into(self, nbytes: int) -> bool:
         """Whether so much memory holds all chunks, as far as is known before they are opened."""
+        return self._most_bytes <= nbytes
+
+    @property
+    def _most_bytes(self) -> int:
+        """What ``reserve`` says of all chunks together, where none is too large for memory."""
         lengths, memory = self.manifest.lengths, self.manifest.memory
-        return int(np.where(memory == lengths, lengths, lengths + memory).sum()) <= nbytes
+        return int(np.where(memory == lengths, lengths, lengths + memory).sum())
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""

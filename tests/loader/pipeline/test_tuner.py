@@ -138,8 +138,37 @@ def test_what_was_learned_holds_for_the_next_pipeline_within_its_bounds(monkeypa
     assert one.changes == 1
     again = one.begin(OPTIONS, chunk_bytes=10)
     assert (again.fetch_threads, again.read_ahead_bytes) == (2, 40)
-    smaller = one.begin(replace(OPTIONS, chunk_budget_bytes=30, read_ahead_bytes=30), chunk_bytes=10)
-    assert (smaller.fetch_threads, smaller.read_ahead_bytes) == (1, 30)
+    smaller = one.begin(replace(OPTIONS, chunk_budget_bytes=15, read_ahead_bytes=15), chunk_bytes=10)
+    assert (smaller.fetch_threads, smaller.read_ahead_bytes) == (1, 15)
+
+
+class FarPipeline(FakePipeline):
+    """Fetches the faster, the more threads do so; ends once somebody has looked so often."""
+
+    _bytes, _threads = 0, 1
+
+    def sums(self) -> Sums:
+        if self._looks == 60:
+            self.stopping.set()
+        self._bytes += 100 * self._threads
+        return replace(super().sums(), fetched_bytes=self._bytes)
+
+    def apply(self, settings: Settings) -> None:
+        self.applied.append(settings)
+        self._threads = settings.fetch_threads
+
+
+@pytest.mark.parametrize(("chunk_bytes", "threads"), [(5000, 1), (2000, 1), (500, 6), (200, 15)])
+def test_as_many_chunks_may_be_on_their_way_as_the_budget_holds(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, threads: int
+) -> None:
+    monkeypatch.setattr(tuner, "TICK_S", 0.0)
+    one = tuner.Tuner(TuningChoice(cores=1, cores_of_node=2))
+    far = FarPipeline()
+    one.begin(OPTIONS, chunk_bytes)
+    one.run(far, far.stopping)
+    assert max(settings.fetch_threads for settings in far.applied) == threads
+    assert all(settings.read_ahead_bytes <= OPTIONS.chunk_budget_bytes for settings in far.applied)
 
 
 def test_a_machine_without_more_threads_ends_the_tuning_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -203,3 +204,16 @@ def test_what_a_parser_stumbles_over_is_an_error_that_names_the_shard(source, mo
     monkeypatch.setattr(type(chunks._format), "open_chunk", fail)
     with pytest.raises(FormatError, match=rf"parquet at byte \d+: cannot be opened \({type(raised).__name__}"):
         chunks.load(0)
+
+
+@pytest.mark.parametrize("columns", [None, ["n"]])
+def test_chunks_take_on_average_what_each_of_them_is_said_to_take(
+    memory_store: MemoryStore, put_shards: Callable[..., list[int]], columns: list[str] | None
+) -> None:
+    put_shards(memory_store, 1)
+    opened = open_manifest(memory_store.url, format=make_format("parquet", {"chunk_bytes": 1}))
+    parquet = make_format(opened.format, opened.config)
+    for manifest in (opened, replace(opened, memory=opened.lengths)):  # the second is opened in place
+        chunks = ChunkSource(manifest, parquet, memory_store, columns, Counters())
+        sizes = [chunks.reserve(index) for index in range(manifest.num_chunks)]
+        assert chunks.mean_reserve == sum(sizes) // len(sizes)
