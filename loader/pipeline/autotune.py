@@ -1,7 +1,8 @@
 """What to change of a running pipeline, given what it waited for: a function of state and measurement alone.
 
 A change is a trial: what it was to speed up is measured before and after, and a change without gain is taken back and
-not tried again for a while, which doubles each time. So on constant input settings come to rest.
+not tried again for a while, which doubles each time, or until batches come at quite another rate. So on constant input
+settings come to rest, and where something else becomes the limit they follow.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _SPARE = 1.5  # threads that a stage keeps, relative to those that are busy
 _QUIET_TICKS = 5  # without waits, before threads are given back
 _BLAME_TICKS = 16  # after threads were given back, while waits are blamed on that
 _HOLD_TICKS, _LONGEST_HOLD = 32, 512
+_OTHER_RATE = 2.0  # times as fast, or as slow, as when a change was of no use: now it may be of use
+_SMOOTHING = 0.25  # of that rate: batches come in bursts
 _TRIAL_TICKS = 3  # one to settle, and two in which a change may show that it is of use
 _CHUNKS, _DECODING = "chunks", "decoding"
 _NAMES = {"fetch_threads": "fetch_threads", "decode_threads": "threads", "read_ahead_bytes": "read_ahead"}
@@ -105,23 +108,28 @@ class TakenBack:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Until which tick something is not tried again, and how often it was of no use."""
+    """Until which tick something is not tried again, how often it was of no use, and how many batches/s came then."""
 
     until: int = 0
     times: int = 0
+    rate: float = 0.0
 
-    def again(self, tick: int) -> Hold:
-        return Hold(tick + min(_LONGEST_HOLD, _HOLD_TICKS << self.times), min(self.times + 1, 16))
+    def again(self, tick: int, rate: float) -> Hold:
+        return Hold(tick + min(_LONGEST_HOLD, _HOLD_TICKS << self.times), min(self.times + 1, 16), rate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What the controller knows. ``reason`` is its last decision, in words; ``changes`` counts those of settings."""
+    """What the controller knows. ``reason`` is its last decision, in words; ``changes`` counts those of settings.
+
+    ``rate``: batches/s, smoothed over some ticks; None before the first.
+    """
 
     settings: Settings
     reason: str = "nothing is measured yet"
     changes: int = 0
     tick: int = 0
+    rate: float | None = None
     quiet: int = 0
     busiest: tuple[float, float] = (0.0, 0.0)  # (decoding, fetching) of the quiet ticks
     trial: Trial | None = None
@@ -133,12 +141,19 @@ class State:
         return self.tick < self.holds.get(name, Hold()).until
 
     def hold(self, name: str) -> Mapping[str, Hold]:
-        return {**self.holds, name: self.holds.get(name, Hold()).again(self.tick)}
+        return {**self.holds, name: self.holds.get(name, Hold()).again(self.tick, self.rate or 0.0)}
+
+    def is_as_then(self, name: str) -> bool:
+        """Whether batches come about as fast as when something was held."""
+        then, now = self.holds.get(name, Hold()).rate, self.rate or 0.0
+        return max(then, now) < _OTHER_RATE * min(then, now)
 
 
 def step(state: State, measured: Measured, bounds: Bounds) -> State:
     """The next state, whose settings are those of the next tick: always within ``bounds``."""
-    state = replace(state, tick=state.tick + 1)
+    rate = measured.batches_per_s
+    smoothed = rate if state.rate is None else state.rate + _SMOOTHING * (rate - state.rate)
+    state = replace(state, tick=state.tick + 1, rate=smoothed)
     if state.trial is not None:
         seen = max(state.trial.seen, getattr(measured, state.trial.rate_name)) if state.trial.ticks else 0.0
         trial = replace(state.trial, ticks=state.trial.ticks + 1, seen=seen)
@@ -223,7 +238,8 @@ def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
         return replace(state, reason=f"at rest: {measured.cores:.1f} of {bounds.cores} cores are in use")
     for knob, stage, rate_name in _wanted(state.settings, measured):
         settings = _more(state.settings, knob, bounds, decodes=measured.decoding > 0)
-        if settings == state.settings or state.is_held(f"raise {knob}"):
+        name = f"raise {knob}"
+        if settings == state.settings or (state.is_held(name) and state.is_as_then(name)):
             continue
         trial = Trial(knob, state.settings, rate_name, getattr(measured, rate_name), stage)
         why = f"the training loop waited {measured.waited:.0%} of the time{stage and ', for '}{stage}"

@@ -148,6 +148,24 @@ def test_what_is_of_no_use_is_taken_back_and_tried_again_ever_more_rarely() -> N
     assert threads[-1] == 8
 
 
+@pytest.mark.parametrize("ticks", [60, 150, 400, 700])
+def test_where_something_else_becomes_the_limit_what_was_of_no_use_before_is_tried_within_30_ticks(ticks: int) -> None:
+    throttled = Plant(consumer=1000, latency_s=0.02, bytes_per_s=50e6, decode_s=0.001, assemble=1000)
+    far = replace(throttled, latency_s=0.2, bytes_per_s=4e9)
+    states = run(far, 30, run(throttled, ticks)[-1])
+    assert max(far.rate(state.settings) for state in states) >= 0.9 * far.rate(MOST)
+
+
+def test_batches_that_come_in_bursts_do_not_have_what_was_of_no_use_tried_more_often() -> None:
+    throttled = Plant(consumer=1000, latency_s=0.02, bytes_per_s=50e6, decode_s=0.001, assemble=1000)
+    state = State(settings=BOUNDS.clamp(WORST))
+    for tick in range(1000):
+        measured = throttled.measure(state.settings)
+        burst = 1.6 if tick % 2 else 0.4
+        state = step(state, replace(measured, batches_per_s=burst * measured.batches_per_s), BOUNDS)
+    assert state.changes <= run(throttled, 1000)[-1].changes + 4
+
+
 def test_a_change_that_others_hid_is_tried_again() -> None:
     """While two more threads are on trial, others take half of the machine; so does it without them."""
     state = State(settings=replace(WORST, decode_threads=2, fetch_threads=4, read_ahead_bytes=MOST.read_ahead_bytes))
