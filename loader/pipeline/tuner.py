@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -96,7 +97,7 @@ class Tuner:
             decode_threads=1,
             read_ahead_bytes=1,
         )
-        in_memory = options.chunk_budget_bytes // max(1, chunk_bytes)  # further threads would wait for room
+        in_memory = math.ceil(options.chunk_budget_bytes / max(1, chunk_bytes))  # further threads would wait for room
         most = Settings(
             fetch_threads=max(start.fetch_threads, min(options.most_fetch_threads, in_memory)),
             decode_threads=choice.cores,

@@ -138,8 +138,8 @@ def test_what_was_learned_holds_for_the_next_pipeline_within_its_bounds(monkeypa
     assert one.changes == 1
     again = one.begin(OPTIONS, chunk_bytes=10)
     assert (again.fetch_threads, again.read_ahead_bytes) == (2, 40)
-    smaller = one.begin(replace(OPTIONS, chunk_budget_bytes=15, read_ahead_bytes=15), chunk_bytes=10)
-    assert (smaller.fetch_threads, smaller.read_ahead_bytes) == (1, 15)
+    smaller = one.begin(replace(OPTIONS, chunk_budget_bytes=10, read_ahead_bytes=10), chunk_bytes=10)
+    assert (smaller.fetch_threads, smaller.read_ahead_bytes) == (1, 10)
 
 
 class FarPipeline(FakePipeline):
@@ -158,7 +158,7 @@ class FarPipeline(FakePipeline):
         self._threads = settings.fetch_threads
 
 
-@pytest.mark.parametrize(("chunk_bytes", "threads"), [(5000, 1), (2000, 1), (500, 6), (200, 15)])
+@pytest.mark.parametrize(("chunk_bytes", "threads"), [(5000, 1), (2000, 2), (500, 6), (200, 15)])
 def test_as_many_chunks_may_be_on_their_way_as_the_budget_holds(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, threads: int
 ) -> None:
