@@ -1,4 +1,4 @@
-"""The command lines of what is run as ``python -m penstock.benchmarks.NAME``: called so, and wrapped to 80 columns."""
+"""The command lines of what is run as ``python -m penstock.benchmarks.NAME``, and the text above all options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -16,22 +16,20 @@ Config = TypeVar("Config")
 OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 
-_WIDTH = 80
 _COMMANDS = ("python -m ", "torchrun ")  # paragraphs that begin so are kept as they are
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def parse_config(kind: type[Config], doc: str | None = None) -> Config:
     """Parse the process's arguments into a dataclass; ``doc`` describes the command if its docstring does not."""
-    # Indented as the boxes' content is; tyro would join lines that begin with a letter.
-    described = textwrap.indent(describe(doc or kind.__doc__ or "", _WIDTH - 2), "  ")
-    return tyro.cli(kind, prog=program(), description=described)
+    return tyro.cli(kind, prog=program(), description=describe(doc or docstring(kind), indent="  "))
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help begins with the text of a module."""
     return argparse.ArgumentParser(
         prog=program(),
-        description=describe(doc or "", _WIDTH),
+        description=describe(doc or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -42,12 +40,25 @@ def program() -> str:
     return Path(sys.argv[0]).name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-def describe(text: str, width: int) -> str:
-    """A docstring as paragraphs of at most ``width`` columns; commands keep their lines."""
+def docstring(kind: type) -> str:
+    """What was written of a dataclass; nothing under -OO, where ``__doc__`` is a signature, made when the class was."""
+    return kind.__doc__ or "" if sys.flags.optimize < 2 else ""
+
+
+def describe(text: str, width: int = 80, *, indent: str = "") -> str:
+    """A docstring for ``--help``: paragraphs of at most ``width`` columns, examples continued as a shell takes them.
+
+    ``indent`` is that of the content of tyro's boxes, which would join lines that begin with a letter.
+    """
     paragraphs = inspect.cleandoc(text).replace("``", "`").split("\n\n")
-    return "\n\n".join(
-        paragraph
-        if paragraph.startswith(_COMMANDS)
-        else textwrap.fill(" ".join(paragraph.split()), width, break_long_words=False, break_on_hyphens=False)
-        for paragraph in paragraphs
-    )
+    return "\n\n".join(textwrap.indent(_wrapped(each, width - len(indent)), indent) for each in paragraphs)
+
+
+def _wrapped(paragraph: str, width: int) -> str:
+    if paragraph.startswith(_COMMANDS):
+        return paragraph
+    words = " ".join(paragraph.split())
+    if not words.startswith("example:"):
+        return textwrap.fill(words, width, **_WHOLE_WORDS)
+    words = words.replace("example: ", "example:  ")
+    return " \\\n".join(textwrap.wrap(words, width - 2, subsequent_indent=" " * 12, **_WHOLE_WORDS))

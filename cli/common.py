@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import io
 import json as json_text
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args
 
 import tyro
 
+from ..benchmarks.arguments import describe, docstring
 from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
@@ -42,7 +41,6 @@ def _choices(literal: Any) -> str:
     return "{" + ",".join(get_args(literal)) + "}"
 
 
-_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _parsed: list[type] = []
 
 
@@ -66,21 +64,6 @@ class _Printed(io.StringIO):
         return self._screen.isatty()
 
 
-def describe(text: str, width: int = 80) -> str:
-    """A docstring for ``--help``: paragraphs wrapped, and examples continued as a shell takes them."""
-    found = []
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
-        words = " ".join(paragraph.split()).replace("example: ", "example:  ")
-        if words.startswith("example:"):
-            lines = textwrap.wrap(words, width - 4, subsequent_indent=" " * 12, **_WHOLE_WORDS)
-            lines = [f"{line} \\" for line in lines[:-1]] + lines[-1:]
-        else:
-            lines = textwrap.wrap(words, width - 2, **_WHOLE_WORDS)
-        # Indented as the boxes' content is; tyro would join lines that begin with a letter.
-        found.append("\n".join(f"  {line}" for line in lines))
-    return "\n\n".join(found)
-
-
 token_types = _choices(TokenType)
 
 
@@ -88,8 +71,7 @@ def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Argu
     """Parse arguments into a command's dataclass; ``--help`` exits with 0, wrong arguments exit with 2."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     _parsed.append(kind)
-    # Under -OO a dataclass's docstring is not what was written but its signature, made when the class was.
-    description = describe(kind.__doc__ or "") if sys.flags.optimize < 2 else ""
+    description = describe(docstring(kind), indent="  ")
     printed = _Printed(sys.stdout)
     try:
         with contextlib.redirect_stdout(printed):

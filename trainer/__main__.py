@@ -31,9 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started again: a rank stalled or died, or only another node was asked to stop.
     """
     try:
-        recipe = read_recipe(sys.argv[1:] if arguments is None else arguments)
-        if recipe is None:
-            return 0
+        with _may_be_cut_off():
+            command = read_command(sys.argv[1:] if arguments is None else arguments)
+            recipe = command.recipe
+            recipe.check()
+            if command.dry_run:
+                print(format_toml(recipe.describe()).strip())
+                return 0
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
         summary = train_recipe(recipe, world)
@@ -46,20 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         close_world()  # after the handler, when the error no longer references frames that use the group
 
 
-def read_recipe(arguments: Sequence[str]) -> Recipe | None:
-    """The recipe to train; None where it was only to be shown, or its reader closed the pipe, as ``| head`` does."""
+@contextmanager
+def _may_be_cut_off() -> Iterator[None]:
+    """Ends the process with 0, and no traceback, where who reads what is printed has left, as ``| head`` does."""
     try:
         try:
-            command = read_command(arguments)
-            command.recipe.check()
-            if not command.dry_run:
-                return command.recipe
-            print(format_toml(command.recipe.describe()).strip())
-        finally:  # also after the help, which ends the process
-            sys.stdout.flush()
+            yield
+        finally:
+            if sys.stdout is not None:  # it is None where it was closed, as by `>&-`
+                sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else it would be told again at exit
-    return None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at exit
+        raise SystemExit(0) from None
 
 
 def prepare_data(recipe: Recipe, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,3 +119,11 @@ def test_paragraphs_are_wrapped_and_commands_are_not() -> None:
     assert all(len(line) <= 80 for line in told[0].splitlines())
     assert told[0].startswith("Some `words` long ")
     assert told[1] == command
+
+
+@pytest.mark.slow
+def test_help_shows_no_python_where_docstrings_are_stripped() -> None:
+    command = [sys.executable, "-OO", "-m", "penstock.benchmarks.images", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.startswith("usage: python -m penstock.benchmarks.images [-h] [OPTIONS]\n")
+    assert "Config(" not in out

@@ -269,11 +269,8 @@ def test_the_dry_run_prints_the_recipe_and_trains_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--help"], ["digits", "--dry-run"]])
-def test_a_reader_that_closes_the_pipe_ends_help_and_dry_run_in_silence(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "penstock.trainer", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert (process.wait(), process.stderr.read()) == (0, "")
+@pytest.mark.parametrize("arguments", ["digits --help", "digits --dry-run"])
+def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(arguments: str) -> None:
+    piped = f"{sys.executable} -m penstock.trainer {arguments} | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
