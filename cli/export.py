@@ -75,6 +75,8 @@ class ExportArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(ExportArguments, "export", arguments)
+    if not given.output:
+        raise ConfigError("--output is empty; give a folder to be made")
     step, limit = _read_step(given.step), _read_size(given.max_shard_size)
     check_rules("--rename", given.rename)
     if given.format != "hf" and given.max_shard_size != "5GB":

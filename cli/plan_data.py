@@ -143,7 +143,7 @@ def made_up(given: PlanDataArguments) -> MadeUp:
     """
     if given.source:
         raise ConfigError("give either a source, or --samples for a hypothetical data set")
-    samples, shards = parse_count(given.samples or "0", "--samples"), given.shards
+    samples, shards = parse_count("0" if given.samples is None else given.samples, "--samples"), given.shards
     total = samples * given.sample_bytes if given.bytes is None else parse_bytes(given.bytes, "--bytes")
     size = f"--sample-bytes {given.sample_bytes}" if given.bytes is None else f"--bytes {given.bytes}"
     if given.bytes is not None and given.sample_bytes != PlanDataArguments.sample_bytes:

@@ -58,6 +58,8 @@ class TopArguments:
 def run(arguments: Sequence[str]) -> int:
     given = parse(TopArguments, "top", arguments)
     folder = _find_run(Path(given.run))
+    if given.timeline is None and given.seconds != TopArguments.seconds:
+        raise ConfigError("--seconds without --timeline, which it is for; add that")
     if given.timeline is not None:
         return _record_timeline(folder, Path(given.timeline), given.seconds)
     if given.json:

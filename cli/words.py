@@ -22,6 +22,7 @@ def option_words(message: str, options: Collection[str]) -> str:
         word = "--" + name.replace("_", "-")
         message = re.sub(rf"(?<![\w.-]){name}=(?:True)?(?![\w'\"\[{{(.-])", word, message)
         message = re.sub(rf"(?<![\w.-]){name}=('?)([^\s;,:'\"]+)\1", rf"{word} \2", message)
+        message = re.sub(rf"(?<![\w.-]){name}=(' *')", rf"{word} \1", message)
     return re.sub(r"(--[\w-]+ [\w.-]+) or '([\w.-]+)'", r"\1 or \2", message)
 
 

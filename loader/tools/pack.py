@@ -198,7 +198,7 @@ def pack(
         checksums=checksums,
     )  # fmt: skip
     started = time.monotonic()
-    url = str(target_url).rstrip("/") + "/"
+    url = _folder_url(target_url)
     job.writer({})  # refuses arguments before anything is listed
     with told_of_source():
         opened = open_source(
@@ -279,6 +279,12 @@ def _cursor_after(shard: Shard, begun: deque[tuple[int, int, int]]) -> Cursor:
     return Cursor(shard.stop, piece, number, shard.stop - units, shard.state)
 
 
+def _folder_url(target: str | Path) -> str:
+    if not str(target):
+        raise ConfigError("a target is a URL or a path, not ''")
+    return str(target).rstrip("/") + "/"
+
+
 def pack_once(source: PackSource, target_url: str | Path, **options: Any) -> PackSummary | None:
     """``pack`` with its ``options`` if the target is empty; otherwise do nothing and return None.
 
@@ -289,7 +295,7 @@ def pack_once(source: PackSource, target_url: str | Path, **options: Any) -> Pac
     """
     if unknown := sorted(set(options) - set(inspect.signature(pack).parameters)):
         raise ConfigError(f"{', '.join(unknown)}: unknown options of pack")
-    store = open_store(str(target_url).rstrip("/") + "/", storage_options=options.get("storage_options"))
+    store = open_store(_folder_url(target_url), storage_options=options.get("storage_options"))
     try:
         keys = {info.key for info in store.list()}
         is_whole = bool(keys) and not (MANIFEST_NAME in keys and is_unfinished(store.get(MANIFEST_NAME)))

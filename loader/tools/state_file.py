@@ -47,11 +47,14 @@ def read_state_file(path: str | os.PathLike[str]) -> StateFile:
     if file.is_dir():
         file = file / CHECKPOINT_NAME
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise StateMismatchError(f"{file}: too large for a state; give the file that it was saved in")
-        document = json.loads(file.read_text())
+        with file.open("rb") as opened:  # a pipe or a device tells no size
+            text = opened.read(_MOST_BYTES + 1)
     except OSError as exc:
         raise ConfigError(f"{file}: cannot be read ({exc.strerror}); give a file with a state") from exc
+    if len(text) > _MOST_BYTES:
+        raise StateMismatchError(f"{file}: too large for a state; give the file that it was saved in")
+    try:
+        document = json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise StateMismatchError(f"{file}: not JSON ({exc}); give the file that state_dict() was saved in") from exc
     found = list(_find(document, ()))

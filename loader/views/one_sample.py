@@ -61,7 +61,8 @@ def inspect_sample(
         DatasetError, FormatError, StorageError: as ``open_manifest`` does.
     """
     if (sample is None) == (key is None):
-        raise ConfigError(f"sample={sample}, key={key!r}: give one of them (--sample, --key)")
+        given = "neither {} nor {} is given" if sample is None else "{} and {} are both given"
+        raise ConfigError(f"{given.format('sample= (--sample)', 'key= (--key)')}; give one of them")
     if field is not None and key is None:
         raise ConfigError(f"field={field!r} says where to search for a key; give key= (--key) too")
     manifest = open_manifest(

@@ -39,9 +39,19 @@ def find_rows(column: Column, value: Any, field: str) -> list[int]:
     if isinstance(column, ArrayColumn):
         return _find_scalar(column, value, field)
     if isinstance(column, BytesColumn):
-        return _find_bytes(column, value if isinstance(value, bytes) else str(value).encode())
+        return _find_bytes(column, _as_stored(value, field))
     values = column.values.to_pylist()
     return [row for row, found in enumerate(values) if found is not None and (found == value or str(found) == value)]
+
+
+def _as_stored(value: Any, field: str) -> bytes:
+    """The bytes that ``value`` stands for: a shell's word, or a file's name, that is not UTF-8 for its own."""
+    try:
+        stored = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"{value!r} is no text: it has a surrogate that stands for no byte") from exc
+    # Keys are text, in which bytes that are not UTF-8 are written out.
+    return stored.decode("utf-8", "backslashreplace").encode() if field == KEY_COLUMN else stored
 
 
 def _find_scalar(column: ArrayColumn, value: Any, field: str) -> list[int]:

@@ -175,6 +175,7 @@ def test_numbers_that_are_none_are_null_in_json_and_stop_nobody(
     ("options", "words"),
     [
         (["--timeline", "t.json", "--seconds", "61"], "--seconds 61 must be above 0 and at most 60"),
+        (["--seconds", "3"], "--seconds without --timeline"),
         (["--timeline", "no/t.json"], "no/t.json or run/ranks cannot be written (No such file"),
     ],
 )

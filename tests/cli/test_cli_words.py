@@ -30,6 +30,7 @@ OPTIONS = ("global_batch_size", "last_batch", "tokenizer", "overwrite", "seq_len
         ("as in format=TokenDocumentsFormat(eos=2) (--eos 2)", "as in --eos 2"),
         ("choose one with format='jsonl' (--format), or", "choose one with --format, or"),
         ("a key a=b, my_lanes=3, x.lanes=4", "a key a=b, my_lanes=3, x.lanes=4"),
+        ("format='': is none", "--format '': is none"),
     ],
 )  # fmt: skip
 def test_arguments_are_told_as_options(message: str, told: str) -> None:

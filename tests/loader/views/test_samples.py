@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,20 @@ def test_a_sample_is_found_by_its_key(tars: str) -> None:
         with pytest.raises(ConfigError, match="no field 'x'"):
             loader.dataset.find("1", field="x")
     assert not [thread for thread in started_threads() if thread.name == "penstock-look"]
+
+
+def test_a_key_that_is_no_unicode_is_found_by_its_bytes_and_as_it_is_shown(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "odd.tar", "w") as archive:
+        for name in ("one.txt", "\udcfftwo.txt"):
+            archive.addfile(tarfile.TarInfo(name))
+    with DistributedDataLoader(tmp_path, batch_size=1) as loader:
+        assert loader.dataset[1]["__key__"] == "\\xfftwo"
+        for key in ("\udcfftwo", "\\xfftwo", b"\xfftwo"):
+            assert loader.dataset.find(key) == 1
+        with pytest.raises(SampleNotFoundError):
+            loader.dataset.find("\udcffone")
+        with pytest.raises(ConfigError, match="is no text"):
+            loader.dataset.find("\ud800two")
 
 
 @pytest.mark.parametrize(
