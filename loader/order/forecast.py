@@ -14,6 +14,7 @@ from .mixing import Mixing, measure_mixing
 from .permutation import IntArray
 from .plan import EpochPlan, Order, batch_bounds, lane_offsets, require_steps, share_bounds
 
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _MOST_EDGES = 1 << 20  # cuts of lanes and ranks that are examined at most: it bounds memory
 
 
@@ -85,9 +86,10 @@ def forecast(
     open_chunks = min(int(windows.max() * order.window), len(chunk_samples))
     cuts = plan.lane_starts[1:-1]
     cut_chunks = int((plan.stream_starts[np.searchsorted(plan.stream_starts, cuts)] != cuts).sum())
-    if order.piece:  # rows of every chunk lie in all lanes: a rank reads each that it has a row of, and keeps it
-        reads = float((1.0 - (1.0 - 1.0 / world_size) ** chunk_samples).mean() * world_size)
-        open_chunks, cut_chunks = len(chunk_samples), 0
+    if len(plan.pieces.chunks) > len(chunk_samples):
+        # Pieces of a chunk lie in any lanes: a rank reads each chunk of which it has one, and keeps it.
+        shares = _chunk_shares(chunk_samples, order.piece, owned)
+        reads, open_chunks, cut_chunks = float(shares.sum()), math.ceil(shares.max() * len(chunk_samples)), 0
     return Forecast(
         samples=plan.num_samples,
         chunks=len(chunk_samples),
@@ -111,6 +113,18 @@ def forecast(
     )
 
 
+def _chunk_shares(chunk_samples: IntArray, piece: int, owned: _LaneShares) -> FloatArray:
+    """The share of all chunks that each rank reads where pieces of them are shuffled: (ranks,)."""
+    pieces = -(-chunk_samples // piece)
+    rows = chunk_samples.sum() / pieces.sum()
+    # The probability that a rank has a row of a piece, which may lie in any lane; then, of any piece of a chunk.
+    of_piece = np.bincount(owned.ranks, 1.0 - (1.0 - owned.parts) ** rows) / owned.lanes
+    counts, chunks = np.unique(pieces, return_counts=True)
+    alike, which = np.unique(of_piece.round(12), return_inverse=True)
+    shares = np.array([((1.0 - (1.0 - each) ** counts) * chunks).sum() / chunks.sum() for each in alike])
+    return shares[which]
+
+
 def _skew(num_samples: int, world_size: int, global_batch_size: int, steps: int) -> int:
     last = min(num_samples, steps * global_batch_size) - (steps - 1) * global_batch_size
     full, rest = (np.diff(share_bounds(np.array([size]), world_size)[0]) for size in (global_batch_size, last))
@@ -124,7 +138,7 @@ class _LaneShares:
 
     lanes: int
     ranks: IntArray
-    parts: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+    parts: FloatArray
 
 
 def _lane_shares(plan: EpochPlan, world_size: int, global_batch_size: int, steps: int) -> _LaneShares:

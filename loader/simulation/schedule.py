@@ -40,7 +40,8 @@ def schedule_reads(
     Where a shuffle puts a chunk's first sample in its window is drawn, as the first of so many random places.
     """
     rng = np.random.default_rng(seed)
-    if order.piece:
+    identities = stream.identities(np.arange(stream.num_chunks, dtype=np.int64)) if order.piece else None
+    if identities is not None and len(distinct(identities)) < len(identities):
         return _hold_all(stream, rng, world_size, global_batch_size)
     turns = lane_turns(order.lanes)
     step, lane, rank, low, high = _segments(stream.num_samples, turns, world_size, global_batch_size, len(spans))
@@ -123,21 +124,22 @@ def _expand(counts: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _hold_all(stream: ChunkStream, rng: np.random.Generator, world_size: int, global_batch_size: int) -> Schedule:
-    """A small data set shuffled by rows: every rank reads all chunks that it has a row of, and keeps them."""
+    """A small data set of which rows or pieces are shuffled: a rank reads, and keeps, each chunk that it has one of."""
     places = np.arange(stream.num_chunks, dtype=np.int64)
-    chunks, first = np.unique(stream.identities(places), return_index=True)
-    rows = np.bincount(stream.identities(places), stream.starts(places + 1) - stream.starts(places))[chunks]
-    # A rank's rows of a chunk of n are n / W of its N / W; the first of them lies where the least of so many draws is.
-    draw = 1.0 - (1.0 - rng.random((world_size, len(chunks)))) ** (world_size / rows)
-    need = (draw * stream.num_samples).astype(np.int64) // global_batch_size
-    asked = np.argsort(need, axis=1, kind="stable")
-    fetched, memory = stream.sizes(first[asked.ravel()])
+    chunks, first, pieces = np.unique(stream.identities(places), return_index=True, return_counts=True)
+    # Each piece is a rank's with probability 1 / W, and lies anywhere in the epoch. The first of the rank's lies before
+    # t with probability 1 - (1 - t / W)^pieces; beyond t = 1 there is none.
+    draw = world_size * (1.0 - (1.0 - rng.random((world_size, len(chunks)))) ** (1.0 / pieces))
+    ranks, columns = np.nonzero(draw < 1.0)
+    need = (draw[ranks, columns] * stream.num_samples).astype(np.int64) // global_batch_size
+    asked = np.lexsort((need, ranks))
+    fetched, memory = stream.sizes(first[columns[asked]])
     return Schedule(
-        ranks=np.repeat(np.arange(world_size, dtype=np.int64), len(chunks)),
-        chunks=chunks[asked.ravel()],
+        ranks=ranks[asked],
+        chunks=chunks[columns[asked]],
         fetched=fetched,
         memory=memory,
-        need=np.take_along_axis(need, asked, 1).ravel(),
-        drop=np.full(need.size, NEVER),
-        amplification=float((1.0 - (1.0 - 1.0 / world_size) ** rows).mean() * world_size),
+        need=need[asked],
+        drop=np.full(len(asked), NEVER),
+        amplification=float((1.0 - (1.0 - 1.0 / world_size) ** pieces).mean() * world_size),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,26 @@ def test_an_order_of_single_rows_is_forecast_to_hold_every_chunk_on_every_rank(c
     assert told.window_bytes == int(sizes.sum()) * 20
     assert told.cut_chunks == 0
     assert told.mixing is not None
+
+
+@pytest.mark.parametrize(("chunks", "piece"), [(400, 64), (400, 20), (60, 30), (60, 12), (16, 7)])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_of_pieces_a_rank_is_forecast_to_read_the_chunks_that_it_has_one_of(
+    chunks: int, piece: int, world_size: int
+) -> None:
+    sizes = np.full(chunks, 60, np.int64)
+    order = Order(lanes=16, window=4, piece=piece)
+    told = forecast_of(sizes, order, world_size, 4 * world_size)
+    read = []
+    for rank in range(world_size):
+        spans = EpochSpans(EpochPlan(sizes, order, 0), Share(rank, world_size, 4 * world_size))
+        _, entered = spans.plan_span(0, told.batches_per_rank)
+        read.append(len(np.unique(np.concatenate([window.chunks for window in entered]))))
+    assert told.read_amplification == pytest.approx(sum(read) / chunks, rel=0.1)
+    if piece < 60:
+        assert told.window_bytes == pytest.approx(max(read) * 60 * 20, rel=0.1)
+    else:  # such pieces are whole chunks
+        assert told.window_bytes == forecast_of(sizes, replace(order, piece=0), world_size, 4 * world_size).window_bytes
 
 
 def test_lanes_without_samples_are_no_reads_saved():

@@ -203,3 +203,17 @@ def test_thousands_of_ranks_of_a_petabyte_need_no_list_of_its_chunks() -> None:
     told = simulate(stream, order, Machines(), world_size=4096, global_batch_size=4096, steps=3)
     assert told.read_amplification == pytest.approx(1.0, abs=0.01)
     assert told.requests_per_s == pytest.approx(told.samples_per_s * stream.num_chunks / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("piece", [1, 12, 30, 60])
+def test_of_pieces_a_rank_reads_the_chunks_that_it_has_one_of(piece: int) -> None:
+    samples = [60] * 500
+    order = Order(lanes=16, window=4, piece=piece)
+    spans = np.zeros(500, np.int64)
+    told = schedule_reads(listed(samples, order), order, world_size=4, global_batch_size=60, spans=spans, seed=0)
+    reads = 0
+    for rank in range(4):
+        _, entered = EpochSpans(EpochPlan(np.array(samples), order, 0), Share(rank, 4, 60)).plan_span(0, 500)
+        reads += len(np.unique(np.concatenate([window.chunks for window in entered])))
+    assert len(told.chunks) == pytest.approx(reads, rel=0.05)
+    assert told.amplification == pytest.approx(reads / 500, rel=0.05)
