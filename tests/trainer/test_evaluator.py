@@ -69,9 +69,15 @@ def test_so_is_that_of_the_last_step_where_nothing_else_is_left_to_do(world: Wor
 
 
 def train_to_the_end_of_an_epoch(
-    world: World, folder: Path, *observers: Callbacks, steps: int, size: int = 6, save_every: int = 4
+    world: World,
+    folder: Path,
+    *observers: Callbacks,
+    steps: int,
+    size: int = 6,
+    save_every: int = 4,
+    metrics: Any = size_of_outputs,
 ) -> Any:
-    evaluation = Evaluation(batches=rows(world), metrics=size_of_outputs)
+    evaluation = Evaluation(batches=rows(world), metrics=metrics)
     options: dict[str, Any] = {"evaluation": evaluation, "evaluate": {"best": "loss"}, "observers": observers}
     options |= {"checkpoint": {"every_steps": save_every, "keep_best": 1}}
     options |= {"loader": rows(world, size=size, shuffle=True)}
@@ -112,6 +118,22 @@ def test_so_is_one_that_ends_while_a_signal_asks_to_stop(world: World, tmp_path:
     resumed = train_to_the_end_of_an_epoch(world, tmp_path / "stopped", steps=13, save_every=save_every)
     assert evaluations(tmp_path / "stopped") == evaluations(tmp_path / "whole")
     assert (resumed.best, resumed.best_step, resumed.metrics) == (whole.best, whole.best_step, whole.metrics)
+
+
+def stop_within(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return size_of_outputs(model, batch)
+
+
+@pytest.mark.parametrize("size", [5, 6])  # the epoch's last step is saved by a stop; on time
+@pytest.mark.parametrize("steps", [6, 12])
+def test_so_is_one_whose_evaluation_a_signal_broke_off(world: World, tmp_path: Path, steps: int, size: int) -> None:
+    whole = train_to_the_end_of_an_epoch(world, tmp_path / "whole", steps=steps, size=size)
+    train_to_the_end_of_an_epoch(world, tmp_path / "run", steps=steps, size=size, metrics=stop_within)
+    assert evaluations(tmp_path / "run") == []
+    summary = train_to_the_end_of_an_epoch(world, tmp_path / "run", steps=steps, size=size)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
+    assert (summary.steps, summary.epochs, summary.best_step) == (whole.steps, whole.epochs, whole.best_step)
 
 
 def test_an_epoch_of_another_length_since_the_checkpoint_loses_no_batch(world: World, tmp_path: Path) -> None:

@@ -136,12 +136,13 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_the_weights_at_the_end_are_exported_to_one_file(world: World, tmp_path: Path) -> None:
-    options = {"export": "out/model.safetensors", "checkpoint": {"every_steps": 2}}
+@pytest.mark.parametrize("name", ["model.safetensors", "new/folder/model.safetensors"])
+def test_the_weights_at_the_end_are_exported_to_one_file(world: World, tmp_path: Path, name: str) -> None:
+    options = {"export": name, "checkpoint": {"every_steps": 2}}
     with make_trainer(world, str(tmp_path), **options) as trainer:
         trainer.train()
         expected = trainer.parallel.inner.state_dict()
-    found = load_file(tmp_path / "out/model.safetensors")
+    found = load_file(tmp_path / name)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
