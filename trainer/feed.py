@@ -104,12 +104,13 @@ class Feed:
     def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
         """Go on after the batches of that many more steps; returns how many epochs ended among them.
 
-        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others they are drawn, which
-        ``draws`` is told before each step, and dropped; a collective where ``take`` is one.
+        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others, and of penstock's where it
+        ``drops_samples``, they are drawn, which ``draws`` is told before each step; a collective where ``take`` is one.
         """
         if not steps:
             return 0
-        if self._epoch is not None and callable(getattr(self.loader, "skip_batches", None)):
+        is_counted = not getattr(self.loader, "drops_samples", False)
+        if is_counted and self._epoch is not None and callable(getattr(self.loader, "skip_batches", None)):
             before = self._epoch
             self.loader.skip_batches(steps * self._accumulate)  # type: ignore[attr-defined]
             self._batches, self._taken, self._epoch = None, None, int(self.loader.epoch)  # type: ignore[attr-defined]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock import DistributedDataLoader, pack
 from penstock.trainer import ArrayLoader, TrainerError, World
 from penstock.trainer.feed import Feed
 
@@ -142,6 +144,19 @@ def test_skipped_steps_are_as_if_drawn_and_dropped_and_a_resumed_feed_goes_on_af
     following = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]][(1 + steps) % 3]
     assert ended == (1 + steps) // 3
     assert take(feed, ended) == take(again, ended) == following
+
+
+def test_batches_of_a_loader_that_drops_samples_are_drawn_and_dropped(tmp_path: Path) -> None:
+    pack(({"n": i} for i in range(40)), tmp_path / "rows", format="parquet")
+    options: dict[str, Any] = {"batch_size": 2, "keep": lambda sample: sample["n"] % 2 == 0, "rank": 0, "world_size": 1}
+    with DistributedDataLoader(tmp_path / "rows", **options) as loader:  # ten batches an epoch
+        whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
+    with DistributedDataLoader(tmp_path / "rows", **options) as loader:
+        feed = Feed(loader, accumulate=1, world=alone(CPU))
+        feed.expect(None, lambda given, length: None, lambda epoch, taken: False)
+        assert take(feed) == whole[:1]
+        assert (feed.skip(3, 0), take(feed)) == (0, whole[4:5])
+        assert (feed.skip(7, 0), take(feed, 1)) == (1, whole[12:13])
 
 
 def test_batches_of_a_loader_that_cannot_skip_are_drawn_each_with_a_sign_of_life() -> None:

@@ -32,7 +32,7 @@ class SpikeConfig:
     """Suspicious steps in a row that make a spike."""
 
     skip_batches: int = 0
-    """rewind: also skip so many global batches after the spike."""
+    """rewind: also skip the global batches of so many steps after the spike."""
 
     margin: int = 1
     """rewind: the checkpoint must be from at least so many steps before the spike's first."""
