@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..storage.errors import PenstockError
 from .batches import count_rows
 from .computing import ComputeClock
 from .errors import TrainerConfigError
@@ -60,6 +61,10 @@ class SpeedShares:
         self._loader = loader
         self._world = world
         self._weights = [1.0] * world.world_size
+        try:
+            loader.set_shares(self._weights)
+        except PenstockError as exc:
+            raise TrainerConfigError(f"shares='auto' needs set_shares, and the loader refuses: {exc}") from exc
         self._rows: int | torch.Tensor = 0
         self.clock = ComputeClock(world.device)
 

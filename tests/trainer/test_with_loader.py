@@ -20,7 +20,7 @@ from torch import nn
 
 from penstock import DistributedDataLoader, TokenBudget, open_manifest
 from penstock.loader import CostExpression, index_costs, write_costs
-from penstock.trainer import NonFiniteLossError, World
+from penstock.trainer import NonFiniteLossError, TrainerConfigError, World
 
 ROWS = 50  # five steps of two batches of at most six rows, the last batch of two
 
@@ -144,17 +144,33 @@ def weights_after_training(world: World, url: str, options: dict[str, Any]) -> t
         return [parameter.flatten().tolist() for parameter in trainer.parallel.inner.parameters()], counts
 
 
-@pytest.mark.parametrize("told", [{"global_batch_size": 12, "cost": "n"}, {"batch_tokens": BUDGET, "bucket": "n"}])
-def test_ranks_with_uneven_rows_train_the_model_of_one_rank(rows: str, told: dict[str, Any]) -> None:
-    """Gradients are the mean over the global batch, however many rows of it a rank has."""
+def add_lengths(rows: str) -> None:
+    """A column "n", and the index of it as costs."""
     path = Path(rows.removeprefix("file://")) / "rows.parquet"
     lengths = np.random.default_rng(3).integers(1, 30, ROWS)
     pq.write_table(pq.read_table(path).append_column("n", pa.array(lengths)), path, row_group_size=8)
     manifest = open_manifest(rows)
     write_costs(manifest, CostExpression.parse("n"), index_costs(manifest, "n"))
+
+
+@pytest.mark.parametrize("told", [{"global_batch_size": 12, "cost": "n"}, {"batch_tokens": BUDGET, "bucket": "n"}])
+def test_ranks_with_uneven_rows_train_the_model_of_one_rank(rows: str, told: dict[str, Any]) -> None:
+    """Gradients are the mean over the global batch, however many rows of it a rank has."""
+    add_lengths(rows)
     (alone, _), *_ = run_ranks(weights_after_training, 1, rows, told)
     found = run_ranks(weights_after_training, 3, rows, told)
     assert len(set.union(*(counts for _, counts in found))) > 2
     for weights, _ in found:
         for one, other in zip(weights, alone, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_shares_by_speed_of_a_loader_that_bounds_ranks_rows_are_refused_before_the_first_step(
+    world: World, tmp_path: Path, rows: str
+) -> None:
+    add_lengths(rows)
+    with (
+        DistributedDataLoader(rows, batch_tokens=BUDGET, rank=0, world_size=1) as loader,
+        pytest.raises(TrainerConfigError, match=r"shares='auto'.*refuses: set_shares with batch_tokens="),
+    ):
+        make_trainer(world, str(tmp_path), loader, Line(), loss=loss, shares="auto")
