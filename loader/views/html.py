@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..decoding.byte_views import ByteViews
 from .describe import clip, describe_value
-from .thumbnails import thumbnail
+from .thumbnails import SIDE, thumbnail
 
 if TYPE_CHECKING:
     from .samples import DatasetView
@@ -26,6 +26,7 @@ _NAME_CHARS = 40
 _CELL_CHARS = 80
 _LINE_CHARS = 60
 _CELL = 'style="text-align: left; vertical-align: top; padding: 2px 8px"'
+_PICTURE = f"min-width: {SIDE}px; image-rendering: pixelated"  # a digit of 8 pixels cannot be read otherwise
 
 
 def show(batch: Any) -> BatchView:
@@ -108,7 +109,8 @@ def _cell(value: Any, left: list[int]) -> str:
     picture = thumbnail(value) if left[0] else None
     if picture is not None:
         left[0] -= 1
-        return f'<td {_CELL}><img src="{picture}" alt=""><br><small>{escape(clip(kind, _NAME_CHARS))}</small></td>'
+        told = escape(clip(kind, _NAME_CHARS))
+        return f'<td {_CELL}><img src="{picture}" alt="" style="{_PICTURE}"><br><small>{told}</small></td>'
     return f"<td {_CELL}>{escape(text)}</td>"
 
 
