@@ -6,21 +6,29 @@ Everything here runs on rank 0 only and is told plain numbers; nothing here may 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...storage.files import write_whole
 from ..errors import TrainerConfigError, TrainerError
 from .config import ReportConfig
 from .console import ProgressLine
 from .json_lines import JsonLines
 from .prometheus import Prometheus
 from .rank_status import RankStatus
-from .records import Observer, Values
+from .records import Observer, TemporaryObserverError, Values
 from .trackers import InBackground, MLflow, WandB
+
+_PROBE_BYTES = 1 << 16
 
 
 class TensorBoard:
-    """Scalars as TensorBoard events."""
+    """Scalars as TensorBoard events, in a new file for each start and rewind, with which TensorBoard hides later steps.
+
+    While they cannot be written records are lost, and each next one tries again, in a new file. All mutable state: the
+    writer, which the first record makes, and how many records are lost.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -29,15 +37,60 @@ class TensorBoard:
             raise TrainerConfigError(
                 "report.tensorboard=True needs the package tensorboard; install penstock[metrics], or leave it out"
             ) from exc
-        self._writer: Any = SummaryWriter(log_dir=str(folder))
+        self._make_writer: Callable[..., Any] = SummaryWriter
+        self._folder = folder
+        self._writer: Any = None
+        self._lost = 0
+        try:
+            self._probe()
+        except OSError as exc:
+            raise TrainerError(
+                f"{folder} cannot be written ({exc.strerror or exc}); make it a folder with room, or leave "
+                "report.tensorboard out"
+            ) from exc
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._writer.add_scalar(f"{kind}/{name}", value, step)
+        if kind == "note":
+            return
+        try:
+            goes_on_from = step
+            if kind == "rewind":
+                self._end_file()
+                goes_on_from = int(values["to_step"] or 0)
+            if self._writer is None:
+                self._probe()  # else each try would leave an empty file, and a thread that fails
+                self._writer = self._make_writer(log_dir=str(self._folder), purge_step=goes_on_from + 1)
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self._writer.add_scalar(f"{kind}/{name}", value, step)
+            self._lost = 0
+        except OSError as exc:
+            with suppress(OSError):
+                self._end_file()
+            self._lost += 1
+            if self._lost == 1:
+                raise TemporaryObserverError(
+                    f"{self._folder} cannot be written ({exc.strerror or exc}), and TensorBoard lacks records; every "
+                    "next one tries again"
+                ) from exc
 
     def close(self) -> None:
-        self._writer.close()
+        self._end_file()
+        if self._lost:
+            raise TrainerError(f"the last {self._lost} records could not be written to {self._folder}")
+
+    def _end_file(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _probe(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        probe = self._folder / ".probe"
+        try:
+            write_whole(probe, bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 def open_observers(
