@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ...storage.files import write_whole
 from ...storage.interruptible import Thread
 from ..errors import TrainerConfigError, TrainerError
 from .records import Observer, Values, spell
@@ -35,11 +36,11 @@ class WandB:
                 f"report.wandb={project!r} needs the package wandb; install penstock[wandb], or leave it out"
             ) from exc
         path = output_dir / "wandb-run-id"
-        run_id = path.read_text().strip() if path.exists() else secrets.token_hex(4)
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
+            run_id = _read_id(path) or secrets.token_hex(4)
             self._run: Any = wandb.init(project=project, dir=str(output_dir), id=run_id, resume="allow")
-            path.write_text(run_id)
+            write_whole(path, run_id.encode())
         except Exception as exc:
             raise TrainerConfigError(
                 f"report.wandb={project!r}: no run can be begun ({exc}); log in with `wandb login`, set "
@@ -83,14 +84,14 @@ class MLflow:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             self._client: Any = MlflowClient()
-            if path.exists():
-                self._run_id = path.read_text().strip()
+            self._run_id = _read_id(path)
+            if self._run_id:
                 self._client.update_run(self._run_id, status="RUNNING")
             else:
                 found = self._client.get_experiment_by_name(experiment)
                 number = self._client.create_experiment(experiment) if found is None else found.experiment_id
                 self._run_id = self._client.create_run(number).info.run_id
-                path.write_text(self._run_id)
+                write_whole(path, self._run_id.encode())
         except Exception as exc:
             raise TrainerConfigError(
                 f"report.mlflow={experiment!r}: no run can be begun ({exc!s:.400}); set MLFLOW_TRACKING_URI to a "
@@ -164,6 +165,11 @@ class InBackground:
             self._observer.close()
         except Exception as exc:  # noqa: BLE001 - as above
             self._error = self._error or exc
+
+
+def _read_id(path: Path) -> str:
+    """The id that was kept; empty without a file, or of one that a full disk left empty."""
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _finite(values: Values) -> Values:

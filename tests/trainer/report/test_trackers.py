@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_trainers import make_trainer
 
 from penstock.trainer import TrainerConfigError, TrainerError, World
-from penstock.trainer.report.trackers import InBackground
+from penstock.trainer.report.trackers import InBackground, WandB
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +105,34 @@ def test_a_missing_package_is_named_with_its_extra(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(TrainerConfigError, match=rf"install penstock\[{name}\]"):
         train(world, tmp_path, 1, **{name: "project"})
+
+
+def test_an_id_that_a_full_disk_left_empty_or_did_not_take_is_made_anew_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def begin(*, id: str, **options: Any) -> Any:  # noqa: A002 - W&B's name
+        begun.append(id)
+        return SimpleNamespace(define_metric=lambda *names, **steps: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=begin))
+    path = tmp_path / "wandb-run-id"
+    path.touch()
+    for _ in range(2):
+        WandB("project", tmp_path).close()
+    assert begun == [path.read_text()] * 2
+    assert begun[0]
+
+    def refuse(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path.unlink()
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", refuse)
+        with pytest.raises(TrainerConfigError, match="No space left"):
+            WandB("project", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Slow:
