@@ -21,6 +21,7 @@ from .recipes.parameter_groups import freeze_parameters
 from .recipes.recipe import Recipe, format_toml
 from .report.progress import Summary
 from .trainer import DistributedTrainer
+from .watch.last_words import tell
 from .watch.watchdog import EXIT_STALLED
 
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_STALLED if summary.stopped_by_others else 0
     except PenstockError as exc:
         rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-        print(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}", file=sys.stderr)
+        tell(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}\n")
         return EXIT_STALLED if isinstance(exc, StallError) else 2
     finally:
         close_world()  # after the handler, when the error no longer references frames that use the group
@@ -85,7 +86,7 @@ def prepare_data(recipe: Recipe, world: World) -> None:
                     problem = f"{data.prepare.key} failed on rank {world.rank}: {type(exc).__name__}: {exc}"
                 else:
                     if made is not None:
-                        print(f"{data.prepare.key}: {made}", file=sys.stderr, flush=True)
+                        tell(f"{data.prepare.key}: {made}\n")
             problems = [problem]
             if world.world_size > 1:
                 problems = [None] * world.world_size

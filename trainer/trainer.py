@@ -28,7 +28,7 @@ from .parallel.model import OptimizerFactory
 from .parts import make_parts
 from .randomness import seed_step
 from .ranks.world import World, open_world
-from .report.console import format_times
+from .report.console import print_times
 from .report.flops import FlopCount
 from .report.progress import Progress, Summary
 from .report.recorder import Recorder
@@ -227,7 +227,7 @@ class DistributedTrainer:
             sent=self.compression.stats,
         )
         if self.world.is_first and not self.config.report.quiet:
-            print(format_times(summary.phase_seconds, summary.seconds), flush=True)
+            print_times(summary.phase_seconds, summary.seconds)
         return summary
 
     def evaluate(self) -> dict[str, float] | None:

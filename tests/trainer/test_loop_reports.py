@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 from small_trainers import make_trainer, rows
 
 from penstock.trainer import Evaluation, TrainerConfigError, TrainerError, World
+from penstock.trainer.__main__ import main
 from penstock.trainer.report.console import ProgressLine, format_times
 from penstock.trainer.report.json_lines import JsonLines
 from penstock.trainer.report.progress import Pace
@@ -49,6 +53,25 @@ def test_every_step_is_recorded_with_what_a_person_looks_at(world: World, tmp_pa
     assert steps == [3, 6, 7]
     first = next(record for record in records if record["kind"] == "train")
     assert {"loss", "rate", "samples_per_s", "data_wait_share", "eta_s", "epoch"} <= first.keys()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_that_is_done_has_not_failed_because_nothing_can_be_printed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    with make_trainer(world, str(tmp_path), report={"quiet": False, "every": 1}) as trainer:
+        assert trainer.train().steps == 4
+
+
+def test_an_error_to_fix_keeps_its_exit_code_where_nothing_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert main(["no-such-recipe.toml"]) == 2
 
 
 def test_tensorboard_gets_the_scalars(world: World, tmp_path: Path) -> None:

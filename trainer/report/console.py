@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from .records import Values
@@ -80,6 +81,12 @@ def format_times(seconds: Mapping[str, float], total_s: float) -> str:
     lines += [f"{name:<18}{spent:>10.2f}{spent / max(total_s, 1e-9):>8.1%}" for name, spent in rows]
     lines.append(f"{'all':<18}{total_s:>10.2f}{1:>8.1%}")
     return "\n".join(lines)
+
+
+def print_times(seconds: Mapping[str, float], total_s: float) -> None:
+    """Print that table, if there is room: a run that is done has not failed because its output cannot be written."""
+    with suppress(OSError):
+        print(format_times(seconds, total_s), flush=True)
 
 
 def _short(value: float | int | str | None) -> str:

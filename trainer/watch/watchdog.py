@@ -9,9 +9,7 @@ obeys.
 from __future__ import annotations
 
 import faulthandler
-import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,6 +25,7 @@ from ..errors import CheckpointTakenError, StallError, TrainerConfigError, World
 from ..ranks.world import World
 from .blame import is_of_a_collective
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
+from .last_words import end_process, tell
 
 Activity = Callable[[], Mapping[str, Any]]
 Advance = Callable[[], int]
@@ -303,14 +302,11 @@ class Watchdog:
         """Report, let the main thread stop by itself if it can, and otherwise end the process."""
         self._report(verdict)
         if not self._stopping.wait(_GRACE * self.stall_timeout_s):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_STALLED)
+            end_process(EXIT_STALLED)
 
     def _report(self, verdict: str) -> None:
         report = f"penstock watchdog on rank {self._world.rank}: training stops: {verdict}\n"
-        sys.stderr.write(report)
-        sys.stderr.flush()
+        tell(report)
         if self._report_folder is None:
             return
         path = self._report_folder / f"stall-rank-{self._world.rank}.txt"
@@ -321,7 +317,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as exc:
-            sys.stderr.write(f"the report could not be written to {path}: {exc}\n")
+            tell(f"the report could not be written to {path}: {exc}\n")
 
     def _own_sighting(self) -> Sighting:
         return Sighting(beat=self._own_beat(), changed_at_s=time.monotonic())

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def _train_until(world: World, folder: str, event: str, victim: int) -> str:
 
 def _read_report(folder: Path, rank: int) -> str:
     return (folder / f"stall-rank-{rank}.txt").read_text()
+
+
+def _train_where_nothing_can_be_printed(world: World, folder: str) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(full, descriptor)
+    with suppress(OSError):
+        print("what waits to be written, unless each line is written at once")
+    _train_until(world, folder, "sleep", 1)
+
+
+def test_a_stall_ends_all_ranks_though_the_disk_of_their_output_is_full(tmp_path: Path) -> None:
+    outcomes = Ranks(_train_where_nothing_can_be_printed, 2, str(tmp_path)).join(IN_TIME_S + 10.0)
+    assert [outcome.exit_code for outcome in outcomes] == [EXIT_STALLED] * 2
+    assert "rank 1 is stalled in fetch" in _read_report(tmp_path, 0)
 
 
 CASES = {
