@@ -15,10 +15,13 @@ from typing import Self
 from ..errors import TrainerConfigError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HANGUP = signal.SIGHUP  # as torchrun passes it on when its terminal closes
 
 
 class StopFlag:
-    """Set by the first SIGTERM or SIGINT that this process gets; a second SIGINT interrupts at once, as usual.
+    """Set by the first SIGTERM, SIGINT or SIGHUP that this process gets; a second SIGINT interrupts at once, as usual.
+
+    A SIGHUP that is ignored, as under nohup, or has a handler already is left alone.
 
     Made and closed in the main thread; ``close`` restores the handlers that were there before. All mutable state: the
     signal that came, and those handlers.
@@ -31,7 +34,8 @@ class StopFlag:
         if threading.current_thread() is not threading.main_thread():
             raise TrainerConfigError("signals can be caught in the main thread only; start training there")
         self._signal: signal.Signals | None = None
-        self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+        caught = [*_SIGNALS, *([_HANGUP] if signal.getsignal(_HANGUP) is signal.SIG_DFL else [])]
+        self._before = {number: signal.signal(number, self._catch) for number in caught}
 
     @property
     def reason(self) -> str | None:
