@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,35 @@ def test_a_line_cut_by_a_kill_spoils_no_other(tmp_path: Path) -> None:
     found = path.read_text().splitlines()
     assert found[1] == '{"kind": "tra'
     assert json.loads(found[2])["step"] == 2
+
+
+def hold(path: Path, ready: Any, may_end: Any) -> None:
+    lines = JsonLines(path)
+    lines.record("train", 1, {"loss": 1.0})
+    ready.set()
+    may_end.wait(60)
+    lines.close()
+
+
+def test_two_processes_that_write_to_one_file_are_told_and_those_after_another_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    context = multiprocessing.get_context("spawn")
+    ready, may_end = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(path, ready, may_end))
+    other.start()
+    assert ready.wait(60)
+    for turn in range(2):
+        lines = JsonLines(path)
+        for step in (7, 8):
+            lines.record("train", step, {"loss": 1.0})
+        lines.close()
+        if turn == 0:
+            may_end.set()
+            other.join()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(one["kind"], one["step"]) for one in records] == [
+        ("train", 1),
+        ("note", 7),
+        *[("train", step) for step in (7, 8, 7, 8)],
+    ]
+    assert records[1]["note"].endswith("give each run an output_dir of its own")
