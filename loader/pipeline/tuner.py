@@ -12,6 +12,7 @@ from .tuning import PipelineOptions, TuningChoice
 
 TICK_S = 1.0
 _LONGEST_TICK_S = 30.0
+_WAITING_TICK_S = 2.0  # where the loop only waits: so 1 fetch thread becomes 64 within 30 s, two ticks a doubling
 _FEWEST_BATCHES = 4
 _FEWEST_FETCH_THREADS = 2  # that are left when threads are given back
 
@@ -142,6 +143,6 @@ def _is_over(before: Sums, now: Sums) -> bool:
     waits = now.waited_s - before.waited_s > seconds / 2
     return (
         now.batches - before.batches >= _FEWEST_BATCHES
-        or (seconds >= _LONGEST_TICK_S / 10 and waits)
+        or (seconds >= _WAITING_TICK_S and waits)
         or (seconds >= _LONGEST_TICK_S and now.batches > before.batches)
     )

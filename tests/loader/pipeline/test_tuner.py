@@ -148,7 +148,7 @@ class FarPipeline(FakePipeline):
     _bytes, _threads = 0, 1
 
     def sums(self) -> Sums:
-        if self._looks == 60:
+        if self._looks == 100:
             self.stopping.set()
         self._bytes += 100 * self._threads
         return replace(super().sums(), fetched_bytes=self._bytes)
@@ -169,6 +169,33 @@ def test_as_many_chunks_may_be_on_their_way_as_the_budget_holds(
     one.run(far, far.stopping)
     assert max(settings.fetch_threads for settings in far.applied) == threads
     assert all(settings.read_ahead_bytes <= OPTIONS.chunk_budget_bytes for settings in far.applied)
+
+
+class SlowPipeline(FarPipeline):
+    """Has no batch yet; a look is half a second after the last one, but for the one after a change."""
+
+    _at_s, _pause_s = 0.0, 0.5
+
+    def sums(self) -> Sums:
+        self._at_s += self._pause_s
+        self._pause_s = 0.5
+        if self._at_s >= 30:
+            self.stopping.set()
+        spent = dict.fromkeys(("at_s", "waited_s", "chunk_waited_s"), self._at_s)
+        return replace(super().sums(), **spent, fetching_s=self._threads * self._at_s, batches=0)
+
+    def apply(self, settings: Settings) -> None:
+        super().apply(settings)
+        self._pause_s = 0.0
+
+
+def test_one_fetch_thread_becomes_64_within_30_s_though_no_batch_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "TICK_S", 0.0)
+    one = tuner.Tuner(TuningChoice(cores=1, cores_of_node=2))
+    slow = SlowPipeline()
+    one.begin(replace(OPTIONS, most_fetch_threads=64), chunk_bytes=20)
+    one.run(slow, slow.stopping)
+    assert [settings.fetch_threads for settings in slow.applied][:6] == [2, 4, 8, 16, 32, 64]
 
 
 def test_a_machine_without_more_threads_ends_the_tuning_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
