@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 _REPEATED_SHARE = 0.2  # of chunks read again because memory was short
 _THROTTLED_SHARE = 0.01  # of requests
 _BUSY = 0.8  # of the threads' time
+_FEW_FETCHES = 16  # at a time: fewer do not hide a store's own time
 
 _SENTENCES = {
     "consumer": "The loader keeps up; a faster one would change nothing.",
@@ -44,9 +45,11 @@ def _advise_on_storage(metrics: LoaderMetrics) -> str:
     rate = metrics.fetched_bytes / max(metrics.elapsed_s, 1e-9) / 1e6
     if not metrics.requests and not metrics.cache_hits:
         return f"The disk is the limit, at {rate:,.0f} MB/s: use a faster one, or read fewer columns=."
+    at_a_time = metrics.fetch_s / max(metrics.elapsed_s, 1e-9)
+    more = f", {at_a_time:.1f} chunks at a time: raise memory_limit= or fetch_threads=,"
     return (
-        f"The store is the limit, at {rate:,.0f} MB/s: read from one that is nearer or faster, read fewer columns=, or "
-        "give a cache_dir= where epochs repeat."
+        f"The store is the limit, at {rate:,.0f} MB/s{more if at_a_time < _FEW_FETCHES else ':'} read from one that is "
+        "nearer or faster, read fewer columns=, or give a cache_dir= where epochs repeat."
     )
 
 

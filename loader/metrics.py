@@ -266,11 +266,13 @@ def find_bottleneck(totals: Totals) -> str:
 
     It is the consumer if that hardly waits. Otherwise, if the assembler mostly waits for chunks, it is storage or
     opening, whichever the fetch threads spend longer on; if not, it is assembling, decoding or copying, whichever takes
-    longest. Before the first batch it is "nothing read yet".
+    longest. Before the first batch it is "nothing read yet". The first batch of a pass counts where no other was taken.
     """
     waited, busy = totals.consumer_wait_s, totals.consumer_busy_s
     if totals.batches == 0:
         return "nothing read yet"
+    if waited + busy == 0:
+        waited = totals.first_batch_s
     if waited <= 0.05 * (waited + busy):
         return "consumer"
     if totals.chunk_wait_s > max(totals.assemble_s, 0.5 * totals.decode_s):

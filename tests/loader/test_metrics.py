@@ -115,6 +115,7 @@ BUSY = {"batches": 1, "consumer_wait_s": 5.0, "consumer_busy_s": 5.0}
     [
         ({}, "nothing read yet"),
         ({"batches": 1, "consumer_wait_s": 0.5, "consumer_busy_s": 9.5, "fetch_s": 100.0}, "consumer"),
+        ({"batches": 1, "first_batch_s": 5.0, "chunk_wait_s": 4.0, "assemble_s": 1.0, "fetch_s": 2.0}, "storage"),
         ({**BUSY, "chunk_wait_s": 4.0, "assemble_s": 1.0, "fetch_s": 2.0, "open_s": 1.0}, "storage"),
         ({**BUSY, "chunk_wait_s": 4.0, "assemble_s": 1.0, "fetch_s": 1.0, "open_s": 2.0}, "open"),
         ({**BUSY, "chunk_wait_s": 1.0, "assemble_s": 2.0, "decode_s": 1.0}, "assemble"),
@@ -172,13 +173,23 @@ def test_a_timeline_is_bounded_and_says_what_it_dropped() -> None:
             {"requests": 100, "throttled_requests": 5},
             r"fewer requests \(5 of 100 were throttled",
         ),
-        ({"fetched_bytes": 10**9}, {"requests": 100}, "The store is the limit, at .* MB/s: .* nearer or faster"),
+        (
+            {"fetched_bytes": 10**9},
+            {"requests": 100},
+            r"The store is the limit, at 100 MB/s, 0\.9 chunks at a time: raise memory_limit= or fetch_threads=, read",
+        ),
+        (
+            {"fetched_bytes": 10**9, "fetch_s": 200},
+            {"requests": 100},
+            "limit, at 100 MB/s: read from one that is nearer",
+        ),
         ({"fetched_bytes": 10**9}, {}, "The disk is the limit, at .* MB/s"),
     ],
 )
 def test_advice_on_storage_names_what_is_slow_about_it(sums: dict[str, int], store: dict[str, int], words: str) -> None:
     counters = Counters()
-    counters.add(**BUSY, chunk_wait_s=4.0, fetch_s=9.0, **sums)
+    counters.add(**{**BUSY, "chunk_wait_s": 4.0, "fetch_s": 9.0, **sums})
+    counters._made_s -= 10.0
     assert re.search(words, counters.metrics(Levels(), StoreCounts(**store)).advice())
 
 
