@@ -232,8 +232,6 @@ def _keeps_up(state: State, measured: Measured, bounds: Bounds) -> State:
 
 def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
     """Give more to the stage that the loop waits for, on trial."""
-    if measured.evicted_chunks:  # what is fetched ahead of need is dropped before it
-        return replace(state, reason="at rest: the chunks that are needed at once do not fit into memory_limit")
     if measured.cores >= _CORES_BUSY * bounds.cores:
         return replace(state, reason=f"at rest: {measured.cores:.1f} of {bounds.cores} cores are in use")
     for knob, stage, rate_name in _wanted(state.settings, measured):
@@ -244,6 +242,8 @@ def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
         trial = Trial(knob, state.settings, rate_name, getattr(measured, rate_name), stage)
         why = f"the training loop waited {measured.waited:.0%} of the time{stage and ', for '}{stage}"
         return _change(replace(state, trial=trial), knob, settings, why)
+    if measured.evicted_chunks:
+        return replace(state, reason="at rest: the chunks that are needed at once do not fit into memory_limit")
     return replace(
         state, reason=f"at rest: the training loop waits {measured.waited:.0%} of the time, and no setting helps"
     )
@@ -254,6 +254,9 @@ def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str,
 
     At last all: of two stages that are about as fast, each alone gains nothing.
     """
+    if measured.evicted_chunks:  # what is fetched ahead of need is dropped before it, and fetched again
+        yield "fetch_threads", "", "batches_per_s"
+        return
     fetch: list[tuple[Knob, str, str]] = []
     if measured.chunk_waited >= _STARVED:
         fetch = [

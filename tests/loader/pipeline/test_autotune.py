@@ -191,16 +191,28 @@ def test_threads_given_back_too_early_return_at_once() -> None:
     assert slow_again[-1].settings.decode_threads == 8, "given back again although that was too early a moment ago"
 
 
-@pytest.mark.parametrize(
-    ("measured", "reason"),
-    [
-        ({"cores": 7.9}, "7.9 of 8 cores are in use"),
-        ({"evicted_chunks": 3}, "do not fit into memory_limit"),
-    ],
-)
-def test_nothing_is_raised_where_cores_or_memory_are_the_limit(measured: dict[str, float], reason: str) -> None:
+SLOW = Plant(consumer=1000, latency_s=0.1, bytes_per_s=1e9, decode_s=0.1, assemble=1000)
+
+
+def test_nothing_is_raised_where_cores_are_the_limit() -> None:
     state = State(settings=Settings(fetch_threads=4, decode_threads=4, read_ahead_bytes=MIB))
-    slow = Plant(consumer=1000, latency_s=0.1, bytes_per_s=1e9, decode_s=0.1, assemble=1000)
-    after = step(state, replace(slow.measure(state.settings), **measured), BOUNDS)
+    after = step(state, replace(SLOW.measure(state.settings), cores=7.9), BOUNDS)
     assert after.settings == state.settings
-    assert reason in after.reason
+    assert "7.9 of 8 cores are in use" in after.reason
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.3])
+def test_where_chunks_are_evicted_more_threads_stay_only_if_batches_come_faster(gain: float) -> None:
+    """More bytes come in any case: of chunks that are dropped and fetched again."""
+    state = State(settings=Settings(fetch_threads=4, decode_threads=4, read_ahead_bytes=MIB))
+    seen: list[Settings] = []
+    for _ in range(6):
+        threads = state.settings.fetch_threads
+        measured = replace(SLOW.measure(state.settings), evicted_chunks=3, batches_per_s=10 * gain ** (threads > 4))
+        state = step(state, measured, BOUNDS)
+        seen.append(state.settings)
+    assert seen[0].fetch_threads == 8
+    assert all(settings.decode_threads == 4 for settings in seen)
+    assert (seen[2].fetch_threads == 16, seen[3].fetch_threads == 4) == (gain > 1, gain == 1)
+    if gain == 1:
+        assert "do not fit into memory_limit" in state.reason
