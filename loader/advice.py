@@ -62,5 +62,6 @@ def _advise_on_decoding(metrics: LoaderMetrics) -> str:
         )
     return (
         f"Decoding and transform= are the limit, and their {metrics.decode_threads} threads are busy: raise threads= "
-        "if there are cores, decode to a smaller size, or store samples smaller."
+        "if there are cores, give processes= if it is pure Python, decode to a smaller size, or store samples "
+        "smaller."
     )
