@@ -308,8 +308,9 @@ class ChunkReader:
         return chunk
 
     def _urgent_must_wait(self) -> bool:
-        """Whether a chunk that is in flight or unused will make room without exceeding the budget."""
-        return any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
+        """Whether a chunk that is in flight or unused will make room, or one is held beyond the budget already."""
+        makes_room = any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
+        return makes_room or self._memory.reserved > max(0, self._memory.budget)
 
     def _admit(self, slot: Slot, size: int) -> None:
         slot.in_flight = True

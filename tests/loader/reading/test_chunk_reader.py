@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 
@@ -111,6 +112,22 @@ def test_a_chunk_larger_than_the_budget_is_read_all_the_same():
     assert sorted(chunk for chunk, _ in reader.take([0, 1, 2])) == [0, 1, 2]
     reader.release([0, 1, 2])
     wait_until(lambda: reader.resident_bytes == 0, "bytes are still counted")
+    close(reader)
+
+
+def test_of_chunks_larger_than_the_budget_no_two_are_held_at_a_time() -> None:
+    source = FakeSource([1000, 1000], held=frozenset({0}))
+    reader = make_reader(source, 10)
+    reader.request([0, 1])
+    wait_until(lambda: source.loads == [0], "the first is not fetched ahead of need")
+    taking = threading.Thread(target=list, args=(reader.take([1]),))
+    taking.start()
+    time.sleep(0.05)  # the second does not fit beside it
+    assert source.loads == [0]
+    source.gate.set()
+    taking.join()
+    assert source.loads == [0, 1]
+    assert reader.levels().peak_bytes == 1000
     close(reader)
 
 
