@@ -30,6 +30,7 @@ CURES = {
     "prefetch_factor": _AHEAD,
     "persistent_workers": "nothing: threads and processes=, where given, last as long as the loader",
     "multiprocessing_context": "processes=, which are always spawned",
+    "in_order": "nothing: batches always come in their order",
     "timeout": "storage_options={'timeout_s': ...} for requests to a store",
     "num_replicas": "world_size=",
     # mosaicml-streaming, litdata and webdataset

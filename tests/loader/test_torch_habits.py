@@ -98,6 +98,12 @@ def test_arguments_of_other_loaders_are_answered_with_what_to_use_here(tars, giv
         load(tars, batch_size=4, **given)
 
 
+@pytest.mark.parametrize("name", sorted({*inspect.signature(DataLoader).parameters} - {"batch_size", "shuffle"}))
+def test_every_argument_of_a_torch_loader_is_answered(tars: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=1: there is no such argument; use "):
+        load(tars, batch_size=4, **{name: 1})
+
+
 def test_an_argument_that_nobody_has_is_pythons_own_error(tars):
     with pytest.raises(TypeError, match="colour"):
         load(tars, batch_size=4, colour="red")
