@@ -49,8 +49,7 @@ _TYPES_KEPT = 256
 
 @lru_cache(_TYPES_KEPT)
 def describe_type(kind: pa.DataType) -> str:
-    """A type's name, the same for types that differ in encoding only (string and large_string, a dictionary and its
-    values, the names inside of a list)."""
+    """A type's name, the same for types of other encoding (large_string, a dictionary, the names inside of a list)."""
     if pt.is_dictionary(kind):
         return describe_type(kind.value_type)
     if isinstance(kind, pa.FixedShapeTensorType):
@@ -112,12 +111,12 @@ def schema_columns(schema: pa.Schema, nullable: set[str], shard: str) -> dict[st
     """The ``columns`` of a manifest's schema; ``nullable`` names those in which the shard has, or may have, nulls.
 
     Raises:
-        FormatError: two columns have one name, or one that another's ``__null`` needs, or pyarrow takes no rows of one.
+        FormatError: two columns have one name, or one that another's ``__null`` needs, or one is not read by its type.
     """
     columns: dict[str, dict[str, Any]] = {}
     for column in schema:
-        if _has_runs(column.type):
-            raise FormatError(shard, f"column {column.name!r} is {column.type}; write its values, without run ends")
+        if cure := _cure(column.type):
+            raise FormatError(shard, f"column {column.name!r} is {column.type}; write its values {cure}")
         if column.name in columns:
             raise FormatError(shard, f"has two columns named {column.name!r}; rename one")
         columns[column.name] = {"type": describe_type(column.type), "nulls": column.name in nullable}
@@ -126,13 +125,14 @@ def schema_columns(schema: pa.Schema, nullable: set[str], shard: str) -> dict[st
 
 
 @lru_cache(_TYPES_KEPT)
-def _has_runs(kind: pa.DataType) -> bool:
-    """Whether a type is run-end encoded, or holds such values."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _has_runs(kind.storage_type)
-    if pt.is_dictionary(kind):
-        return _has_runs(kind.value_type)
-    return pt.is_run_end_encoded(kind) or any(_has_runs(kind.field(i).type) for i in range(kind.num_fields))
+def _cure(kind: pa.DataType) -> str:
+    """How else to write what is not read: run ends, of which pyarrow takes no rows, and axes in another order."""
+    if isinstance(kind, pa.FixedShapeTensorType) and kind.permutation not in (None, [*range(len(kind.shape))]):
+        return "in the order of their axes, without a permutation"
+    if isinstance(kind, pa.BaseExtensionType) or pt.is_dictionary(kind):
+        return _cure(kind.value_type if pt.is_dictionary(kind) else kind.storage_type)
+    cures = (_cure(kind.field(i).type) for i in range(kind.num_fields))
+    return "without run ends" if pt.is_run_end_encoded(kind) else next(filter(None, cures), "")
 
 
 def table_block(table: pa.Table, chunk: ChunkRef, known: Mapping[str, Any], held_bytes: int = 0) -> Block:

@@ -297,6 +297,19 @@ def test_an_unknown_column_of_arrow_is_an_error(arrow_store: FolderStore) -> Non
 
 
 @pytest.mark.parametrize("inside", [False, True])
+def test_a_tensor_whose_axes_are_permuted_is_refused_by_name(arrow_store: FolderStore, inside: bool) -> None:
+    images = np.zeros((2, 4, 5, 3), np.float32)
+    write(arrow_store, "t.arrow", pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(images)}), batch=2)
+    schema, _ = index_all(arrow_store, ArrowFormat())
+    assert schema["columns"]["x"]["type"] == "float32[4, 5, 3]"
+    permuted = pa.FixedShapeTensorArray.from_numpy_ndarray(images.transpose(0, 3, 1, 2))
+    column = pa.ListArray.from_arrays([0, 1, 2], permuted) if inside else permuted
+    write(arrow_store, "t.arrow", pa.table({"x": column}), batch=2)
+    with pytest.raises(FormatError, match=r"t\.arrow.*column 'x' is .*permutation.*write its values in the order"):
+        index_all(arrow_store, ArrowFormat())
+
+
+@pytest.mark.parametrize("inside", [False, True])
 def test_a_run_end_encoded_column_is_refused_by_name(arrow_store: FolderStore, inside: bool) -> None:
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([7, 8]))
     column = pa.StructArray.from_arrays([runs], ["n"]) if inside else runs
