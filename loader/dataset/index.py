@@ -92,19 +92,19 @@ def find_manifest(
     As long as that is open, a store of the data finds connections that were made, and used, already. Without
     ``trusts_copies`` shards that seem to be copies of those of the manifest beside them are indexed all the same.
     """
+    if isinstance(format, type) or not (format is None or isinstance(format, str) or hasattr(format, "open_shard")):
+        raise ConfigError(f"format={format!r}: give a format's name, or a format such as TokensFormat(seq_len=2048)")
     if isinstance(source, Manifest):
-        refuse_split_of_manifest(source, split)
+        refuse_of_manifest(source, split, format)
         return source
     if threads < 1:
         raise ConfigError(f"threads={threads}: needs 1 or more")
     if isinstance(source, (str, os.PathLike)):
         saved = _read_saved(source, lingering, storage_options)
         if saved is not None:
-            refuse_split_of_manifest(saved, split)
+            refuse_of_manifest(saved, split, format)
             return saved
     given = make_format(format) if isinstance(format, str) else format
-    if given is not None and (isinstance(given, type) or not hasattr(given, "open_shard")):
-        raise ConfigError(f"format={given!r}: give a format's name, or a format such as TokensFormat(seq_len=2048)")
     cache = IndexCache(cache_dir)
     opening = _Opening(
         source, lingering, split, storage_options, given, cache, progress, threads, rebuild, trusts_copies
@@ -192,10 +192,21 @@ class _Opening:
         return None if self.rebuild else self.cache.load(key, url)
 
 
-def refuse_split_of_manifest(source: Source | Manifest, split: Split | None) -> None:
-    """Raise ConfigError if a split of a manifest is asked for: that is one list of shards already."""
-    if split is not None and isinstance(source, Manifest):
+def refuse_of_manifest(source: Source | Manifest, split: Split | None, form: ShardFormat | str | None) -> None:
+    """Raise ConfigError if a split of a manifest, or another format, is asked for: it is one list of chunks already."""
+    if not isinstance(source, Manifest):
+        return
+    if split is not None:
         raise ConfigError(f"split={split!r} of a manifest: give the URL of the folder instead, {source.url}")
+    if form is None:
+        return
+    known = source.format, dict(source.config)
+    asked = (form, known[1]) if isinstance(form, str) else (form.name, form.config())
+    if asked != known:
+        raise ConfigError(
+            f"format={form!r} of a manifest of format {known[0]!r} with {known[1]}: leave it out, or give the URL of "
+            f"the folder instead, {source.url}"
+        )
 
 
 def read_saved_manifest(

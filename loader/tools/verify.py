@@ -18,7 +18,7 @@ from ..dataset.build import (
     prepare_index,
     same_object,
 )
-from ..dataset.index import read_saved_manifest, refuse_split_of_manifest
+from ..dataset.index import read_saved_manifest, refuse_of_manifest
 from ..dataset.manifest import Manifest
 from ..dataset.source import Selection, Source, refuse_mixed, select
 from ..dataset.splits import Split
@@ -81,7 +81,7 @@ def verify(
     if isinstance(source, (str, os.PathLike)):
         saved = read_saved_manifest(source, storage_options)
         source = source if saved is None else saved
-    refuse_split_of_manifest(source, split)
+    refuse_of_manifest(source, split, format)
     if isinstance(source, Manifest):
         store: Store = open_store(source.url, storage_options=storage_options)
         manifest: Manifest | None = source

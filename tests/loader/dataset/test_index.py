@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 from counted_gets import PutShards, keys
 
-from penstock import open_manifest, open_store
-from penstock.loader import FormatError, StaleManifestWarning
+from penstock import open_manifest, open_store, pack
+from penstock.loader import (
+    ConfigError,
+    FormatError,
+    ShardFormat,
+    StaleManifestWarning,
+    TokenDocumentsFormat,
+    TokensFormat,
+)
 from penstock.loader.dataset.cache import IndexCache
 from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.storage import MemoryStore
@@ -109,6 +116,17 @@ def test_the_manifest_beside_the_data_is_used(memory_store: MemoryStore, put_sha
     some = open_manifest(f"{memory_store.url}/part-{{003..022}}.parquet")
     assert (len(some.shards), gets(memory_store)) == (20, before + 3)
     assert some.fingerprint == open_manifest(some.url + "part-{003..022}.parquet", rebuild=True).fingerprint
+
+
+@pytest.mark.parametrize("form", ["tar", TokensFormat(8), TokensFormat(4, dtype="uint32"), TokenDocumentsFormat(eos=0)])
+def test_another_format_of_a_manifest_is_refused_and_its_own_is_not(tmp_path: Path, form: ShardFormat | str) -> None:
+    pack([[1, 2, 3, 4]] * 4, tmp_path, format="tokens", seq_len=4, progress=False)
+    manifest = open_manifest(tmp_path)
+    for source in (manifest, f"{tmp_path}/{MANIFEST_NAME}"):
+        for own in ("tokens", TokensFormat(4)):
+            assert open_manifest(source, format=own).num_samples == 4
+        with pytest.raises(ConfigError, match=r"of a manifest of format 'tokens' with .*'seq_len': 4.*: leave it out"):
+            open_manifest(source, format=form)
 
 
 def test_a_stale_manifest_is_mended_by_reading_only_what_changed(
