@@ -188,7 +188,7 @@ def pack(
     anew. A target that is not empty is refused unless ``overwrite``, which always starts anew.
 
     Raises:
-        ConfigError: the arguments contradict each other.
+        ConfigError: the arguments contradict each other, or shards that are read would be overwritten.
         DatasetError: the source is empty, a sample cannot be written, or the target is not empty.
     """
     if processes < 0:
@@ -209,6 +209,7 @@ def pack(
             follow_links=follow_links,
             progress=progress,
             group=1 if processes == 0 else 64,
+            replaced=url if overwrite else None,
         )
     try:
         writer = job.writer(opened.hints)

@@ -13,6 +13,8 @@ import pyarrow as pa
 
 from ....storage import NotFoundError, ObjectInfo, Store
 from ...dataset.index import open_manifest
+from ...dataset.manifest import Manifest
+from ...dataset.patterns import FILE
 from ...dataset.source import Selection, select
 from ...dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...errors import ConfigError, DatasetError
@@ -20,6 +22,7 @@ from ...formats.detect import FORMAT_NAMES, encrypted_hint, format_by_name, make
 from ...formats.names import is_hidden
 from ...formats.shard import ShardFormat
 from ...formats.tokens import index_keys
+from .target import OWN_NAME
 
 _URL = re.compile(r"[a-z0-9+.-]+://\S+")
 CSV_SUFFIXES = (".csv", ".csv.gz")
@@ -111,13 +114,15 @@ def open_source(
     follow_links: bool,
     progress: bool,
     group: int,
+    replaced: str | None = None,
 ) -> SampleSource:
     """The source of a URL, a path, a list of them, or an iterable; the caller closes it.
 
     ``format`` "files" takes every file as a field of a sample, "csv" tables, and a format's name shards of it. An
-    iterable is read ``group`` items at a time.
+    iterable is read ``group`` items at a time. ``replaced``: a folder whose shards will be overwritten.
 
     Raises:
+        ConfigError: no such format, or shards of the source would be overwritten before they are read.
         DatasetError: there is nothing, or shards lie among other files.
     """
     if not _is_url(source):
@@ -147,7 +152,27 @@ def open_source(
     manifest = open_manifest(
         source, split=split, storage_options=storage_options, format=given or None, progress=progress
     )
+    if replaced is not None:
+        _refuse_own_shards(manifest, replaced)
     return DatasetSource(manifest, storage_options)
+
+
+def _refuse_own_shards(manifest: Manifest, target: str) -> None:
+    root = _place(target)
+    for shard in manifest.shards:
+        place = _place(manifest.url) + shard.key
+        if place.startswith(root) and OWN_NAME.fullmatch(place, len(root)):
+            raise ConfigError(
+                f"{target}: overwrite=True (--overwrite) would replace {shard.key} of the source before all of it is "
+                "read, and lose samples; choose another target"
+            )
+
+
+def _place(folder: str) -> str:
+    """A folder as one text, however it is written: of a path the absolute one, without links."""
+    if "://" in folder and not folder.startswith(FILE):
+        return folder.rstrip("/") + "/"
+    return f"{Path(folder.removeprefix(FILE)).expanduser().resolve()}/"
 
 
 def _refuse_splits(store: Store, kind: str, selection: Selection) -> None:

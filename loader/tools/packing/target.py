@@ -33,7 +33,7 @@ from .writer import Shard
 _UPLOADS = 4
 _SAVE_EVERY_S = 5.0
 _INTERRUPTED_S = 2.0  # after Ctrl-C, for the shards that are being put, and for the note of them
-_OURS = re.compile(r"shard-\d{6,}\.(tar|parquet|bin|mds|jsonl|arrow)|index\.json")
+OWN_NAME = re.compile(r"shard-\d{6,}\.(tar|parquet|bin|mds|jsonl|arrow)|index\.json")
 
 ChunkSums = tuple[int, SumArray]  # the checksum of a chunk, and those of its parts
 
@@ -86,7 +86,7 @@ class Target:
         except NotFoundError:
             listing = {}  # the first put creates the folder or bucket, or fails
         note = bytes(self._store.get(MANIFEST_NAME)) if MANIFEST_NAME in listing else b""
-        others = [key for key in listing if key != MANIFEST_NAME and not _OURS.fullmatch(key)]
+        others = [key for key in listing if key != MANIFEST_NAME and not OWN_NAME.fullmatch(key)]
         if listing and not overwrite and (others or not is_unfinished(note)):
             named = ", ".join(sorted(listing)[:2])
             objects = "1 object" if len(listing) == 1 else f"{len(listing):,} objects"

@@ -190,6 +190,17 @@ def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     assert read_samples(str(tmp_path))[0]["txt"] == b"b"
 
 
+@pytest.mark.parametrize("source", ["{}", "{}/", "file://{}", "{}/shard-000001.tar", "{}/shard-*.tar", "{}/../data"])
+def test_a_source_is_not_overwritten_while_it_is_read(tmp_path: Path, source: str) -> None:
+    data = tmp_path / "data"
+    pack(({"txt": f"{number}"} for number in range(40)), data, shard_bytes=4000)
+    before = {path: path.read_bytes() for path in data.iterdir()}
+    with pytest.raises(ConfigError, match=r"would replace shard-00000\d\.tar of the source before all of it is read"):
+        pack(source.format(data), data, overwrite=True, shard_bytes=2000)
+    assert {path: path.read_bytes() for path in data.iterdir()} == before
+    pack(source.format(data), tmp_path / "other", overwrite=True)
+
+
 def test_shards_of_before_that_would_be_read_along_are_told(memory_store: MemoryStore) -> None:
     pack(({"txt": f"{number}"} for number in range(40)), memory_store.url, shard_bytes=4000)
     with pytest.raises(DatasetError, match=r"still there \(shard-0000"):
