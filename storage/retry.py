@@ -96,7 +96,7 @@ class RetryStore:
         """The counts so far."""
         with self._lock:
             return RetryCounts(
-                requests=self._requests,
+                requests=self._requests + self._budget.sent,
                 retries=self._retries,
                 throttled=self._throttled,
                 hedges=self._budget.sent,

@@ -122,7 +122,10 @@ def simulate(
         seed=seed + 1,
     )
     timeline = engine.run(advance)
-    cuts = 1.0 + (0 if order.piece else order.lanes - 1) / stream.num_chunks
+    cut_chunks = 0.0 if order.piece else order.lanes - 1.0
+    if machines.node_cache:  # of these, a node has one already where both lanes are read on it
+        cut_chunks *= 1.0 - 1.0 / -(-world_size // machines.ranks_per_node)
+    cuts = 1.0 + cut_chunks / stream.num_chunks
     return _summarise(
         timeline,
         machines,
@@ -195,7 +198,7 @@ def _summarise(
     rate = global_batch_size * len(lengths) / took
     traffic = timeline.traffic
     reads = len(traffic.asked) + traffic.cache_hits
-    store_share = len(traffic.asked) / max(1, reads)
+    store_share = max(len(traffic.asked) / max(1, reads), 1.0 / amplification)  # each chunk is asked for once
     requests = rate * chunks_per_sample * amplification * store_share
     mean_bytes = float(np.mean(traffic.asked_bytes)) if traffic.asked_bytes else 0.0
     nodes = -(-world_size // machines.ranks_per_node)

@@ -203,6 +203,7 @@ def test_a_late_request_is_overtaken_by_a_second_one() -> None:
     memory.inject(Fault(delay_s=2.0))
     assert store.get("x", ByteRange(0, 100)) == DATA[:100]
     assert (store.counts.hedges, store.counts.hedges_won) == (1, 1)
+    assert store.counts.requests == ENOUGH + 2  # the second one counts, too
     threads = _own_threads(store)
     store.close()
     for thread in threads:

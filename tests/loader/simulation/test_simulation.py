@@ -107,6 +107,16 @@ def test_a_node_cache_reads_a_chunk_of_two_ranks_of_a_node_once() -> None:
     assert shared.read_amplification < plain.read_amplification - 0.05
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_on_one_node_with_a_cache_each_chunk_of_a_small_data_set_is_read_once(world_size: int) -> None:
+    order = Order(lanes=16, window=4)
+    machines = replace(FAST, node_cache=True)
+    told = simulate(
+        listed([11] * 500, order), order, machines, world_size=world_size, global_batch_size=32 * world_size
+    )
+    assert told.read_amplification == pytest.approx(1.0, abs=0.005)
+
+
 def test_a_simulation_is_the_same_each_time() -> None:
     spread = replace(FAST, latency_spread=0.5, step_spread=0.1, latency_s=0.5)
     assert run(spread).to_dict() == run(spread).to_dict()
