@@ -34,8 +34,9 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, as `>&-` does
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the whole process
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
-        sys.stdout.reconfigure(errors="replace")  # a terminal of Latin-1 or ASCII has no sign for some that are printed
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal of Latin-1 or ASCII has no sign for some that are printed; names of files may be no Unicode.
+        sys.stdout.reconfigure(errors="backslashreplace" if sys.stdout.encoding.lower() == "utf-8" else "replace")
     code = run(sys.argv[1:])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

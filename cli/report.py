@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         print_json(summarize(log, now_s))
         return 0
     output = path.with_name("report.html") if given.output is None else Path(given.output)
-    page = render_page(log, title=path.resolve().parent.name, now_s=now_s).encode()
+    page = render_page(log, title=path.resolve().parent.name, now_s=now_s).encode("utf-8", "backslashreplace")
     try:
         write_output(output, page)
     except OSError as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,16 @@ def test_a_run_becomes_a_page_beside_its_records(folder: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "At step 2 of 2. No end is recorded" in " ".join(out.split())
     assert "1 damaged line" in out
+
+
+@pytest.mark.slow
+def test_a_folder_whose_name_is_not_unicode_is_shown_with_its_bytes_written_out(folder: Path) -> None:
+    odd = folder.rename(folder.with_name("\udcff"))
+    command = [sys.executable, "-m", "penstock.cli", "report", str(odd)]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
+    done = subprocess.run(command, env=strict, capture_output=True, text=True, check=True)
+    assert "\\udcff/report.html" in done.stdout
+    assert "<title>\\udcff " in (odd / "report.html").read_text()
 
 
 def test_json_prints_what_the_page_tells_and_output_writes_it_elsewhere(
