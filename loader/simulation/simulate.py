@@ -137,7 +137,7 @@ def simulate(
         amplification=schedule.amplification * cuts,
         chunks_per_sample=stream.num_chunks / stream.num_samples,
         batch_bytes=batch * mean_memory / chunk_samples,
-        held_bytes=stream.num_chunks * mean_memory / (1 if order.piece else world_size),
+        held_bytes=stream.num_chunks * mean_memory,  # of any chunk, since the next epoch is read ahead, too
     )
 
 

@@ -227,3 +227,10 @@ def test_of_pieces_a_rank_reads_the_chunks_that_it_has_one_of(piece: int) -> Non
         reads += len(np.unique(np.concatenate([window.chunks for window in entered])))
     assert len(told.chunks) == pytest.approx(reads, rel=0.05)
     assert told.amplification == pytest.approx(reads / 500, rel=0.05)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_rank_may_hold_a_data_set_that_fits_whole_as_it_reads_the_next_epoch_ahead(world_size: int) -> None:
+    order = Order(lanes=16, window=2)
+    told = simulate(listed([8] * 4000, order), order, FAST, world_size=world_size, global_batch_size=32 * world_size)
+    assert 4000 * 8 * 1000 <= told.rank_bytes < told.limit_bytes
