@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -186,6 +186,10 @@ def _command(given: FieldArguments) -> str:
 
 
 def _redraw(path: Path, given: FieldArguments) -> int:
+    other = [each.name for each in fields(given) if getattr(given, each.name) != each.default]
+    if unused := sorted(set(other) - {"redraw", "json"}):
+        words = (f"--{'no-resume' if name == 'resume' else name.replace('_', '-')}" for name in unused)
+        raise ConfigError(f"--redraw measures nothing, and draws beside its file; leave out {', '.join(words)}")
     try:
         found = json.loads(path.read_text())
         found["cells"], found["machine"], found["settings"], found["peers"]

@@ -54,6 +54,7 @@ def run_process(arguments: Sequence[str], **more: Any) -> subprocess.CompletedPr
         (["bench", "{tmp}", "--out", "{tmp}"], "is a folder; give the file to write"),
         (["bench", "{tmp}", "--out", "{tmp}/file/x.json"], "its folder cannot be made"),
         (["bench", "--quick", "--seconds", "nan"], "--seconds nan: must be above 0"),
+        (["bench", "--redraw", "x.json", "--results", "y", "--no-resume"], "leave out --results, --no-resume"),
         (["bench", "--quick", "--delay-ms", "inf"], "--delay-ms inf: must be 0 or above"),
         (["bench", "--quick", "--drop-slower", "nan"], "--drop-slower nan: must be above 1"),
         (["bench", "--quick", "--results", "{tmp}/file"], "file/field-quick.json: Not a directory"),
