@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from .imports import import_name
 from .options import check_choice, check_range
 
 Shape = Callable[[int, int], float]
+_FALLING = ("linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ScheduleConfig:
     """Updates in which the factor climbs linearly from 1/warmup to 1."""
 
     end_factor: float = 0.0
-    """Factor at the last update, for linear and cosine."""
+    """Factor that linear and cosine come to when the last update is done."""
 
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the rate follows the effective batch size over the base batch size."""
@@ -40,6 +41,12 @@ class ScheduleConfig:
             check_choice("schedule.shape", self.shape, ("constant", "linear", "cosine"))
         check_range("schedule.warmup_steps", self.warmup_steps, low=0)
         check_range("schedule.end_factor", self.end_factor, low=0.0)
+        if self.end_factor and self.shape not in _FALLING:
+            raise TrainerConfigError(
+                f"schedule.end_factor={self.end_factor} is where linear and cosine end, and "
+                f"schedule.shape={self.shape!r} does not come there; give schedule.shape='cosine' or 'linear', or "
+                "schedule.end_factor=0"
+            )
         check_choice("schedule.scaling", self.scaling, ("none", "linear", "sqrt"))
         check_range("schedule.base_batch_size", self.base_batch_size, low=1)
         if self.scaling != "none" and self.base_batch_size is None:
@@ -119,6 +126,20 @@ class Schedule:
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=True):
             _set_rate(group, base * factor)
         self._rates = [base * factor for base in self._base_rates]
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the rates, as JSON: the same on every rank."""
+        config = self._config
+        ends = {"end_factor": config.end_factor} if config.shape in _FALLING else {}
+        length = {} if config.shape == "constant" else {"updates": self._total}
+        shape = {"shape": config.shape, "warmup_steps": config.warmup_steps, **ends, **length}
+        return {"lr": list(self._base_rates), **shape, "batch_factor": self._batch_factor}
+
+    def tell_changes(self, saved: Mapping[str, Any] | None, tell: Callable[[str], None]) -> None:
+        """Tell of each value that ``describe`` had otherwise in a checkpoint; those of before have none."""
+        for name, value in self.describe().items():
+            if saved and name in saved and saved[name] != value:
+                tell(f"schedule: {name}={value!r}, where the checkpoint had {saved[name]!r}")
 
     def end(self) -> None:
         """Set the rates back to the base rates: another trainer may go on with the optimizer."""

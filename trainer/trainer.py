@@ -214,7 +214,7 @@ class DistributedTrainer:
                     continue
                 stopped = self._evaluator.end_step(stopped=stopped) or self._end_last_epoch()
                 if not stopped and self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
-                    self._save(blocking=False)
+                    self._saver.save(self.progress.step, self._gather_state(), blocking=False)
             self._tracer.finish()
             self._record_steps()
             self._saver.finish(self.progress.step, self._gather_state(), stopped=stopped)
@@ -245,6 +245,7 @@ class DistributedTrainer:
             "sent": self.compression.wire.state_dict(),
             "microbatches": self._microbatches.state_dict(),
             "random": {"policy": "seed, step, rank", "seed": self.config.seed},
+            "schedule": self.schedule.describe(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -297,6 +298,7 @@ class DistributedTrainer:
         step, state = found
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
+        self.schedule.tell_changes(state.get("schedule"), self._recorder.note)
         self._recorder.record("resume", {"world_size": self.world.world_size})
         done = ", where the run was done" if is_done(self.config, self.progress) else ""
         self._recorder.note(f"resumed from the checkpoint of step {step}{done}")
@@ -332,9 +334,6 @@ class DistributedTrainer:
         if self._is_multiple(self.config.shares_every):
             with self.stopwatch.phase("shares"):
                 shares.rebalance()
-
-    def _save(self, *, blocking: bool) -> None:
-        self._saver.save(self.progress.step, self._gather_state(), blocking=blocking)
 
     def _gather_state(self) -> dict[str, Any]:
         return self.state_dict() | {"feed": self._feed.gather_state()}

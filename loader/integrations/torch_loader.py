@@ -40,7 +40,7 @@ class TorchLoader(DataLoader[Any]):
         if loader.drops_samples:
             raise ConfigError(
                 "a loader with keep= or may_drop= in a framework that counts batches: how many an epoch has is known "
-                "only by reading it; loop over the loader yourself, or train with DistributedTrainer and max_steps="
+                "only by reading it; loop over the loader yourself, or train with DistributedTrainer"
             )
         self._batches = _Batches(loader, self._begin)
         super().__init__(self._batches, sampler=_Steps(loader, self._batches), collate_fn=_only)

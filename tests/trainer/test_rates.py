@@ -14,7 +14,7 @@ from small_trainers import Line, make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 
-from penstock.trainer import Callbacks, StepRecord, TrainerConfigError, World
+from penstock.trainer import Callbacks, NoteRecord, StepRecord, TrainerConfigError, World
 from penstock.trainer.parallel.precision import local_part
 
 
@@ -148,6 +148,33 @@ def test_a_loss_that_does_not_depend_on_the_model_is_refused_since_nothing_would
 ) -> None:
     with pytest.raises(TrainerConfigError, match="no parameter of the optimizer got a gradient in the first step"):
         make_trainer(world, str(tmp_path), loss=loss, parallel={"zero": zero}).train()
+
+
+def notes_of_a_resumed_run(world: World, folder: Path, rate: float, steps: int, **schedule: Any) -> list[str]:
+    notes: list[str] = []
+
+    class Noting(Callbacks):
+        def on_note(self, record: NoteRecord) -> None:
+            notes.append(record.note)
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=rate)
+
+    options: dict[str, Any] = {"checkpoint": {"every_steps": 2}, "schedule": schedule, "observers": [Noting()]}
+    with make_trainer(world, str(folder), optimizer=optimizer, steps=steps, **options) as trainer:
+        trainer.train()
+    return notes
+
+
+def test_a_resumed_run_says_which_rates_and_schedule_the_checkpoint_had(world: World, tmp_path: Path) -> None:
+    def resume(*given: Any, **schedule: Any) -> list[str]:
+        return [note for note in notes_of_a_resumed_run(world, tmp_path, *given, **schedule) if "schedule" in note]
+
+    assert resume(0.1, 2) == []
+    assert resume(0.1, 4) == [], "a constant rate does not look at the run's length"
+    assert resume(0.2, 6) == ["schedule: lr=[0.2], where the checkpoint had [0.1]"]
+    assert resume(0.2, 8, shape="cosine") == ["schedule: shape='cosine', where the checkpoint had 'constant'"]
+    assert resume(0.2, 9, shape="cosine") == ["schedule: updates=9, where the checkpoint had 8"]
 
 
 class MaskedAtFirst:

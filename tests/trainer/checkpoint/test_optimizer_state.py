@@ -68,12 +68,12 @@ def save_before_the_first_step(world: World, folder: str, zero: int) -> list[lis
     for name, saves in (("plain", False), ("saved", True)):
         with make(world, f"{folder}/{name}", Stubborn, parallel={"zero": zero}) as trainer:
             if saves:
-                trainer._save(blocking=True)
+                trainer._saver.save(trainer.progress.step, trainer._gather_state(), blocking=True)
                 assert not trainer.optimizer.state
             trainer.train()
             found.append(weights_of(trainer).tolist())
     with make(world, f"{folder}/unsteady", Stubborn, parallel={"zero": zero}) as trainer:
-        trainer._save(blocking=True)
+        trainer._saver.save(trainer.progress.step, trainer._gather_state(), blocking=True)
     with make(world, f"{folder}/unsteady", Stubborn, parallel={"zero": zero}) as trainer:
         trainer.train()
         found.append(weights_of(trainer).tolist())
