@@ -28,7 +28,7 @@ _requires_grad = attrgetter("requires_grad")
 
 _OPTIONS = (
     *("steps", "epochs", "shares", "shares_every", "average_every", "node_average_every", "step", "schedule"),
-    *("precision", "parallel", "compression", "ema", "spike", "evaluate", "checkpoint"),
+    *("precision", "parallel", "compression", "ema", "spike", "evaluate", "checkpoint", "warm_start"),
 )
 _OWN_OPTIONS = ("checkpoint.folder",)  # which nodes may mount elsewhere
 
@@ -45,6 +45,7 @@ def agree_on_options(config: Any, evaluates: bool, world: World) -> None:
         return
     own = {name: value for key in _OPTIONS for name, value in _flatten(key, getattr(config, key))}
     own["evaluation"] = "one" if evaluates else None
+    own["init_from"] = None if config.init_from is None else "given"  # paths may differ between nodes
     everywhere: list[dict[str, Any]] = [{}] * world.world_size
     dist.all_gather_object(everywhere, own)
     for rank, its in enumerate(everywhere):

@@ -129,6 +129,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "average": ({}, {"ema": {"decay": 0.5}}, "ema.decay is None on rank 0 and 0.5 on rank 1"),
     "format": ({}, {"precision": {"dtype": "bf16"}}, "precision.dtype is 'fp32' on rank 0 and 'bf16' on rank 1"),
     "saves": ({"checkpoint": {"every_steps": 2}}, {}, "checkpoint.every_steps is 2 on rank 0 and 0 on rank 1"),
+    "start": ({"init_from": "run"}, {}, "init_from is 'given' on rank 0 and None on rank 1"),
     "own": ({"report": {"quiet": True}, "seed": 1}, {"stall_timeout_s": 30.0, "report": {"every": 3}}, ""),
 }
 
