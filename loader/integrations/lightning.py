@@ -149,8 +149,9 @@ def _check_counts(loaders: list[DistributedDataLoader[Any]], trainer: Trainer) -
     """Raise ConfigError where Lightning cannot count an epoch's batches before it."""
     if any(loader.drops_samples for loader in loaders):
         raise ConfigError(
-            "LightningCallback: a loader with keep= or may_drop=: how many batches an epoch has is known only by "
-            "reading it, and Lightning counts them; loop over the loader yourself, or train with DistributedTrainer"
+            "LightningCallback: a loader that drops or packs samples (keep=, may_drop=, packing= or on_error='skip'): "
+            "how many batches an epoch has is known only by reading it, and Lightning counts them; loop over the "
+            "loader yourself, or train with DistributedTrainer"
         )
     if any(loader.is_batched_by_tokens for loader in loaders):
         raise ConfigError(

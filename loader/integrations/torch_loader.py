@@ -39,8 +39,9 @@ class TorchLoader(DataLoader[Any]):
     def __init__(self, loader: DistributedDataLoader[Any]) -> None:
         if loader.drops_samples:
             raise ConfigError(
-                "a loader with keep= or may_drop= in a framework that counts batches: how many an epoch has is known "
-                "only by reading it; loop over the loader yourself, or train with DistributedTrainer"
+                "a loader that drops or packs samples (keep=, may_drop=, packing= or on_error='skip') in a framework "
+                "that counts batches: how many an epoch has is known only by reading it; loop over the loader "
+                "yourself, or train with DistributedTrainer"
             )
         self._batches = _Batches(loader, self._begin)
         super().__init__(self._batches, sampler=_Steps(loader, self._batches), collate_fn=_only)

@@ -203,7 +203,7 @@ def test_loaders_whose_epochs_have_no_fixed_number_of_batches_are_refused(lightn
     write_costs(manifest, expression, index_costs(manifest, expression))
     with pytest.raises(ConfigError, match="batch_tokens= each epoch has a number of batches of its own"):
         lightning.fit(lightning.Module(folder, batch_size=None, batch_tokens=500), folder)
-    with pytest.raises(ConfigError, match=r"keep= or may_drop=.* known only by reading"):
+    with pytest.raises(ConfigError, match=r"drops or packs samples .*packing=.* known only by reading"):
         lightning.fit(lightning.Module(folder, keep=lambda sample: True), folder)
 
 
