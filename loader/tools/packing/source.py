@@ -126,8 +126,11 @@ def open_source(
         DatasetError: there is nothing, or shards lie among other files.
     """
     if not _is_url(source):
-        if format is not None or split is not None:
-            raise ConfigError("source_format= and split= apply to URLs and paths, not to an iterable of samples")
+        if format is not None or split is not None or follow_links or storage_options:
+            raise ConfigError(
+                "source_format=, split=, follow_links= and source_storage_options= apply to URLs and paths, not to an "
+                "iterable of samples"
+            )
         return IterableSource(source, group)
     from .dataset import DatasetSource
     from .delimited import CsvSource

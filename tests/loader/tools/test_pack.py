@@ -247,6 +247,8 @@ def test_samples_that_cannot_be_written_are_named(
         ({"format": "tokens", "seq_len": 2, "dtype": "float32"}, "uint16 or uint32"),
         ({"format": "tokens", "seq_len": 2}, "give tokenizer="),
         ({"format": "tokens", "seq_len": 2, "field": "body"}, "no field 'body'"),
+        ({"follow_links": True}, "not to an iterable"),
+        ({"source_storage_options": {"anonymous": True}}, "not to an iterable"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
