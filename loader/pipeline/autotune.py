@@ -242,7 +242,7 @@ def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
         trial = Trial(knob, state.settings, rate_name, getattr(measured, rate_name), stage)
         why = f"the training loop waited {measured.waited:.0%} of the time{stage and ', for '}{stage}"
         return _change(replace(state, trial=trial), knob, settings, why)
-    if measured.evicted_chunks:
+    if _is_short_of_memory(measured):
         return replace(state, reason="at rest: the chunks that are needed at once do not fit into memory_limit")
     return replace(
         state, reason=f"at rest: the training loop waits {measured.waited:.0%} of the time, and no setting helps"
@@ -254,11 +254,11 @@ def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str,
 
     At last all: of two stages that are about as fast, each alone gains nothing.
     """
-    if measured.evicted_chunks:  # what is fetched ahead of need is dropped before it, and fetched again
-        yield "fetch_threads", "", "batches_per_s"
-        return
     fetch: list[tuple[Knob, str, str]] = []
-    if measured.chunk_waited >= _STARVED:
+    is_short = _is_short_of_memory(measured)
+    if is_short:
+        fetch = [("fetch_threads", "", "batches_per_s")]  # more bytes come in any case
+    elif measured.chunk_waited >= _STARVED:
         fetch = [
             ("fetch_threads", _CHUNKS, "fetched_bytes_per_s"),
             ("read_ahead_bytes", _CHUNKS, "fetched_bytes_per_s"),
@@ -267,11 +267,20 @@ def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str,
             fetch.reverse()  # threads that wait for room fetch no more if there are more of them
     decode: list[tuple[Knob, str, str]] = []
     if measured.decoding >= _BUSY * settings.decode_threads:
-        decode = [("decode_threads", _DECODING, "decoded_rows_per_s")]
+        # Rows that are copied late are none that are decoded.
+        rate_name = "decoded_rows_per_s" if measured.decoded_rows_per_s else "batches_per_s"
+        decode = [("decode_threads", _DECODING, rate_name)]
     yield from (*fetch, *decode) if measured.chunk_waited > 0.5 else (*decode, *fetch)
+    if is_short:
+        return
     if not decode and not fetch and measured.decoding > _STARVED:
         yield "read_ahead_bytes", "slow samples", "batches_per_s"  # batches that wait even out those that take long
     yield "all", "", "batches_per_s"
+
+
+def _is_short_of_memory(measured: Measured) -> bool:
+    """Whether the loop waits because chunks that are fetched ahead of need are dropped before it, and fetched again."""
+    return measured.evicted_chunks > 0 and measured.chunk_waited >= _STARVED
 
 
 def _more(settings: Settings, knob: Knob, bounds: Bounds, *, decodes: bool = True) -> Settings:

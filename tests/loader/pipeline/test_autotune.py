@@ -166,6 +166,21 @@ def test_batches_that_come_in_bursts_do_not_have_what_was_of_no_use_tried_more_o
     assert state.changes <= run(throttled, 1000)[-1].changes + 4
 
 
+@pytest.mark.parametrize("chunk_waited", [0.05, 0.3])
+def test_decoding_that_is_the_limit_gets_threads_though_chunks_are_evicted_and_rows_only_copied(
+    chunk_waited: float,
+) -> None:
+    state = State(settings=Settings(fetch_threads=4, decode_threads=2, read_ahead_bytes=MIB))
+    copying = Plant(consumer=1000, latency_s=0.001, bytes_per_s=4e9, decode_s=0.1, assemble=1000, helpful_threads=4)
+    threads: list[int] = []
+    for _ in range(7):
+        seen = {"chunk_waited": chunk_waited, "decoded_rows_per_s": 0.0}
+        state = step(state, replace(copying.measure(state.settings), evicted_chunks=3, **seen), BOUNDS)
+        threads.append(state.settings.decode_threads)
+    assert threads[:3] == [4, 4, 8]
+    assert threads[-1] == 4, "kept without a gain"
+
+
 def test_a_change_that_others_hid_is_tried_again() -> None:
     """While two more threads are on trial, others take half of the machine; so does it without them."""
     state = State(settings=replace(WORST, decode_threads=2, fetch_threads=4, read_ahead_bytes=MOST.read_ahead_bytes))
@@ -208,7 +223,9 @@ def test_where_chunks_are_evicted_more_threads_stay_only_if_batches_come_faster(
     seen: list[Settings] = []
     for _ in range(6):
         threads = state.settings.fetch_threads
-        measured = replace(SLOW.measure(state.settings), evicted_chunks=3, batches_per_s=10 * gain ** (threads > 4))
+        rate = 10 * gain ** (threads > 4)
+        seen_now = {"chunk_waited": 0.9, "decoding": 0.0, "batches_per_s": rate}
+        measured = replace(SLOW.measure(state.settings), evicted_chunks=3, **seen_now)
         state = step(state, measured, BOUNDS)
         seen.append(state.settings)
     assert seen[0].fetch_threads == 8
