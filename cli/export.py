@@ -106,16 +106,17 @@ def run(arguments: Sequence[str]) -> int:
 def _read_step(text: str) -> Step:
     if text in ("best", "latest"):
         return "best" if text == "best" else "latest"
-    if not text.isdecimal():
+    if not re.fullmatch(r"\d{1,18}", text):
         raise ConfigError(f"--step {text} is none; give best, latest or a number")
     return int(text)
 
 
 def _read_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+    size = 0.0 if found is None else float(found[1]) * _UNITS.get(found[2].upper(), 0)
+    if not 1 <= size < 1 << 63:
         raise TrainerConfigError(f"--max-shard-size {text} is no size; give one as 500MB or 5GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(size)
 
 
 def _report(result: Export, seconds: float) -> None:

@@ -25,7 +25,7 @@ _MOST_LISTED = 1 << 26  # chunks of which every one has its place in arrays
 
 def parse_count(text: str, option: str) -> int:
     """A whole number, such as 1000000000, 1_000_000_000 or 1e9. Raises ConfigError."""
-    if re.fullmatch(r"\d[\d_]*", text):
+    if re.fullmatch(r"\d[\d_]{,99}", text):
         return int(text)
     value = float(text) if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", text) else 0.5
     if not value.is_integer():

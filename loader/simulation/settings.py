@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
@@ -50,7 +50,7 @@ class Machines:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            if value is not None and not 0 <= value <= sys.float_info.max:
                 raise ConfigError(f"{field.name}={value}: must be a finite number, 0 or more")
         for name in ("request_bytes_per_s", "node_bytes_per_s", "ranks_per_node", "node_memory_bytes", "step_s"):
             if not getattr(self, name):
