@@ -104,6 +104,7 @@ def test_importing_a_face_imports_no_library(face: str) -> None:
     assert foreign(modules_after(f"import {face}")) == {"lazy_loader"}
 
 
+@pytest.mark.slow
 def test_tables_are_read_without_what_takes_long_to_import() -> None:
     loaded = modules_after("import penstock.loader.data_loader, penstock.loader.formats.arrow.parquet")
     assert "pyarrow.parquet" in loaded

@@ -83,6 +83,7 @@ def hold(path: Path, ready: Any, may_end: Any) -> None:
     lines.close()
 
 
+@pytest.mark.slow
 def test_two_processes_that_write_to_one_file_are_told_and_those_after_another_are_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     context = multiprocessing.get_context("spawn")
