@@ -8,6 +8,7 @@ falls on both.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -283,7 +284,8 @@ def main() -> None:
                 cases[case] = compare(case, url, reading, config)
             _tell(case, cases[case])
     given = {name: value for name, value in asdict(config).items() if name != "out"}
-    results = {"machine": describe_machine(), "config": given, "cases": cases}
+    command = shlex.join(["python", "-m", "penstock.benchmarks.autotune", *sys.argv[1:]])
+    results = {"command": command, "machine": describe_machine(), "config": given, "cases": cases}
     if config.out is not None:
         plot(results, config.out.with_suffix(".png"))
         for one in (one for found in cases.values() for one in found["rounds"]):
