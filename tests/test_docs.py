@@ -152,9 +152,13 @@ def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None
             assert anchor in {slug(heading) for heading in headings}, f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("kind", [DistributedDataLoader, ImageDecoder], ids=lambda kind: kind.__name__)
-def test_every_argument_has_a_row_in_the_loaders_page(kind: type) -> None:
-    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / "loader.md").read_text(), re.MULTILINE)
+@pytest.mark.parametrize(
+    ("kind", "page"),
+    [(DistributedDataLoader, "loader.md"), (ImageDecoder, "decoding.md")],
+    ids=["DistributedDataLoader", "ImageDecoder"],
+)
+def test_every_argument_has_a_row_in_its_page(kind: type, page: str) -> None:
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert set(inspect.signature(kind).parameters) <= named
 
