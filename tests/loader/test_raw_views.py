@@ -76,8 +76,11 @@ def test_a_field_that_a_sample_or_a_chunk_lacks_is_missing(tmp_path):
     assert batch["raw"].missing.sum() == batch["bin"].missing.sum() == 6
 
 
-@pytest.mark.parametrize("rows", [slice(None), slice(1, 5), slice(4, 0, -2), slice(0, 0)])
-def test_gathered_bytes_lie_end_to_end_between_their_offsets(rows):
+@pytest.mark.parametrize("are_large", [False, True])
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 5), slice(4, 0, -2), slice(0, 0), slice(0, 1)])
+def test_gathered_bytes_lie_end_to_end_between_their_offsets(monkeypatch, rows, are_large):
+    if are_large:
+        monkeypatch.setattr("penstock.loader.decoding.byte_views._JOINED_BYTES", 0)
     views, expected = ByteViews(VALUES)[rows], VALUES[rows]
     data, offsets, missing = views.gather()
     views.arrow().validate(full=True)
