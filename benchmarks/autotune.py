@@ -30,7 +30,7 @@ from .child_arguments import one_of, take_mode
 from .faults.faults import Delay
 from .faults.proxy import FaultProxy
 from .machine import describe_machine
-from .s3_server import make_bucket, serve_s3
+from .stores.server import make_bucket, serve_s3
 
 Case = Literal["images", "s3", "tokens"]
 CASES: tuple[Case, ...] = ("images", "s3", "tokens")
@@ -230,7 +230,7 @@ def _tell(case: str, found: dict[str, Any]) -> None:
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
     """A panel a case: samples/s over time of each tuned run, and the best by hand; below, the settings."""
-    from .plot import require_plotting
+    from .harness.plot import require_plotting
 
     require_plotting()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

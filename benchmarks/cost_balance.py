@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ..loader.order.auto import auto_lanes, auto_window
-from ..loader.order.buckets import Bucket, add_buckets, plan_epoch
-from ..loader.order.cost_forecast import count_reads, forecast_costs
-from ..loader.order.costs import Cost, SampleCosts
+from ..loader.order.costs.buckets import Bucket, add_buckets, plan_epoch
+from ..loader.order.costs.costs import Cost, SampleCosts
+from ..loader.order.costs.forecast import count_reads, forecast_costs
+from ..loader.order.costs.steps import StepBudget, TokenBudget
 from ..loader.order.plan import EpochPlan, Order, Share
 from ..loader.order.spans import EpochSpans
-from ..loader.order.steps import StepBudget, TokenBudget
 from .arguments import make_parser
 from .machine import describe_machine
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..loader.errors import ConfigError
 from ..loader.tools.pack import pack
 from ..storage import open_store
-from .job import Decode, PeerLayout
+from .harness.job import Decode, PeerLayout
 
 _DISTINCT = 400  # pictures; a data set repeats them, and nothing in its way could profit from that
 _SEQ_LEN = 2048

@@ -26,10 +26,10 @@ from ..loader.formats.shard import ShardFormat
 from ..loader.reading.checksum import sum_chunks
 from ..storage import open_store
 from .arguments import OptionalPath, parse_config
-from .delay_line import delay_line
 from .first_pass import Config as DataConfig
 from .first_pass import write_data
-from .s3_server import make_bucket, serve_s3
+from .stores.delay_line import delay_line
+from .stores.server import make_bucket, serve_s3
 
 _BUCKET, _SEQ_LEN, _BATCH = "penstock-delayed", 2048, 64
 _WANTED = {0: 1.0, 20: 0.9, 100: 0.8}

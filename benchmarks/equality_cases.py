@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..trainer.arrays import ArrayLoader
+from ..trainer.data.arrays import ArrayLoader
 from ..trainer.randomness import seed_step
 
 ROWS = 46  # five global batches and a rest

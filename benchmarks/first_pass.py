@@ -24,8 +24,8 @@ from ..loader import pack
 from ..storage import open_store
 from .arguments import OptionalInt, OptionalPath, parse_config
 from .datasets import write_clicks
-from .s3_server import make_bucket, serve_s3
 from .single_pass import SEQ_LEN
+from .stores.server import make_bucket, serve_s3
 
 _BLOB_BYTES = 38_000
 _UNITS = {"samples_per_s": 0, "cpu_us_per_sample": 1, "page_faults": 0, "first_batch_s": 3}

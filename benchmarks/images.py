@@ -23,7 +23,7 @@ import numpy as np
 import simplejpeg
 
 from ..loader import DistributedDataLoader, ImageDecoder, pack
-from ..loader.decoding import images
+from ..loader.decoding.images import images
 from ..loader.limits import usable_cores
 from ..loader.order.randomness import DECODING, sample_rng
 from .arguments import OptionalPath, parse_config

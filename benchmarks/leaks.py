@@ -30,7 +30,7 @@ from typing import Any
 
 from ..loader import DistributedDataLoader
 from ..storage import open_store
-from ..storage.libc import trim_heap
+from ..storage.pages.libc import trim_heap
 from .arguments import make_parser
 from .child_arguments import refuse
 from .machine import describe_machine, list_versions

@@ -23,8 +23,8 @@ from ..loader.errors import ConfigError
 from .arguments import OptionalPath, parse_config
 from .first_pass import Config as Data
 from .first_pass import measure_pass, pass_command, pass_environment, write_data
+from .harness.plot import require_plotting
 from .machine import describe_machine
-from .plot import require_plotting
 
 Case = Literal["raw", "tokens", "rows"]
 Stacks = Counter[tuple[str, ...]]

@@ -24,8 +24,8 @@ from .arguments import OptionalPath, parse_config
 from .datasets import write_clicks
 from .first_pass import Config as DataConfig
 from .first_pass import write_data
-from .s3_server import serve_s3
-from .subprocesses import MeasurementError
+from .harness.subprocesses import MeasurementError
+from .stores.server import serve_s3
 
 Store = Literal["local", "s3"]
 Case = Literal["raw", "tokens", "rows"]

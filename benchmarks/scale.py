@@ -22,7 +22,7 @@ from typing import Any
 
 from ..loader import DistributedDataLoader, open_manifest
 from ..loader.dataset.source import select
-from ..storage.process_usage import peak_resident_bytes
+from ..storage.telling.process_usage import peak_resident_bytes
 from .arguments import make_parser
 from .machine import describe_machine, list_versions
 

@@ -36,9 +36,9 @@ from ..storage import open_store
 from .arguments import make_parser
 from .faults.faults import Delay
 from .faults.proxy import FaultProxy
+from .harness.subprocesses import MeasurementError
 from .machine import describe_machine, list_versions
-from .s3_server import make_bucket, serve_s3
-from .subprocesses import MeasurementError
+from .stores.server import make_bucket, serve_s3
 
 TOLERANCE = 0.15
 _SHARDS, _SAMPLES, _SAMPLE_BYTES = 1024, 16, 16_384  # each shard is one chunk

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..storage.libc import set_mmap_threshold, trim_heap
+from ..storage.pages.libc import set_mmap_threshold, trim_heap
 from ..trainer.config import TrainerConfig
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world

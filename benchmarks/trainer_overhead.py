@@ -33,8 +33,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-from ..trainer.arrays import ArrayLoader
 from ..trainer.config import TrainerConfig
+from ..trainer.data.arrays import ArrayLoader
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world
 from ..trainer.trainer import DistributedTrainer

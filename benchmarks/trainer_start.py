@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..storage.libc import set_mmap_threshold, trim_heap
+from ..storage.pages.libc import set_mmap_threshold, trim_heap
 from ..trainer import (
     ArrayLoader,
     DistributedTrainer,

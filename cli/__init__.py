@@ -42,7 +42,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if code == INTERRUPTED:
-        from ..storage.hang_up import hang_up
+        from ..storage.threads.hang_up import hang_up
 
         hang_up()
         os._exit(code)

@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ..benchmarks.comparison import bench
-from ..benchmarks.config import BenchConfig
-from ..benchmarks.plot import plot_ratios, require_plotting
-from ..benchmarks.report import print_result
+from ..benchmarks.harness.comparison import bench
+from ..benchmarks.harness.config import BenchConfig
+from ..benchmarks.harness.plot import plot_ratios, require_plotting
+from ..benchmarks.harness.report import print_result
 from ..loader.dataset.source import resolve_split
 from ..loader.errors import ConfigError
 from . import bench_field

@@ -17,7 +17,7 @@ from ..loader.dataset.manifest import MANIFEST_NAME, Manifest
 from ..loader.dataset.source import absolute_urls, resolve_split
 from ..loader.dataset.splits import ALL, find_split_folders
 from ..loader.errors import ConfigError
-from ..loader.order.costs import CostValues
+from ..loader.order.costs.costs import CostValues
 from ..loader.reading.checksum import READ_THREADS, sum_chunks
 from ..loader.tools.index_costs import CostExpression, index_costs, write_costs
 from ..storage import PenstockError, open_store

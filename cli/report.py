@@ -12,9 +12,9 @@ import tyro
 
 from ..storage.files import write_output
 from ..trainer.errors import TrainerError
-from ..trainer.report.page import render_page
-from ..trainer.report.run_log import find_log, read_run
-from ..trainer.report.summary import describe_state, summarize
+from ..trainer.report.pages.page import render_page
+from ..trainer.report.pages.run_log import find_log, read_run
+from ..trainer.report.pages.summary import describe_state, summarize
 from .common import Flag, console, fact_table, format_bytes, format_count, parse, print_json
 
 

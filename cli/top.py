@@ -13,13 +13,13 @@ import tyro
 
 from ..loader.errors import ConfigError
 from ..storage.files import check_output
-from ..storage.timeline import Event, write_chrome_trace
+from ..storage.telling.timeline import Event, write_chrome_trace
 from ..trainer.errors import TrainerError
-from ..trainer.report.rank_status import FOLDER, RankStatus, Silence, read_ranks
-from ..trainer.report.run_log import find_log, read_last, read_run
-from ..trainer.report.summary import describe_state
-from ..trainer.report.survey import Survey, survey
-from ..trainer.report.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
+from ..trainer.report.pages.run_log import find_log, read_last, read_run
+from ..trainer.report.pages.summary import describe_state
+from ..trainer.report.status.rank_status import FOLDER, RankStatus, Silence, read_ranks
+from ..trainer.report.status.survey import Survey, survey
+from ..trainer.report.status.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
 from .common import Flag, console, format_count, parse, print_json
 from .top_view import View, show_view
 

@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..trainer.report.rank_status import RankStatus
-from ..trainer.report.survey import Survey
+from ..trainer.report.status.rank_status import RankStatus
+from ..trainer.report.status.survey import Survey
 from .screen import format_bytes, format_count, shown, wrapped
 
 _GAP = 2

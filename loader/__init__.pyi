@@ -1,7 +1,8 @@
 """What ``penstock.loader`` exports, imported when it is first used; names are added here alone."""
 
 from . import integrations as integrations
-from .arguments import LastBatch as LastBatch
+from .arguments.common import LastBatch as LastBatch
+from .arguments.errors import OnError as OnError
 from .data_loader import DistributedDataLoader as DistributedDataLoader
 from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
@@ -11,9 +12,8 @@ from .decoding.byte_views import ByteViews as ByteViews
 from .decoding.byte_views import GatheredBytes as GatheredBytes
 from .decoding.decode import DecodeChoice as DecodeChoice
 from .decoding.decode import FieldDecoder as FieldDecoder
-from .decoding.device_images import DeviceFallbackWarning as DeviceFallbackWarning
-from .decoding.images import ImageDecoder as ImageDecoder
-from .error_arguments import OnError as OnError
+from .decoding.images.device_images import DeviceFallbackWarning as DeviceFallbackWarning
+from .decoding.images.images import ImageDecoder as ImageDecoder
 from .errors import ChecksumError as ChecksumError
 from .errors import ConfigError as ConfigError
 from .errors import DatasetError as DatasetError
@@ -41,23 +41,23 @@ from .metrics import SourceProgress as SourceProgress
 from .mixtures.mixture import Mixture as Mixture
 from .mixtures.mixture import Source as Source
 from .mixtures.position import MixtureChangedWarning as MixtureChangedWarning
-from .order.buckets import Bucket as Bucket
-from .order.costs import Cost as Cost
+from .order.costs.buckets import Bucket as Bucket
+from .order.costs.costs import Cost as Cost
+from .order.costs.steps import TokenBudget as TokenBudget
 from .order.forecast import Forecast as Forecast
 from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
-from .order.steps import TokenBudget as TokenBudget
-from .order.subset import Subset as Subset
+from .order.selecting.subset import Subset as Subset
 from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
-from .reading.bad_samples import BadSampleWarning as BadSampleWarning
+from .ranks.sequence_cut import SequenceCut as SequenceCut
+from .ranks.stages import FieldsByStage as FieldsByStage
+from .reading.bad.file import Quarantined as Quarantined
+from .reading.bad.quarantine import BadChunk as BadChunk
+from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning
+from .reading.bad.samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
-from .reading.quarantine import BadChunk as BadChunk
-from .reading.quarantine import BadChunkWarning as BadChunkWarning
-from .reading.quarantine_file import Quarantined as Quarantined
-from .sequence_cut import SequenceCut as SequenceCut
 from .serving import serve_metrics as serve_metrics
-from .stages import FieldsByStage as FieldsByStage
 from .streams.keep import Keep as Keep
 from .streams.keep import KeepChoice as KeepChoice
 from .tools.audit import AuditReport as AuditReport

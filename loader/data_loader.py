@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 import torch
 
-from .arguments import (
+from .arguments.common import (
     LastBatch,
     SampleWeights,
     check_at_least,
@@ -19,43 +19,43 @@ from .arguments import (
     make_share,
     parse_cache_limit,
 )
-from .calls import Calls
+from .arguments.costs import CostArguments
+from .arguments.device import open_image_codec
+from .arguments.errors import ErrorArguments, OnError
+from .arguments.foreign import refuse_foreign
+from .arguments.groups import GroupArguments
+from .arguments.tuning import read_tuning
 from .control import Control
-from .cost_arguments import CostArguments
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
 from .decoding.batch_options import BatchOptions, BatchT
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
-from .device_arguments import open_image_codec
-from .error_arguments import ErrorArguments, OnError
-from .foreign_arguments import refuse_foreign
 from .formats.shard import ShardFormat
-from .group_arguments import GroupArguments
 from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import refuse_whole
 from .observed import Observed
 from .order.auto import Choice
-from .order.buckets import Bucket
-from .order.costs import Cost
-from .order.steps import TokenBudget
-from .order.subset import Subset
+from .order.costs.buckets import Bucket
+from .order.costs.costs import Cost
+from .order.costs.steps import TokenBudget
+from .order.selecting.subset import Subset
 from .packing.config import Packing
 from .parts import Common, open_one, open_several
-from .peers import tell_of_failure
+from .passes.resources import Owner
+from .passes.standing import Standing
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
-from .ranks import check_rank
-from .reading.quarantine import BadChunk
-from .reading.quarantine_file import Paths, Quarantined
-from .resources import Owner
-from .sequence_cut import SequenceCut
-from .stages import FieldsByStage
-from .standing import Standing
+from .ranks.calls import Calls
+from .ranks.detect import check_rank
+from .ranks.peers import tell_of_failure
+from .ranks.sequence_cut import SequenceCut
+from .ranks.stages import FieldsByStage
+from .reading.bad.file import Paths, Quarantined
+from .reading.bad.quarantine import BadChunk
 from .streams.keep import KeepChoice
 from .streams.reshaping import Reshaping
-from .tuning_arguments import read_tuning
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from ..storage.counts import StoreCounts
-from ..storage.timeline import Timeline
+from ..storage.telling.counts import StoreCounts
+from ..storage.telling.timeline import Timeline
 from .advice import advise
 
 

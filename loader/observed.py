@@ -9,12 +9,12 @@ from os import PathLike, fspath
 from typing import Any
 
 from ..storage.files import check_output
-from ..storage.timeline import Timeline, write_chrome_trace
+from ..storage.telling.timeline import Timeline, write_chrome_trace
 from .errors import ConfigError
 from .metrics import LoaderMetrics
 from .parts import Parts
-from .passes import Passes
-from .resources import Resources
+from .passes.passes import Passes
+from .passes.resources import Resources
 
 _RECORDING = threading.Lock()
 

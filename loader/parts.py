@@ -12,42 +12,42 @@ from typing import Any, Protocol
 import torch
 
 from ..storage import EncryptedStore, open_store
-from ..storage.counts import fastest_response_s
 from ..storage.options import MappedReads
-from .arguments import LastBatch, SampleWeights, check_names, fields_of, make_selection
-from .assembly import make_assembler, make_position, peek_alone, peek_mixed
-from .cost_arguments import CostArguments
+from ..storage.telling.counts import fastest_response_s
+from .arguments.common import LastBatch, SampleWeights, check_names, fields_of, make_selection
+from .arguments.costs import CostArguments
+from .arguments.errors import ErrorArguments
+from .arguments.groups import GroupArguments
 from .dataset.index import find_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch_options import BatchOptions
 from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
-from .decoding.device_codec import DeviceCodec
-from .decoding.first_values import ImageFields
+from .decoding.images.device_codec import DeviceCodec
+from .decoding.images.first_values import ImageFields
 from .decoding.row_work import RowWork
-from .decoding.worker_pool import WorkerPool
-from .error_arguments import ErrorArguments
+from .decoding.workers.pool import WorkerPool
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
-from .group_arguments import GroupArguments
 from .metrics import Counters
 from .mixtures.mixture import Mixture
 from .mixtures.parts import MixtureParts, open_mixture
 from .mixtures.stream_position import MixedStreamPosition
 from .order.plan import Order, Share
-from .order.selection import Selection
-from .order.subset import Subset
+from .order.selecting.selection import Selection
+from .order.selecting.subset import Subset
 from .packing.config import Packing
-from .passes import Passes
+from .passes.assembly import make_assembler, make_position, peek_alone, peek_mixed
+from .passes.passes import Passes
+from .passes.resources import Resources
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuner import Tuner
 from .pipeline.tuning import PipelineOptions, TuningChoice, tune
-from .position import RunPosition
-from .reading.bad_samples import BadSamples
+from .positions.position import RunPosition
+from .positions.stream_position import StreamPosition
+from .reading.bad.quarantine import BadChunk, Quarantine
+from .reading.bad.samples import BadSamples
 from .reading.chunk_source import ChunkSource, reads_locally
 from .reading.kept_layouts import KeptLayouts
-from .reading.quarantine import BadChunk, Quarantine
-from .resources import Resources
-from .stream_position import StreamPosition
 from .streams.keep import KeepChoice
 from .streams.reshaping import Reshaping
 from .views.mixed_peek import MixedLook

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..storage.interruptible import Event, Thread
+from ..storage.threads.interruptible import Event, Thread
 
 PATIENCE_S = 2.0
 

@@ -1,8 +1,9 @@
 """What ``penstock.storage`` exports, imported when it is first used; names are added here alone."""
 
-from .cache import CacheStore as CacheStore
-from .encrypted import EncryptedStore as EncryptedStore
-from .encryption import ENCRYPTED_SUFFIX as ENCRYPTED_SUFFIX
+from .caching.cache import CacheStore as CacheStore
+from .clients.local import LocalStore as LocalStore
+from .encryption.layout import ENCRYPTED_SUFFIX as ENCRYPTED_SUFFIX
+from .encryption.store import EncryptedStore as EncryptedStore
 from .errors import AccessDeniedError as AccessDeniedError
 from .errors import CacheFullError as CacheFullError
 from .errors import DecryptionError as DecryptionError
@@ -16,18 +17,17 @@ from .errors import StoreUnavailableError as StoreUnavailableError
 from .errors import StoreUnreachableError as StoreUnreachableError
 from .errors import ThrottledError as ThrottledError
 from .errors import UnsupportedURLError as UnsupportedURLError
-from .local import LocalStore as LocalStore
 from .memory import Call as Call
 from .memory import Fault as Fault
 from .memory import MemoryStore as MemoryStore
-from .metrics_server import MetricsServer as MetricsServer
-from .metrics_server import OpenToOthersError as OpenToOthersError
 from .resolve import open_client as open_client
 from .resolve import open_store as open_store
 from .resolve import split_url as split_url
-from .retry import RetryStore as RetryStore
-from .retry_config import RetryConfig as RetryConfig
+from .retrying.config import RetryConfig as RetryConfig
+from .retrying.retry import RetryStore as RetryStore
 from .store import ByteRange as ByteRange
 from .store import DiscardingStore as DiscardingStore
 from .store import ObjectInfo as ObjectInfo
 from .store import Store as Store
+from .telling.metrics_server import MetricsServer as MetricsServer
+from .telling.metrics_server import OpenToOthersError as OpenToOthersError

@@ -2,13 +2,14 @@
 
 Friendly names: ``endpoint`` (or ``endpoint_url``), ``access_key`` (or ``key``), ``secret_key`` (or ``secret``),
 ``token``, ``region``, ``anonymous`` (or ``anon``), ``timeout_s``, ``connect_timeout_s``, and ``direct_reads``, which is
-ours: False leaves all reads to obstore (see `penstock.storage.direct`). Any other name is one of obstore's for that
-cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP client
+ours: False leaves all reads to obstore (see `penstock.storage.clients.direct`). Any other name is one of obstore's for
+that cloud (``account_name``, ``service_account``, ``virtual_hosted_style_request``, ...) or of its HTTP client
 (``allow_http``, ``proxy_url``, ``root_certificate``, ...). Missing values come from the environment (``AWS_*``,
 ``GOOGLE_*``, ``AZURE_*``), then for S3 from the shared credentials file, and finally from the machine's role.
 
-Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encrypted`), and local files ``mapped_reads``:
-False has them read into memory, "views" has views of them handed out, too (`penstock.storage.mapped`).
+Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encryption.store`), and local files
+``mapped_reads``: False has them read into memory, "views" has views of them handed out, too
+(`penstock.storage.pages.mapped`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from .errors import UnsupportedURLError
-from .patience import TimeLimit
+from .retrying.patience import TimeLimit
 
 DIRECT_OPTION = "direct_reads"
 ENCRYPTION_OPTION = "encryption_key"

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from .bridge import BridgeStore
-from .cache import CacheStore
-from .encrypted import EncryptedStore
+from .caching.cache import CacheStore
+from .clients.bridge import BridgeStore
+from .clients.local import LocalStore
+from .clients.remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
+from .encryption.store import EncryptedStore
 from .errors import UnsupportedURLError
-from .local import LocalStore
 from .memory import MemoryStore
 from .options import ENCRYPTION_OPTION, MAPPED_OPTION
-from .remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
-from .retry import RetryStore
-from .retry_config import RetryConfig
+from .retrying.config import RetryConfig
+from .retrying.retry import RetryStore
 from .store import Store
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -240,7 +240,7 @@ def serve_s3_to_all_workers(run_folder: Path) -> Iterator[str]:
 @pytest.fixture
 def s3_url(s3_endpoint: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(the URL of a new, empty bucket, its storage_options)."""
-    from penstock.benchmarks.s3_server import make_bucket
+    from penstock.benchmarks.stores.server import make_bucket
 
     name = f"penstock-{uuid4().hex[:12]}"
     make_bucket(name, s3_endpoint)

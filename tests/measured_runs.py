@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.benchmarks.job import Measurement, Pass
+from penstock.benchmarks.harness.job import Measurement, Pass
 
 
 def measured(name: str, passes: list[tuple[int, float, float]], **more: Any) -> Measurement:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import penstock.storage.retry as retry
+import penstock.storage.retrying.retry as retry
 from penstock import DistributedDataLoader, open_store, pack
 from penstock.cli import run
 from penstock.storage import ByteRange, RetryConfig, open_client

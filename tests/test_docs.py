@@ -21,7 +21,7 @@ import penstock.storage.resolve
 from penstock import DistributedDataLoader, ImageDecoder, pack
 from penstock.cli import COMMANDS
 from penstock.storage import MemoryStore, Store
-from penstock.storage.remote import RemoteStore
+from penstock.storage.clients.remote import RemoteStore
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

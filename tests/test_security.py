@@ -30,12 +30,12 @@ RISKY = {
     "os": {"system", "popen"},
 }
 ALLOWED = {
-    "loader/decoding/worker_channel.py": {"pickle.loads"},  # over a socket pair with processes that this one started
-    "loader/decoding/worker_main.py": {"pickle.loads"},  # the user's functions, from the process that started it
-    "loader/decoding/worker_pool.py": {"pickle.loads"},  # exceptions, from processes that this one started
+    "loader/decoding/workers/channel.py": {"pickle.loads"},  # over a socket pair with processes that this one started
+    "loader/decoding/workers/main.py": {"pickle.loads"},  # the user's functions, from the process that started it
+    "loader/decoding/workers/pool.py": {"pickle.loads"},  # exceptions, from processes that this one started
     "loader/tools/packing/values.py": {"np.load(allow_pickle=False)"},
     "benchmarks/reuse/keepers.py": {"pickle.loads"},  # what it has just pickled itself
-    "benchmarks/peer_decode.py": {"np.load(allow_pickle=False)"},
+    "benchmarks/harness/peer_decode.py": {"np.load(allow_pickle=False)"},
     "benchmarks/contenders/torch_loader.py": {"np.load(allow_pickle=False)"},
     "benchmarks/contenders/webdataset.py": {"np.load(allow_pickle=False)"},
     "trainer/checkpoint/readable.py": {"torch.load"},  # what this process has just written, before it is saved
@@ -92,7 +92,7 @@ def test_no_code_asks_a_shell_or_serves_on_all_addresses() -> None:
 
 def test_certificates_are_left_unchecked_in_one_place_alone_where_the_user_asks() -> None:
     naming = [path for path, text in texts() if re.search(r"CERT_NONE|_create_unverified", text)]
-    assert naming == ["storage/web.py"]
+    assert naming == ["storage/clients/web.py"]
 
 
 def test_members_named_like_paths_are_keys_and_touch_no_file(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """What ``penstock.trainer`` exports, imported when it is first used; names are added here alone."""
 
-from .arrays import ArrayLoader as ArrayLoader
 from .checkpoint.config import CheckpointConfig as CheckpointConfig
 from .checkpoint.export import export_safetensors as export_safetensors
 from .compression.compression import CompressionConfig as CompressionConfig
 from .config import TrainerConfig as TrainerConfig
+from .data.arrays import ArrayLoader as ArrayLoader
 from .errors import CheckpointError as CheckpointError
 from .errors import CheckpointMismatchError as CheckpointMismatchError
 from .errors import CheckpointRoomError as CheckpointRoomError
@@ -18,10 +18,9 @@ from .errors import StallError as StallError
 from .errors import TrainerConfigError as TrainerConfigError
 from .errors import TrainerError as TrainerError
 from .errors import WorldError as WorldError
-from .evaluate import EvaluateConfig as EvaluateConfig
-from .evaluate import Evaluation as Evaluation
-from .loss import LossFunction as LossFunction
-from .metrics import MetricFunction as MetricFunction
+from .evaluation.evaluate import EvaluateConfig as EvaluateConfig
+from .evaluation.evaluate import Evaluation as Evaluation
+from .evaluation.metrics import MetricFunction as MetricFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
@@ -50,8 +49,9 @@ from .report.records import StepRecord as StepRecord
 from .report.records import TemporaryObserverError as TemporaryObserverError
 from .report.records import TrainRecord as TrainRecord
 from .report.tracing import ProfileConfig as ProfileConfig
-from .schedule import ScheduleConfig as ScheduleConfig
-from .step import StepConfig as StepConfig
+from .steps.loss import LossFunction as LossFunction
+from .steps.schedule import ScheduleConfig as ScheduleConfig
+from .steps.step import StepConfig as StepConfig
 from .trainer import DistributedTrainer as DistributedTrainer
 from .watch.spike import SpikeConfig as SpikeConfig
 from .watch.watchdog import EXIT_STALLED as EXIT_STALLED

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..storage.errors import PenstockError
 from .errors import RecipeError, StallError
-from .evaluate import Evaluation
+from .evaluation.evaluate import Evaluation
 from .randomness import seed_all
 from .ranks.world import World, close_world, open_world
 from .recipes.command_line import read_command

@@ -9,8 +9,9 @@ from typing import Literal
 
 from .checkpoint.config import CheckpointConfig
 from .compression.compression import CompressionConfig
+from .data.shares import check_speed_shares
 from .errors import TrainerConfigError
-from .evaluate import EvaluateConfig, good_end
+from .evaluation.evaluate import EvaluateConfig, good_end
 from .options import check_choice, check_range
 from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
@@ -19,9 +20,8 @@ from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.config import ReportConfig
 from .report.tracing import ProfileConfig
-from .schedule import ScheduleConfig
-from .shares import check_speed_shares
-from .step import StepConfig
+from .steps.schedule import ScheduleConfig
+from .steps.step import StepConfig
 from .watch.spike import SpikeConfig
 from .weights.warm_start import WarmStartConfig
 

@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from .compression.compression import Compression
 from .computing import ComputeClock
 from .config import TrainerConfig
-from .loss import LossFunction
-from .microbatches import Microbatches
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel
-from .probe import MemoryProbe, describe_memory, find_batch_norms
 from .ranks.world import World
-from .run_length import effective_batch_size
-from .schedule import Schedule
-from .step import StepRunner
+from .run.length import effective_batch_size
+from .steps.loss import LossFunction
+from .steps.microbatches import Microbatches
+from .steps.probe import MemoryProbe, describe_memory, find_batch_norms
+from .steps.schedule import Schedule
+from .steps.step import StepRunner
 from .stopwatch import Stopwatch
 
 

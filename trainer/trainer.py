@@ -12,17 +12,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .alike import agree_on_options
 from .checkpoint.traffic import TRAFFIC
 from .config import TrainerConfig
+from .data.feed import Feed
+from .data.shares import SpeedShares
 from .determinism import deterministic_kernels
 from .errors import TrainerConfigError, TrainerError
-from .evaluate import Evaluation
-from .evaluator import Evaluator
-from .feed import Feed
-from .guard import Guard, list_activities
-from .loss import LossFunction
-from .modes import begin_training
+from .evaluation.evaluate import Evaluation
+from .evaluation.modes import begin_training
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
 from .parts import make_parts
@@ -34,10 +31,13 @@ from .report.progress import Progress, Summary
 from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
 from .report.tracing import Tracer
-from .rewinder import Rewinder
-from .run_length import agree_on_length, count_steps, is_done, leaves_steps
-from .saver import Saver
-from .shares import SpeedShares
+from .run.evaluator import Evaluator
+from .run.guard import Guard, list_activities
+from .run.length import agree_on_length, count_steps, is_done, leaves_steps
+from .run.rewinder import Rewinder
+from .run.saver import Saver
+from .steps.alike import agree_on_options
+from .steps.loss import LossFunction
 from .stopwatch import DeviceClock, Stopwatch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ...loader.errors import ConfigError
-from ..job import Job
+from ..harness.job import Job
 
 # Name -> its module in this folder. ``limit`` is no loader: a bare loop over the same libraries.
 OURS, LIMIT = "penstock", "limit"

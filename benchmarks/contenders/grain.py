@@ -17,9 +17,9 @@ import torch
 from array_record.python.array_record_module import ArrayRecordWriter
 from grain.sources import ArrayRecordDataSource
 
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import SampleDecoder, collate, make_decoder
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import SampleDecoder, collate, make_decoder
 from .records import RecordCodec
 
 _SEED = 17

@@ -13,10 +13,10 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 from ...loader.errors import ConfigError
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import SampleDecoder, collate, collate_wide, make_decoder
-from ..s3 import aws_environment
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import SampleDecoder, collate, collate_wide, make_decoder
+from ..stores.s3 import aws_environment
 
 _BUFFER = 1000
 _SHARDS = 16

@@ -21,8 +21,8 @@ import torch
 from ...loader import ImageDecoder
 from ...loader.errors import ConfigError
 from ...storage import open_client
-from ..job import Job
-from ..layout import image_fields
+from ..harness.job import Job
+from ..harness.layout import image_fields
 
 _BLOCK = 512
 _REMOTE_READS = 16  # shards in flight from a store, whose requests wait more than they work

@@ -16,10 +16,10 @@ from litdata.streaming import downloader
 from litdata.streaming.cache import Cache
 
 from ...loader.errors import ConfigError
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import collate, collate_wide, make_decoder
-from ..s3 import aws_environment
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import collate, collate_wide, make_decoder
+from ..stores.s3 import aws_environment
 
 
 def convert(

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ...loader.errors import ConfigError
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import SampleDecoder, collate, collate_wide, make_decoder
-from ..s3 import aws_environment
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import SampleDecoder, collate, collate_wide, make_decoder
+from ..stores.s3 import aws_environment
 
 # Its ready-made vision data sets import torchvision, which fails where that was built for another torch. Unused here.
 sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))

@@ -7,8 +7,8 @@ from typing import Any
 
 from ...loader import ByteViews, DecodeChoice, DistributedDataLoader
 from ...loader.formats.detect import make_format
-from ..job import Job
-from ..layout import image_fields
+from ..harness.job import Job
+from ..harness.layout import image_fields
 from . import GATHER, OURS
 
 

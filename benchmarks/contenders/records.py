@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...loader.errors import ConfigError
-from ..layout import Layout
+from ..harness.layout import Layout
 
 _KINDS = ("bytes", "text", "array", "vector")
 

@@ -18,9 +18,9 @@ from spdl.pipeline import PipelineBuilder
 
 from ...loader.errors import ConfigError
 from ...storage import open_store
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import SampleDecoder, collate, collate_wide, make_decoder
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import SampleDecoder, collate, collate_wide, make_decoder
 
 _READS = 8  # shards in flight
 _LIKE_RAW = ("bytes", "text", "array")

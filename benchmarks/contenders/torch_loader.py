@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import SampleDecoder, collate, collate_wide, make_decoder
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import SampleDecoder, collate, collate_wide, make_decoder
 from .records import RecordCodec
 
 _RECORDS, _OFFSETS = "records.bin", "offsets.npy"

@@ -16,10 +16,10 @@ import numpy as np
 import webdataset as wds
 
 from ...loader.errors import ConfigError
-from ..job import Job
-from ..layout import Layout
-from ..peer_decode import collate, collate_wide, make_decoder
-from ..s3 import sign_urls
+from ..harness.job import Job
+from ..harness.layout import Layout
+from ..harness.peer_decode import collate, collate_wide, make_decoder
+from ..stores.s3 import sign_urls
 
 _BLOCK_BYTES = 1 << 20
 _BUFFER = 1000  # samples that its manual's examples shuffle among

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from ...loader.dataset.index import open_manifest
 from ...loader.errors import RankStoppedError
-from ..s3_server import make_bucket, serve_s3
+from ..stores.server import make_bucket, serve_s3
 from .account import account, longest_gap_s
 from .case import LEFT_S, Case, Outcome
 from .data import plan_epoch, put_data

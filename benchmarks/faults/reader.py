@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ...loader.data_loader import DistributedDataLoader
-from ...storage.libc import count_allocated_bytes
-from ...storage.retry import RetryStore
+from ...storage.pages.libc import count_allocated_bytes
+from ...storage.retrying.retry import RetryStore
 from ..child_arguments import take_arguments
 from .case import KEPT_DESCRIPTORS, LEFT_S
 from .data import GLOBAL_BATCH, ORDER, digest_of, make_digests

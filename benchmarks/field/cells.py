@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ...loader.errors import ConfigError
-from ..config import Environments
 from ..datasets import CASES
+from ..harness.config import Environments
 from ..peers.catalogue import PEERS, find_peer
 
 StoreName = Literal["local", "s3", "s3-delay"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ...trainer.report.style import STYLE
+from ...trainer.report.pages.style import STYLE
 from ..contenders import LIMIT, base_of
 from . import words
 from .plots import draw_rates, draw_ratios

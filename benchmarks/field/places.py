@@ -12,10 +12,10 @@ from pathlib import Path
 from ...loader.errors import ConfigError
 from ...storage import Store, open_store
 from ..contenders import LIMIT, OURS, base_of
-from ..delay_line import delay_line
-from ..job import Job
+from ..harness.job import Job
 from ..peers.catalogue import PEERS
-from ..s3_server import make_bucket, serve_s3
+from ..stores.delay_line import delay_line
+from ..stores.server import make_bucket, serve_s3
 from .cells import StoreName
 
 _BUCKET = "penstock-bench"

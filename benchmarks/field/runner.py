@@ -16,11 +16,11 @@ from ...storage.errors import PenstockError
 from ...storage.files import write_whole
 from ..contenders import LIMIT, OURS, base_of
 from ..datasets import CASES
-from ..job import Job, Measurement
+from ..harness.job import Job, Measurement
+from ..harness.subprocesses import in_short, run_job
 from ..machine import describe_machine, list_versions
 from ..peers.catalogue import PEERS
 from ..peers.environments import clean
-from ..subprocesses import in_short, run_job
 from .cells import FREE_SETTINGS, Cell, FieldConfig, StoreName, cells_of, other_settings
 from .places import Places
 from .settings import forget, settle, with_late_modules

@@ -12,10 +12,10 @@ from typing import Any
 from ...loader.limits import usable_cores
 from ...storage.files import write_whole
 from ..contenders import base_of
-from ..job import Job, Measurement
+from ..harness.job import Job, Measurement
+from ..harness.prepare import choose_workers
+from ..harness.subprocesses import run_job
 from ..peers.catalogue import PEERS
-from ..prepare import choose_workers
-from ..subprocesses import run_job
 from .cells import Cell, FieldConfig
 
 WORKERS, MODULES = "workers.json", "modules.json"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..contenders import LIMIT, OURS, VARIANTS, VIEWS, base_of
-from ..job import Measurement
-from ..prepare import whole_pass_s
+from ..harness.job import Measurement
+from ..harness.prepare import whole_pass_s
 
 
 @dataclass(frozen=True)

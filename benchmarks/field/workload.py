@@ -12,14 +12,14 @@ from ...loader.dataset.index import open_manifest
 from ...loader.dataset.manifest import Manifest
 from ...loader.limits import usable_cores
 from ...storage.errors import PenstockError
-from ..config import BenchConfig
 from ..contenders import LIMIT, OURS, VARIANTS
 from ..datasets import Case, make_case
-from ..job import Job
-from ..layout import find_layout
+from ..harness.config import BenchConfig
+from ..harness.job import Job
+from ..harness.layout import find_layout
+from ..harness.prepare import check_delivery, check_ours, prepare_peer, settle_decoder
+from ..harness.subprocesses import ended_processes, in_short
 from ..peers.environments import clean
-from ..prepare import check_delivery, check_ours, prepare_peer, settle_decoder
-from ..subprocesses import ended_processes, in_short
 from .cells import FieldConfig
 
 _PREPARED_AT_ONCE = 3

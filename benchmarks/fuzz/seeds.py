@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from ...loader.order.subset import Subset
+from ...loader.order.selecting.subset import Subset
 from ...loader.pipeline.delivery_log import MAGIC, SKIP_MAGIC
 
 ROWS = 12

@@ -34,13 +34,13 @@ from ...loader.formats.tar.format import TarFormat
 from ...loader.formats.tokens import TokensFormat
 from ...loader.metrics import Counters
 from ...loader.order.plan import EpochPlan
+from ...loader.order.selecting.subset import Subset
 from ...loader.order.spans import ChunkRows
 from ...loader.order.state import LoaderState
-from ...loader.order.subset import Subset
 from ...loader.reading.chunk_source import ChunkSource
 from ...loader.tools.audit import audit
 from ...storage import MemoryStore, ObjectInfo
-from ...storage.autoindex import parse_index
+from ...storage.clients.autoindex import parse_index
 from . import seeds
 from .mutation import Repair
 
@@ -242,7 +242,7 @@ def _decoding(field: str) -> Callable[[bytes], None]:
 
 def _run_region(data: bytes) -> None:
     """Decode parts of a JPEG, which have to be those of the whole image where that can be decoded."""
-    from ...loader.decoding import images, jpeg_region  # OpenCV, of an extra
+    from ...loader.decoding.images import images, jpeg_region  # OpenCV, of an extra
 
     decoder = images.ImageDecoder(size=64, crop="random", scale=(0.08, 0.8))
     whole: images.Pixels | DecodeError = DecodeError("not decoded yet")

@@ -22,14 +22,14 @@ from ...loader.errors import ConfigError
 from ...loader.limits import usable_cores
 from ...storage import PenstockError
 from ..arguments import parse_config
-from ..config import BenchConfig
 from ..contenders import OURS
 from ..datasets import CASES, make_case
-from ..job import Job
-from ..layout import find_layout
+from ..harness.config import BenchConfig
+from ..harness.job import Job
+from ..harness.layout import find_layout
+from ..harness.prepare import prepare_peers
+from ..harness.subprocesses import MeasurementError, run_module
 from ..machine import describe_machine, list_versions
-from ..prepare import prepare_peers
-from ..subprocesses import MeasurementError, run_module
 from .decoding import Decoding
 from .feeding import Copying, Feeding, message_of
 from .models import Model

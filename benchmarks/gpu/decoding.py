@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...loader import ConfigError, DistributedDataLoader, ImageDecoder
-from ...loader.decoding import device_codec
+from ...loader.decoding.images import device_codec
 from ...storage import PenstockError
 
 _WARM_STEPS = 3

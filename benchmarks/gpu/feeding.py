@@ -22,8 +22,8 @@ from ...loader.pipeline.device import DeviceFeeder
 from ...storage.errors import PenstockError
 from ..child_arguments import take_arguments
 from ..contenders import find_module
-from ..job import Job
-from ..measure import tell
+from ..harness.job import Job
+from ..harness.measure import tell
 from .decoding import Decoding, run_decoding
 from .models import Model, TrainStep, make_batch
 

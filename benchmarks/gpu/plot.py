@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..plot import require_plotting, short_number
+from ..harness.plot import require_plotting, short_number
 
 _OURS, _OTHER = "#0b6e8a", "#b8b8b8"
 

@@ -14,7 +14,7 @@ from ...loader.reading.checksum import sum_chunks
 from ...storage import open_store
 from ..faults.faults import Answer, Corrupt, Delay, Drip, Fault, Reset, Silence, Truncate
 from ..faults.proxy import FaultProxy, Request
-from ..s3_server import make_bucket, serve_s3
+from ..stores.server import make_bucket, serve_s3
 from .data import Known, write_known
 
 _SHARES = (0.0, 0.02, 0.1, 0.25)  # of answers that are spoiled

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...storage import DecryptionError, ObjectInfo, StorageError, Store
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, make_format
 from ..formats.failures import explain_failures

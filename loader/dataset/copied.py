@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...storage import Store
-from ...storage.daemon_pool import DaemonPool
 from ...storage.hashing import xxh3_64
+from ...storage.threads.daemon_pool import DaemonPool
 from .manifest import Manifest
 
 _MOST_BYTES = 64 << 20  # of several chunks

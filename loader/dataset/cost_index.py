@@ -18,7 +18,7 @@ from ...storage import LocalStore, NotFoundError, ObjectInfo, Store, open_store
 from ...storage.files import write_all
 from ...storage.own_folder import OwnFolder
 from ..errors import ConfigError, DatasetError
-from ..order.costs import Cost, CostValues, SampleCosts
+from ..order.costs.costs import Cost, CostValues, SampleCosts
 from .manifest import Manifest
 from .sealed_folder import cache_home
 

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from ...storage import PenstockError
-from ...storage.interruptible import Event, Thread
+from ...storage.threads.interruptible import Event, Thread
 from ..errors import DatasetError, FormatError, RankStoppedError
 
 BEAT_S = 1.0

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from ..formats.mds import MdsFormat
 from ..formats.names import has_suffix
 from ..formats.tokens import index_keys

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...storage import ObjectInfo, open_store
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from .manifest import MANIFEST_NAME
 
 

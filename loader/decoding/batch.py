@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.daemon_pool import DaemonPool, PoolClosedError
-from ...storage.interruptible import Event, Future
+from ...storage.threads.daemon_pool import DaemonPool, PoolClosedError
+from ...storage.threads.interruptible import Event, Future
 from ..columns import AnyArray, IntArray
 from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
 from ..metrics import Counters
-from ..reading.bad_samples import BadSamples
+from ..reading.bad.samples import BadSamples
 from .batch_memory import BatchMemory
 from .batch_options import IDS, VALID, Batch, BatchOptions
 from .byte_views import ByteViews
-from .call import Call
 from .collate import collate_samples
 from .decode import FieldDecoders
-from .late_jobs import start_on_call, start_together, started
+from .late.call import Call
+from .late.jobs import start_on_call, start_together, started
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
 from .row_work import Sample
 from .rows import Rows
-from .worker_pool import WorkerPool
+from .workers.pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True)

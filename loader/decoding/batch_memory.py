@@ -1,7 +1,7 @@
 """Memory of batches that is used again: new memory costs a page fault for each 4 KiB, which is more than filling it.
 
-A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.loans`). Whoever
-keeps a batch keeps its block, and others are made instead.
+A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.pages.loans`).
+Whoever keeps a batch keeps its block, and others are made instead.
 
 Mutable state: the free blocks, under a lock, and the loans.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...storage.loans import Loans
+from ...storage.pages.loans import Loans
 from ..columns import AnyArray
 
 _LEAST_BYTES = 64 << 10  # smaller arrays come from malloc, which keeps their memory

@@ -15,8 +15,8 @@ from .batch_values import BatchValues
 from .readers import IMAGE_EXTENSIONS, READERS, read_text
 
 if TYPE_CHECKING:
-    from .device_codec import DeviceCodec
-    from .images import ImageDecoder, ImagePlan
+    from .images.device_codec import DeviceCodec
+    from .images.images import ImageDecoder, ImagePlan
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -137,7 +137,7 @@ def _auto(field: str) -> FieldDecoder | None:
 
 
 def _image_decoder(field: str) -> FieldDecoder:
-    from .images import ImageDecoder  # OpenCV and simplejpeg are needed only for images
+    from .images.images import ImageDecoder  # OpenCV and simplejpeg are needed only for images
 
     return _Named(field, ImageDecoder())
 
@@ -181,7 +181,7 @@ class _Named:
         """Room for ``count`` values that are decoded on a device; None where each is decoded by itself."""
         if self.codec is None:
             return None
-        from .device_images import DeviceImages  # torch, which worker processes need not wait for
+        from .images.device_images import DeviceImages  # torch, which worker processes need not wait for
 
         return DeviceImages(cast("ImageDecoder", self._decoder), self.codec, count, partial(_field_error, self._field))
 

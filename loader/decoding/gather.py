@@ -12,13 +12,13 @@ from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Objec
 from ..errors import DecodeError
 from ..order.cached import cached_property
 from ..order.spans import ChunkRows
-from ..reading.mapped_chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
-from ..reading.mapped_files import MappedFile
+from ..reading.mapped.chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
+from ..reading.mapped.files import MappedFile
 from .batch_memory import BatchMemory
 from .byte_views import Lend, ViewsOfSpan, take_views
 from .decode import FieldDecoders
-from .late_bytes import LateBytesOfSpan
-from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
+from .late.bytes import LateBytesOfSpan
+from .late.rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 from .rows import Rows, Values
 from .span_values import ArrayOfSpan, ListOfSpan, RaggedOfSpan
 

@@ -12,12 +12,12 @@ from ..columns import KEY_COLUMN, Block, IntArray
 from ..dataset.manifest import Manifest
 from ..errors import DatasetError, DecodeError
 from ..order.replacement import candidates
-from ..order.selection import Selection
+from ..order.selecting.selection import Selection
 from ..order.spans import ChunkRows
-from ..reading.bad_samples import BadSamples
+from ..reading.bad.file import Quarantined
+from ..reading.bad.quarantine import DATA_ERRORS
+from ..reading.bad.samples import BadSamples
 from ..reading.chunk_source import ChunkSource
-from ..reading.quarantine import DATA_ERRORS
-from ..reading.quarantine_file import Quarantined
 from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .copies import copy_sample, copy_value

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import AnyArray, Ragged
 from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
 from ..metrics import Counters
-from ..reading.bad_samples import BadSamples
+from ..reading.bad.samples import BadSamples
 from .batch_memory import BatchMemory
 from .batch_values import BatchValues
 from .byte_views import ByteViews
@@ -28,7 +28,7 @@ from .replace import tell_bad
 from .row_errors import explain_row_error
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample
 from .rows import Rows
-from .worker_pool import WorkerPool
+from .workers.pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from .byte_views import ByteViews
 from .decode import FieldDecoder, batch_values, has_rng_parameter, is_channels_first
 
 if TYPE_CHECKING:
-    from .images import ImageDecoder, ImagePlan
+    from .images.images import ImageDecoder, ImagePlan
 
 Sample = dict[str, Any]
 Values = AnyArray | ByteViews | Ragged | list[Any]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..columns import AnyArray, IntArray, Ragged
-from ..reading.mapped_files import looking_at
+from ..reading.mapped.files import looking_at
 from .batch_memory import BatchMemory
 from .byte_views import ByteViews
 from .copies import copy_value
 from .decode import FieldDecoder
-from .late_rows import LateFields, make_all
+from .late.rows import LateFields, make_all
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10

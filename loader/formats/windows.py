@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ...storage import ByteRange, ObjectInfo, Store
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 
 WINDOW_BYTES = 4 << 20
 # Reading on is cheaper than a request of its own up to about this gap (20 ms of latency at 100 MB/s).

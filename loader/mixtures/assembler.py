@@ -12,7 +12,7 @@ import numpy as np
 from ..columns import Block, IntArray
 from ..decoding.gather import gather
 from ..decoding.rows import Rows
-from ..order.mixed_spans import MixedSpan, MixedSpans, SourceOrder
+from ..order.mixtures.spans import MixedSpan, MixedSpans, SourceOrder
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_log import to_keys

@@ -13,7 +13,7 @@ from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.row_job import RowJob
 from ..decoding.rows import Rows
 from ..metrics import Counters
-from ..order.mixed_spans import pick_segments
+from ..order.mixtures.spans import pick_segments
 from ..order.plan import Share, column_segments, share_bounds
 from ..order.spans import Span
 from ..pipeline.assembler import Equipment

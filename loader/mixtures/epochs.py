@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..order.mixed_spans import SourceOrder
-from ..order.mixture import Cursor, MixturePlan
+from ..order.mixtures.mixture import Cursor, MixturePlan
+from ..order.mixtures.spans import SourceOrder
 from ..order.permutation import IntArray
 
 

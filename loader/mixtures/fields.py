@@ -14,7 +14,7 @@ from ..decoding.batch import BatchMaker
 from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
-from ..reading.quarantine import DATA_ERRORS
+from ..reading.bad.quarantine import DATA_ERRORS
 from .batch import Kind, group_kinds
 from .sources import OpenSource, OpenSources
 

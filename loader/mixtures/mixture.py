@@ -15,8 +15,8 @@ from ..decoding.decode import DecodeChoice
 from ..decoding.row_work import Sample
 from ..errors import ConfigError
 from ..formats.shard import ShardFormat
-from ..order.mixture import MOST_SAMPLES, Stop, WeightChange
-from ..order.subset import Subset
+from ..order.mixtures.mixture import MOST_SAMPLES, Stop, WeightChange
+from ..order.selecting.subset import Subset
 from ..packing.config import Packing
 from ..streams.keep import KeepChoice
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders, RawValues, decodes_on_device
-from ..decoding.first_values import ImageFields
+from ..decoding.images.first_values import ImageFields
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
-from ..order.mixed_spans import SourceOrder
+from ..order.mixtures.spans import SourceOrder
 from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..streams import channel as channels

@@ -12,13 +12,13 @@ import xxhash
 
 from ..errors import ConfigError, StateMismatchError
 from ..order.auto import Choice, choose_order
-from ..order.mixed_spans import SourceOrder
-from ..order.mixture import Cursor, MixturePlan
-from ..order.mixture_state import MixtureState, SourceState
+from ..order.costs.steps import Steps
+from ..order.mixtures.mixture import Cursor, MixturePlan
+from ..order.mixtures.spans import SourceOrder
+from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import stream_key
 from ..order.plan import Order, Share
-from ..order.steps import Steps
-from ..position import RunPosition
+from ..positions.position import RunPosition
 from .epochs import EpochPlace, EpochSteps, Place
 from .mixture import Mixture, check_position, update_weights
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream

@@ -7,8 +7,8 @@ from dataclasses import replace
 from ..columns import Block
 from ..errors import DatasetError
 from ..order.spans import ChunkRows
+from ..reading.bad.quarantine import BadChunk, Quarantine
 from ..reading.chunk_source import ChunkSource
-from ..reading.quarantine import BadChunk, Quarantine
 from .sources import OpenSources
 
 

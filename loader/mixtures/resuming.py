@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import StateMismatchError
-from ..order.mixture import WeightChange
-from ..order.mixture_state import MixtureState, SourceState
+from ..order.mixtures.mixture import WeightChange
+from ..order.mixtures.state import MixtureState, SourceState
 from .sources import OpenSource, OpenSources
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..columns import Block
-from ..order.mixed_spans import SourceOrder
+from ..order.mixtures.spans import SourceOrder
 from ..pipeline.assembler import Equipment, ReadsChunks
 from .batch import Kind
 from .sources import JointChunks, OpenSources

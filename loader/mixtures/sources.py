@@ -18,7 +18,7 @@ import xxhash
 
 from ...storage import Store, open_store
 from ...storage.options import MappedReads
-from ..arguments import check_names, make_selection
+from ..arguments.common import check_names, make_selection
 from ..columns import Block, IntArray
 from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
@@ -26,7 +26,7 @@ from ..decoding.batch_options import IDS
 from ..formats.detect import make_format
 from ..metrics import Counters
 from ..order.cached import cached_property
-from ..order.selection import Selection
+from ..order.selecting.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally

@@ -14,8 +14,8 @@ from ..columns import IntArray
 from ..errors import PartitionError
 from ..metrics import Counters
 from ..order.cursors import Cursors
-from ..order.laps import Lap, is_over
-from ..order.mixture import Cursor
+from ..order.mixtures.laps import Lap, is_over
+from ..order.mixtures.mixture import Cursor
 from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once

@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError, StateMismatchError
 from ..order.cursors import Cursors
-from ..order.laps import Lap, is_over
-from ..order.mixture import Cursor
-from ..order.mixture_state import MixtureState, SourceState
+from ..order.mixtures.laps import Lap, is_over
+from ..order.mixtures.mixture import Cursor
+from ..order.mixtures.source_stream import SourceStream
+from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import IntArray
 from ..order.plan import lane_sizes
-from ..order.source_stream import SourceStream
 from ..pipeline.delivery_queue import Delivery
+from ..positions.uncounted import UncountedPosition
 from ..streams.assembler import order_key
 from ..streams.ledger import EpochLedger, Ledgers
 from ..streams.plain_ledger import PlainLedger
-from ..uncounted import UncountedPosition
 from .epochs import EpochPlace, Place
 from .position import MixturePosition
 from .resuming import refuse_other_stream, yields_alike

@@ -12,7 +12,7 @@ import numpy as np
 from ..columns import IntArray
 from ..errors import PartitionError, StateMismatchError
 from ..order.cursors import Cursors
-from ..order.laps import Lap
+from ..order.mixtures.laps import Lap
 from ..order.outputs import Tail, fillable
 from ..order.plan import lane_offsets
 from ..streams.epoch_supply import EpochSupply

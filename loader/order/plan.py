@@ -25,7 +25,7 @@ from ..errors import ConfigError, PartitionError
 from .cached import cached_property
 from .permutation import IntArray, permutation, stream_key
 from .pieces import Pieces, cut_into_pieces
-from .selection import Parts, Selection, lay_rows
+from .selecting.selection import Parts, Selection, lay_rows
 from .share import Share as Share
 from .share import share_bounds as share_bounds
 from .window import LaneWindow

@@ -12,8 +12,8 @@ from ..errors import PartitionError
 from .permutation import IntArray
 
 if TYPE_CHECKING:
-    from .costs import SampleCosts
-    from .steps import StepBudget
+    from .costs.costs import SampleCosts
+    from .costs.steps import StepBudget
 
 
 def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from .costs.steps import plan_steps
+from .costs.walk import CostCuts
 from .permutation import IntArray
 from .plan import EpochPlan, Segments, Share, lane_offsets, rank_segments, share_bounds
-from .steps import plan_steps
-from .walk import CostCuts
 from .window import LaneWindow
 
 

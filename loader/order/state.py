@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
-from .buckets import BucketedOrder
+from .costs.buckets import BucketedOrder
 from .plan import Order
 from .sealed import check_seal, seal
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...storage.interruptible import Event
+from ...storage.threads.interruptible import Event
 from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..decoding.rows import Rows

@@ -14,9 +14,9 @@ import numpy as np
 from ..columns import IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
-from ..order.selection import Selection
-from ..ranks import own_process
-from ..reading.bad_samples import BadSamples
+from ..order.selecting.selection import Selection
+from ..ranks.detect import own_process
+from ..reading.bad.samples import BadSamples
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070

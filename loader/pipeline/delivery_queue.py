@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...storage.interruptible import Condition
+from ...storage.threads.interruptible import Condition
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
-from ..order.laps import Lap
+from ..order.mixtures.laps import Lap
 
 _MOST_ON_CALL = 64
 

@@ -14,17 +14,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...storage.daemon_pool import DaemonPool
-from ...storage.interruptible import Event, Thread
-from ...storage.malloc import keep_freed_memory
+from ...storage.pages.malloc import keep_freed_memory
+from ...storage.threads.daemon_pool import DaemonPool
+from ...storage.threads.interruptible import Event, Thread
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.replace import Replacer
-from ..decoding.worker_pool import WorkerPool
+from ..decoding.workers.pool import WorkerPool
 from ..metrics import Counters, Levels
-from ..reading.bad_samples import BadSamples
+from ..reading.bad.samples import BadSamples
 from ..reading.chunk_reader import ChunkReader
 from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases

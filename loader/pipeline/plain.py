@@ -15,14 +15,14 @@ import numpy as np
 from ..columns import Block, IntArray
 from ..decoding.decode import WIDENED
 from ..decoding.gather import gather
-from ..decoding.late_bytes import LateBytes
-from ..decoding.late_rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
+from ..decoding.late.bytes import LateBytes
+from ..decoding.late.rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
 from ..decoding.rows import Rows
-from ..order.buckets import plan_epoch
-from ..order.costs import SampleCosts
-from ..order.selection import Selection
+from ..order.costs.buckets import plan_epoch
+from ..order.costs.costs import SampleCosts
+from ..order.selecting.selection import Selection
 from ..order.spans import EpochSpans, Span
-from ..reading.quarantine import Quarantine
+from ..reading.bad.quarantine import Quarantine
 from .assembler import MOST_AT_ONCE, Equipment, Start, cut_step, hand_over, pick_uses, steps_at_once
 from .delivery_queue import Delivery
 from .look_ahead import LookAhead

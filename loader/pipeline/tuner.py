@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from ...storage.interruptible import Event
+from ...storage.threads.interruptible import Event
 from .autotune import Bounds, Measured, Settings, State, step
 from .tuning import PipelineOptions, TuningChoice
 

@@ -13,9 +13,9 @@ import torch
 from ..dataset.manifest import Manifest
 from ..errors import MemoryLimitError
 from ..limits import usable_memory
-from ..order.buckets import count_open_chunks
+from ..order.costs.buckets import count_open_chunks
 from ..order.plan import Order
-from ..ranks import local_world_size
+from ..ranks.detect import local_world_size
 from ..reading.chunk_source import ALWAYS_BYTES
 from ..reading.fetch_queue import SERVED
 

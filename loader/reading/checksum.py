@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...storage import ByteRange, Store, open_store
-from ...storage.daemon_pool import DaemonPool
 from ...storage.hashing import xxh3_64
+from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..dataset.part_sums import FORMATS_IN_PARTS, PartSums, SumArray

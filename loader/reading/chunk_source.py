@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
-from ...storage.daemon_pool import DaemonPool
 from ...storage.options import MappedReads
+from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block
 from ..dataset.manifest import Manifest
 from ..errors import FormatError
@@ -25,7 +25,7 @@ from .checksum import ChunkChecks
 from .header_cache import HeaderCache
 from .kept_layouts import KeptLayouts
 from .layouts import Layouts
-from .mapped_chunks import MappedChunks
+from .mapped.chunks import MappedChunks
 from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
 from .records import pack_records
 

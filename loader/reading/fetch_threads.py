@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...storage.interruptible import Thread
+from ...storage.threads.interruptible import Thread
 
 
 class FetchThreads:

@@ -1,7 +1,7 @@
 """Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
 
-A view refers to an array over the chunk's bytes, which dies with the last view (`penstock.storage.loans`). Mutable
-state: the held buffers, under a lock, and the loans, which may end at any time.
+A view refers to an array over the chunk's bytes, which dies with the last view (`penstock.storage.pages.loans`).
+Mutable state: the held buffers, under a lock, and the loans, which may end at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ...storage.loans import Loans
+from ...storage.pages.loans import Loans
 from ..columns import Block, BytesColumn
 
 _MOST_BYTES = 1 << 31  # offsets in Arrow's views have 32 bits

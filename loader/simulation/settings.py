@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
-from ..order.buckets import count_open_chunks
+from ..order.costs.buckets import count_open_chunks
 from ..order.plan import Order
 
 MOST_RANKS = 4096

@@ -12,7 +12,7 @@ import xxhash
 from ..errors import PartitionError
 from ..order.cursors import Cursors
 from ..order.plan import EpochPlan, Order, next_power_of_two, share_bounds
-from ..order.selection import Selection
+from ..order.selecting.selection import Selection
 from ..pipeline.assembler import Equipment, Start, pick_uses, steps_at_once
 from ..pipeline.tuning import mean_row_bytes
 from .epoch_run import EpochRun, StreamOptions

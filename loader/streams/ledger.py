@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from ...storage.interruptible import Thread
+from ...storage.threads.interruptible import Thread
 from ..columns import IntArray
 from ..dataset.exchange import RemoteError
 from ..errors import ConfigError, DatasetError, LoaderClosedError

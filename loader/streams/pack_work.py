@@ -20,7 +20,7 @@ from ..order.spans import ChunkRows
 from ..packing.packed import Packed
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
-from ..reading.quarantine import ReplacesChunks
+from ..reading.bad.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 from .packed_batch import PackedUnit, count_packed, start_batches
 from .row_reader import RowReader, pick_rows

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..arguments import check_names
-from ..cost_arguments import CostArguments
+from ..arguments.common import check_names
+from ..arguments.costs import CostArguments
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
 from ..order.state import PACKING
@@ -16,7 +16,7 @@ from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
-from ..reading.quarantine import ReplacesChunks
+from ..reading.bad.quarantine import ReplacesChunks
 from .keep import KeepChoice, Sieve
 from .pack_work import PackWork
 from .work import FilterWork, WindowWork

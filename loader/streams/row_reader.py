@@ -15,7 +15,7 @@ from ..decoding.row_errors import describe_row
 from ..decoding.rows import Rows
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
-from ..reading.quarantine import ReplacesChunks
+from ..reading.bad.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 
 

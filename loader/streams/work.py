@@ -16,7 +16,7 @@ from ..decoding.rows import Rows
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
-from ..reading.quarantine import ReplacesChunks
+from ..reading.bad.quarantine import ReplacesChunks
 from .keep import BoolArray, Sieve
 from .row_reader import RowReader, pick_rows
 

@@ -22,7 +22,7 @@ from ..formats.detect import make_format
 from ..formats.schema import NULL_SUFFIX
 from ..limits import usable_memory
 from ..metrics import Counters
-from ..order.costs import LARGEST, CostValues, narrow_type
+from ..order.costs.costs import LARGEST, CostValues, narrow_type
 from ..progress import show_progress
 from ..reading.chunk_source import ChunkSource
 from ..reading.records import unpack_records

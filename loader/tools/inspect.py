@@ -17,7 +17,7 @@ from ..dataset.index import open_manifest
 from ..dataset.manifest import Manifest
 from ..dataset.source import Source
 from ..dataset.splits import Split
-from ..decoding.image_kind import image_kind
+from ..decoding.images.kind import image_kind
 from ..errors import ConfigError
 from ..formats.arrow.sizes import value_sizes
 from ..formats.detect import make_format

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..errors import ConfigError, DatasetError
-from ..order.subset import Subset, blocks
+from ..order.selecting.subset import Subset, blocks
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 

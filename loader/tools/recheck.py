@@ -16,16 +16,16 @@ from ..dataset.manifest import Manifest
 from ..dataset.source import Source
 from ..dataset.splits import Split
 from ..decoding.decode import FieldDecoders
-from ..decoding.first_values import ImageFields
 from ..decoding.gather import gather
+from ..decoding.images.first_values import ImageFields
 from ..decoding.row_work import RowError, RowTask, RowWork
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
 from ..metrics import Counters
 from ..order.spans import ChunkRows
 from ..progress import show_progress
+from ..reading.bad.file import Paths, Quarantined, read_quarantine
 from ..reading.chunk_source import ChunkSource
-from ..reading.quarantine_file import Paths, Quarantined, read_quarantine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

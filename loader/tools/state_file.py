@@ -13,9 +13,9 @@ import numpy as np
 
 from ...storage.files import write_whole
 from ..errors import ConfigError, StateMismatchError
+from ..order.costs.steps import EvenSteps
+from ..order.selecting.subset import Subset, blocks
 from ..order.state import LoaderState
-from ..order.steps import EvenSteps
-from ..order.subset import Subset, blocks
 
 # What a trainer's checkpoint holds besides tensors; it is sealed by checksums.
 CHECKPOINT_NAME, SEAL_NAME = "extra.json", "manifest.json"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..columns import KEY_COLUMN, Block, BytesColumn
-from ..decoding.image_kind import image_kind
+from ..decoding.images.kind import image_kind
 from ..errors import ConfigError, DecodeError
 
 WIDTH, HEIGHT = 24, 24
@@ -43,7 +43,7 @@ def _shrink(data: bytes) -> Pixels | None:
     try:
         import cv2
 
-        from ..decoding.images import ImageDecoder
+        from ..decoding.images.images import ImageDecoder
 
         whole: Any = ImageDecoder(layout="hwc")(memoryview(data), None)
     except (ImportError, ConfigError, DecodeError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...storage import ObjectInfo, PenstockError, Store, open_store
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from ..dataset.build import (
     PendingIndex,
     assemble,

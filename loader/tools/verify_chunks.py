@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pyarrow as pa
 
 from ...storage import Store
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block, BytesColumn, ObjectColumn
 from ..dataset.manifest import Manifest
 from ..errors import FormatError

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
-from ...storage.daemon_pool import DaemonPool
+from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block
 
 _THREADS = 8

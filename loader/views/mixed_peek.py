@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...storage.daemon_pool import DaemonPool
-from ...storage.interruptible import Event
+from ...storage.threads.daemon_pool import DaemonPool
+from ...storage.threads.interruptible import Event
 from ..decoding.batch import BatchMaker
 from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
@@ -17,8 +17,8 @@ from ..mixtures.batch import Kind, start_batch
 from ..mixtures.fields import check_fields
 from ..mixtures.parts import MixtureParts
 from ..mixtures.quarantine import MixedQuarantine
-from ..order.mixed_spans import MixedSpans
-from ..passes import Passes
+from ..order.mixtures.spans import MixedSpans
+from ..passes.passes import Passes
 from .ahead import load_ahead
 from .peek import copy_to
 

@@ -8,26 +8,26 @@ from typing import Any
 
 import torch
 
-from ...storage.daemon_pool import DaemonPool
-from ...storage.interruptible import Event
+from ...storage.threads.daemon_pool import DaemonPool
+from ...storage.threads.interruptible import Event
+from ..arguments.errors import ErrorPolicy
 from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
-from ..error_arguments import ErrorPolicy
 from ..metrics import Counters
-from ..order.buckets import plan_epoch
-from ..order.costs import SampleCosts
+from ..order.costs.buckets import plan_epoch
+from ..order.costs.costs import SampleCosts
 from ..order.plan import Order, Share
-from ..order.selection import Selection
+from ..order.selecting.selection import Selection
 from ..order.spans import ChunkRows, EpochSpans
-from ..passes import Passes
+from ..passes.passes import Passes
+from ..passes.resources import Resources
 from ..pipeline.assembler import cut_step
 from ..pipeline.device import DeviceFeeder
+from ..reading.bad.quarantine import Quarantine
 from ..reading.chunk_source import ChunkSource
-from ..reading.quarantine import Quarantine
-from ..resources import Resources
 from .ahead import load_ahead
 from .samples import SampleReader
 from .selected_ids import SelectedIds

@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy as np
 
-from ..order.selection import Selection
+from ..order.selecting.selection import Selection
 
 
 class SelectedIds(Sequence[int]):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..columns import AnyArray
-from ..decoding.image_kind import image_kind
+from ..decoding.images.kind import image_kind
 from .describe import to_numpy
 
 SIDE = 64
@@ -38,7 +38,7 @@ def _decode(data: bytes | memoryview) -> AnyArray | None:
         width, height = struct.unpack(">II", data[16:24])
         if width * height > _MOST_PIXELS:
             return None
-    from ..decoding.images import ImageDecoder  # needs an extra, and torch is not needed without images
+    from ..decoding.images.images import ImageDecoder  # needs an extra, and torch is not needed without images
 
     return _sample(ImageDecoder(size=SIDE)(memoryview(data), None))
 

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from penstock import pack
-from penstock.benchmarks import comparison, subprocesses
-from penstock.benchmarks.batch_stats import batch_stats, checksum
-from penstock.benchmarks.config import BenchConfig
 from penstock.benchmarks.contenders import OURS
-from penstock.benchmarks.convert import group_scalars
-from penstock.benchmarks.job import Job, Measurement
-from penstock.benchmarks.layout import _describe
+from penstock.benchmarks.harness import comparison, subprocesses
+from penstock.benchmarks.harness.batch_stats import batch_stats, checksum
+from penstock.benchmarks.harness.config import BenchConfig
+from penstock.benchmarks.harness.convert import group_scalars
+from penstock.benchmarks.harness.job import Job, Measurement
+from penstock.benchmarks.harness.layout import _describe
+from penstock.benchmarks.harness.plot import caption, is_wide, plot_ratios, short_number
+from penstock.benchmarks.harness.ratios import best_peer, median_ratio, round_ratios, summarize
+from penstock.benchmarks.harness.report import format_duration
+from penstock.benchmarks.harness.subprocesses import MeasurementError, find_tree, memory_of, run_job
 from penstock.benchmarks.peers.catalogue import PEERS
-from penstock.benchmarks.plot import caption, is_wide, plot_ratios, short_number
-from penstock.benchmarks.ratios import best_peer, median_ratio, round_ratios, summarize
-from penstock.benchmarks.report import format_duration
-from penstock.benchmarks.subprocesses import MeasurementError, find_tree, memory_of, run_job
 from penstock.cli import run
 from penstock.cli.bench import _without_secrets
 from penstock.loader import ConfigError

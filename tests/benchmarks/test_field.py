@@ -17,7 +17,6 @@ import pytest
 from canned_field import entry, script
 from measured_runs import measured
 
-from penstock.benchmarks.batch_stats import batch_stats, checksum
 from penstock.benchmarks.contenders import LIMIT, OURS, VIEWS
 from penstock.benchmarks.contenders.records import RecordCodec
 from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, other_settings, quick
@@ -33,11 +32,12 @@ from penstock.benchmarks.field.summary import (
     summarise,
     too_slow,
 )
-from penstock.benchmarks.job import Job, Pass
+from penstock.benchmarks.harness.batch_stats import batch_stats, checksum
+from penstock.benchmarks.harness.job import Job, Pass
+from penstock.benchmarks.harness.prepare import whole_pass_s
+from penstock.benchmarks.harness.subprocesses import MeasurementError, combine_ranks, run_job
 from penstock.benchmarks.peers.catalogue import PEERS
 from penstock.benchmarks.peers.environments import PeerUnavailableError, clean, python_of, reason_of
-from penstock.benchmarks.prepare import whole_pass_s
-from penstock.benchmarks.subprocesses import MeasurementError, combine_ranks, run_job
 from penstock.cli import run
 from penstock.loader import ByteViews, ConfigError
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from measured_runs import measured
 
-from penstock.benchmarks import prepare
 from penstock.benchmarks.contenders import LIMIT, OURS
 from penstock.benchmarks.field import runner, settings, workload
 from penstock.benchmarks.field.cells import Cell, FieldConfig
 from penstock.benchmarks.field.places import Places
 from penstock.benchmarks.field.table import line_of
-from penstock.benchmarks.job import Job, Measurement
+from penstock.benchmarks.harness import prepare
+from penstock.benchmarks.harness.job import Job, Measurement
+from penstock.benchmarks.harness.subprocesses import MeasurementError, run_module
 from penstock.benchmarks.peers.environments import PeerUnavailableError
-from penstock.benchmarks.subprocesses import MeasurementError, run_module
 from penstock.loader import ConfigError
 
 

@@ -18,7 +18,7 @@ from penstock.benchmarks.gpu.__main__ import LIMIT, GpuConfig, main, print_decod
 from penstock.benchmarks.gpu.decoding import Decoding, run_decoding
 from penstock.benchmarks.gpu.models import make_resnet50
 from penstock.loader import ConfigError
-from penstock.loader.decoding import device_codec
+from penstock.loader.decoding.images import device_codec
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -26,7 +26,7 @@ _LOAD = "ChunkSource.load (penstock/loader/reading/chunk_source.py:200)"
             (_THREAD, _LOAD, "jump_headers (penstock/loader/formats/tar/blocks.py:50)", "_any (numpy/x.py:1)"),
             "opening chunks",
         ),
-        ((_THREAD, _LOAD, "_pread (penstock/storage/local.py:210)"), "reading"),
+        ((_THREAD, _LOAD, "_pread (penstock/storage/clients/local.py:210)"), "reading"),
         ((_THREAD, "gather (penstock/loader/decoding/gather.py:62)"), "making batches"),
         ((_THREAD, _LOAD, "Condition.wait (threading.py:295)"), None),
         ((_THREAD, "someone_elses (other/package.py:3)"), None),

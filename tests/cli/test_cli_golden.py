@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 
 from penstock import DistributedDataLoader, pack
-from penstock.benchmarks.job import Measurement
-from penstock.benchmarks.ratios import summarize
-from penstock.benchmarks.report import print_result
+from penstock.benchmarks.harness.job import Measurement
+from penstock.benchmarks.harness.ratios import summarize
+from penstock.benchmarks.harness.report import print_result
 from penstock.cli import COMMANDS, run
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock import DistributedDataLoader, Subset, pack
 from penstock.cli import run
+from penstock.loader.order.costs.steps import EvenSteps, skip_steps
 from penstock.loader.order.state import LoaderState
-from penstock.loader.order.steps import EvenSteps, skip_steps
 from penstock.loader.tools.state_file import skip_in_state
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import run
-from penstock.trainer.report.rank_status import RankStatus, status_path
+from penstock.trainer.report.status.rank_status import RankStatus, status_path
 
 
 def write(folder: Path, rank: int = 0, world_size: int = 2, **values: Any) -> None:

@@ -159,7 +159,7 @@ def test_a_full_disk_under_the_cache_costs_no_sample(tmp_path, memory_store, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with DistributedDataLoader(url, batch_size=4, cache_dir=tmp_path / "cache", with_ids=True) as loader:
-        monkeypatch.setattr("penstock.storage.cache_disk.os.write", refuse)
+        monkeypatch.setattr("penstock.storage.caching.disk.os.write", refuse)
         delivered = [sample for batch in loader for sample in batch["__id__"].tolist()]
         monkeypatch.undo()
     assert refused

@@ -28,9 +28,9 @@ from penstock.storage import (
     open_client,
     split_url,
 )
+from penstock.storage.clients.remote import drop_folder_markers
+from penstock.storage.clients.remote_errors import Translator
 from penstock.storage.options import configure, find_secrets
-from penstock.storage.remote import drop_folder_markers
-from penstock.storage.remote_errors import Translator
 
 SECRET = "sEcReT/kEy+0123456789abcdef"
 WRONG = "WRONGWRONG0123456789"

@@ -156,7 +156,7 @@ def test_a_response_that_is_always_too_slow_is_an_error_that_says_so(
 def test_a_host_that_refuses_the_first_request_is_not_waited_for(
     proxy: FaultProxy, open_proxied: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.retry.FIRST_CONTACT_S", 0.2)
+    monkeypatch.setattr("penstock.storage.retrying.retry.FIRST_CONTACT_S", 0.2)
     store = open_proxied()
     proxy.pause()
     with pytest.raises(StoreUnreachableError, match=r"[Rr]efused; tried .* never responded before; check the URL"):
@@ -168,7 +168,7 @@ def test_a_host_that_refuses_the_first_request_is_not_waited_for(
 def test_a_host_that_responded_before_is_waited_for(
     proxy: FaultProxy, open_proxied: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.retry.FIRST_CONTACT_S", 0.0)
+    monkeypatch.setattr("penstock.storage.retrying.retry.FIRST_CONTACT_S", 0.0)
     store = open_proxied()
     assert store.head("x").size == len(DATA)
     proxy.pause()

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.trainer import LossFunction, ParallelConfig, PrecisionConfig, StepConfig, World
 from penstock.trainer.parallel.model import ParallelModel
-from penstock.trainer.step import StepRunner
+from penstock.trainer.steps.step import StepRunner
 
 FP32 = PrecisionConfig(dtype="fp32")
 

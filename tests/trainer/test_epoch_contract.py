@@ -18,7 +18,7 @@ from torch import nn
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError
 from penstock.trainer import ArrayLoader, Evaluation, ParallelConfig, TrainerConfigError, World
-from penstock.trainer.evaluate import evaluate
+from penstock.trainer.evaluation.evaluate import evaluate
 from penstock.trainer.parallel.model import ParallelModel
 
 ROWS = 47  # four batches of 10 and one of 7

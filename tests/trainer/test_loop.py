@@ -13,7 +13,7 @@ from together_cases import spoil
 from torch import nn
 
 from penstock.trainer import ArrayLoader, Evaluation, TrainerConfigError, TrainerError, World
-from penstock.trainer.shares import blend_weights
+from penstock.trainer.data.shares import blend_weights
 
 
 class Noisy(Line):

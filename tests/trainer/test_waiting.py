@@ -16,7 +16,7 @@ from test_finite import cliff
 from torch import nn
 
 from penstock.trainer import NonFiniteLossError, TrainerError, World
-from penstock.trainer.totals import Reading, StepTotals, Totals
+from penstock.trainer.steps.totals import Reading, StepTotals, Totals
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from ...storage.interruptible import Thread
 from ...storage.store import ByteRange
+from ...storage.threads.interruptible import Thread
 from ..errors import CheckpointError, CheckpointRoomError, CheckpointUploadError, TrainerConfigError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..batches import VALID
+from ..data.batches import VALID
 from ..errors import TrainerConfigError
 
 _HELD_OUT = 360

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..batches import count_rows, move_batch
+from ..data.batches import count_rows, move_batch
 from ..ranks.world import World
 from .config import ReportConfig
 

@@ -16,8 +16,8 @@ from .config import ReportConfig
 from .console import ProgressLine
 from .json_lines import JsonLines
 from .prometheus import Prometheus
-from .rank_status import RankStatus
 from .records import Observer, TemporaryObserverError, Values
+from .status.rank_status import RankStatus
 from .trackers import InBackground, MLflow, WandB
 
 _PROBE_BYTES = 1 << 16

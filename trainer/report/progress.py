@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..step import StepResult
+from ..steps.step import StepResult
 from ..stopwatch import Stopwatch
 from .flops import Compute
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...storage.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
+from ...storage.telling.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
 from ..errors import TrainerConfigError
-from .rank_status import RankStatus
 from .records import Values, spell
+from .status.rank_status import RankStatus
 
 _STATES = ("starting", "training", "idle", "ended", "failed")
 

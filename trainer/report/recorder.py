@@ -18,17 +18,17 @@ from torch import nn
 from ..compression.compression import CompressionStats
 from ..errors import TrainerError
 from ..ranks.world import World
-from ..step import StepResult
+from ..steps.step import StepResult
 from ..stopwatch import Stopwatch
 from .config import ReportConfig
 from .flops import Compute, FlopCount, device_name
-from .loader_numbers import LoaderNumbers
 from .memory import measure_gpu, measure_memory
 from .observers import open_observers
 from .progress import Pace, Progress, Summary, Window
-from .rank_status import RankStatus, State
 from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver
-from .status_writer import StatusWriter
+from .status.loader_numbers import LoaderNumbers
+from .status.rank_status import RankStatus, State
+from .status.writer import StatusWriter
 
 logger = logging.getLogger(__name__)
 # The phases whose seconds go into a record of this kind.

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from ..errors import TrainerError
-from ..step import Outcome, StepResult
+from ..steps.step import Outcome, StepResult
 
 Value = float | int | str | None
 Values = Mapping[str, Value]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage.files import write_whole
-from ...storage.interruptible import Thread
+from ...storage.threads.interruptible import Thread
 from ..errors import TrainerConfigError, TrainerError
 from .records import Observer, Values, spell
 

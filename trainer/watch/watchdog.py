@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from ...storage.interruptible import Event, Thread
+from ...storage.threads.interruptible import Event, Thread
 from ..errors import CheckpointTakenError, StallError, TrainerConfigError, WorldError
 from ..ranks.world import World
 from .blame import is_of_a_collective

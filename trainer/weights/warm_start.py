@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ..errors import CheckpointError, TrainerConfigError
-from ..finite import any_not_finite, name_on_all_ranks
 from ..options import check_choice
 from ..parallel.precision import local_part
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
+from ..steps.finite import any_not_finite, name_on_all_ranks
 from .names import Allowed, Assignment, TensorFacts, assign, check_rules
 from .run_folder import Weights
 from .sources import WeightSource, open_source

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from ....storage import open_store
-from ....storage.daemon_pool import DaemonPool
 from ....storage.hashing import xxh3_64
+from ....storage.threads.daemon_pool import DaemonPool
 from ...columns import ArrayColumn, Block, BytesColumn
 from ...dataset.manifest import Manifest
 from ...errors import ChecksumError

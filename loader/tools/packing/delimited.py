@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from ....storage import ByteRange, ObjectInfo, Store
-from ....storage.daemon_pool import DaemonPool
+from ....storage.threads.daemon_pool import DaemonPool
 from ...errors import DatasetError, FormatError
 from .csv_types import BLOCK_BYTES, HEAD_BYTES, OddIntegerError, find_types, merge_types, open_rows, to_integers
 from .source import Batch

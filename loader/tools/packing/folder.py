@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from ....storage import ObjectInfo, Store
-from ....storage.daemon_pool import DaemonPool
+from ....storage.threads.daemon_pool import DaemonPool
 from ...columns import KEY_COLUMN
 from ...errors import DatasetError
 from .source import Batch

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from ....storage.errors import PenstockError
-from ....storage.interruptible import Thread
+from ....storage.threads.interruptible import Thread
 from ...columns import KEY_COLUMN
 from ...errors import ConfigError, DatasetError, WorkerError
 from .source import Batch

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....storage import NotFoundError, ObjectInfo, Store
-from ....storage.daemon_pool import DaemonPool
-from ....storage.interruptible import Thread
 from ....storage.memory import MemoryStore
+from ....storage.threads.daemon_pool import DaemonPool
+from ....storage.threads.interruptible import Thread
 from ...dataset.build import shard_indexes
 from ...dataset.manifest import MANIFEST_NAME, Manifest
 from ...dataset.part_sums import SumArray

@@ -13,7 +13,7 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> HostCodec:
     """The codec of every device, made up on the CPU."""
     from device_pictures import HostCodec
 
-    from penstock.loader.decoding import device_codec, device_images
+    from penstock.loader.decoding.images import device_codec, device_images
 
     made = HostCodec()
     monkeypatch.setattr(device_codec, "open_codec", lambda device: made)

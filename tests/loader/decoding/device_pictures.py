@@ -16,7 +16,7 @@ from photographs import photograph
 from PIL import Image
 
 from penstock.loader import DistributedDataLoader, ImageDecoder, pack
-from penstock.loader.decoding.device_codec import Wait
+from penstock.loader.decoding.images.device_codec import Wait
 
 PHOTOS = [photograph(name) for name in ("china.jpg", "flower.jpg")]
 SIZES = [(320, 240), (240, 320), (257, 201), (64, 48), (500, 375)]

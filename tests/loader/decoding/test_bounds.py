@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.loader.decoding.decode import field_decoder
-from penstock.loader.decoding.image_kind import image_size
+from penstock.loader.decoding.images.kind import image_size
 from penstock.loader.errors import DecodeError, MemoryLimitError
 from penstock.storage import PenstockError
 

@@ -13,7 +13,7 @@ import webdataset
 from PIL import Image
 
 from penstock.loader.decoding.decode import DecodeChoice, FieldDecoder, check_choice, field_decoder
-from penstock.loader.decoding.images import ImageDecoder
+from penstock.loader.decoding.images.images import ImageDecoder
 from penstock.loader.errors import ConfigError, DecodeError
 from penstock.loader.order.randomness import sample_rng
 

@@ -16,7 +16,7 @@ from penstock import DistributedDataLoader, Manifest, Mixture, Packing, Source, 
 from penstock.cli.audit import run
 from penstock.loader import BadChunkWarning, ConfigError, DatasetError, PartitionError, StateMismatchError
 from penstock.storage import PenstockError, StorageError
-from penstock.storage.counts import count_store
+from penstock.storage.telling.counts import count_store
 
 
 @pytest.fixture(scope="module")

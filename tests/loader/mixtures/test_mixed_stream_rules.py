@@ -25,8 +25,8 @@ from penstock.loader import (
     StateMismatchError,
 )
 from penstock.loader.order.cursors import Cursors
-from penstock.loader.order.laps import Lap
-from penstock.loader.order.source_stream import SourceStream
+from penstock.loader.order.mixtures.laps import Lap
+from penstock.loader.order.mixtures.source_stream import SourceStream
 
 
 @pytest.fixture(scope="module")

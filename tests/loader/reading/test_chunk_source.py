@@ -22,7 +22,7 @@ from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import ByteRange
-from penstock.storage.cache import CacheStore
+from penstock.storage.caching.cache import CacheStore
 from penstock.storage.memory import MemoryStore
 
 

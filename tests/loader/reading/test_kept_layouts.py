@@ -18,10 +18,11 @@ from penstock.loader import DistributedDataLoader, TarFormat, open_manifest
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.formats.tar import format as tar_format
-from penstock.loader.reading import kept_layouts, mapped_chunks
+from penstock.loader.reading import kept_layouts
 from penstock.loader.reading.checksum import sum_chunks
 from penstock.loader.reading.kept_layouts import IN_CHUNK, KeptLayouts, Layout
 from penstock.loader.reading.layouts import Layouts
+from penstock.loader.reading.mapped import chunks as mapped_chunks
 from penstock.storage import ObjectChangedError
 
 FORMAT = TarFormat(chunk_bytes=32 << 10)

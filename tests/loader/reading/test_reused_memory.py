@@ -15,8 +15,9 @@ import pyarrow as pa
 import pytest
 
 from penstock.loader import DistributedDataLoader, pack
-from penstock.storage import CacheStore, LocalStore, MemoryStore, ShortReadError, buffers
-from penstock.storage.buffers import BUFFERS
+from penstock.storage import CacheStore, LocalStore, MemoryStore, ShortReadError
+from penstock.storage.pages import buffers
+from penstock.storage.pages.buffers import BUFFERS
 
 SAMPLES, VALUE_BYTES = 900, 20_000
 # Less than the data, of which chunks are 1.2 and 4 MB.

@@ -23,7 +23,8 @@ from penstock import TokensFormat, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError, WorkerError
 from penstock.loader.tools.packing import target as target_module
 from penstock.loader.tools.packing.dataset import DatasetSource
-from penstock.storage import AccessDeniedError, MemoryStore, daemon_pool
+from penstock.storage import AccessDeniedError, MemoryStore
+from penstock.storage.threads import daemon_pool
 
 
 def thin(sample: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from penstock.storage import (
     MemoryStore,
     StorageError,
 )
-from penstock.storage.interruptible import Thread
+from penstock.storage.threads.interruptible import Thread
 from penstock.trainer import (
     CheckpointConfig,
     CheckpointError,

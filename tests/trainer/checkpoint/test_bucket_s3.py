@@ -23,7 +23,7 @@ from saved_nets import assert_same, build, fill, step_once, whole_state
 
 from penstock import open_store
 from penstock.storage import AccessDeniedError, Store
-from penstock.storage.remote import RemoteStore
+from penstock.storage.clients.remote import RemoteStore
 from penstock.trainer import CheckpointConfig, CheckpointError, World, export_safetensors
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.remote.layout import list_stored, read_stored

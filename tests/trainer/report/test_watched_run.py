@@ -27,7 +27,7 @@ from launch import start_ranks
 from penstock.cli import run
 from penstock.loader.metrics import LoaderMetrics
 from penstock.trainer.report.prometheus import list_rank_numbers
-from penstock.trainer.report.rank_status import RankStatus, read_ranks
+from penstock.trainer.report.status.rank_status import RankStatus, read_ranks
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 # Only where there is a CUDA device.

@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ....storage.checks import where
-from ....storage.daemon_pool import DaemonPool
 from ....storage.errors import NotFoundError, StorageError
 from ....storage.hashing import xxh3_64
 from ....storage.resolve import open_store
 from ....storage.store import ByteRange, Store
+from ....storage.threads.daemon_pool import DaemonPool
 from ...errors import CheckpointError, CheckpointRoomError
 from ..folder import EXTRA_NAME, METADATA_NAME, find_damage, read_manifest, write_manifest
 from ..place import Needs

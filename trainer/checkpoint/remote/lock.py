@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ....storage.errors import NotFoundError, ObjectChangedError, StorageError
-from ....storage.interruptible import Event, Thread
 from ....storage.store import Store
+from ....storage.threads.interruptible import Event, Thread
 from ...errors import CheckpointError, CheckpointTakenError
 from ..lock import start_ticks
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from ....storage.daemon_pool import DaemonPool
 from ....storage.errors import StorageError
 from ....storage.hashing import xxh3_64
 from ....storage.store import Store
+from ....storage.threads.daemon_pool import DaemonPool
 from ..folder import FileSeal
 from ..traffic import COPIED_AHEAD_BYTES, TRAFFIC
 from .layout import StoredFile, part_key

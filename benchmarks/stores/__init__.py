@@ -1,0 +1,1 @@
+"""S3 for benchmarks: a server started here, its buckets, and a line that delays."""

@@ -1,0 +1,1 @@
+"""What a loader accepts, checked and read before anything is opened."""

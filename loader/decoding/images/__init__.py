@@ -1,0 +1,1 @@
+"""From encoded images to pixels, on the CPU and on a device."""

@@ -1,0 +1,142 @@
+"""JPEGs to pixels on a CUDA device: what a decoder of whole batches must do, and the one that torchcodec brings.
+
+nvJPEG's hardware engine does not wait for what is queued on the stream that it is given: it may write into memory that
+queued kernels still read (meta-pytorch/torchcodec#1634). So whoever calls ``decode`` first waits until the lane is
+idle, and every lane is left idle.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import ConfigError
+
+Wait = Callable[[], None]
+
+_LANES = 2  # one decodes while the other's images are resized
+_PROBE_SIDE, _PROBE_GREY = 32, 100
+_INSTALL = "pip install 'penstock[images-cuda]'"
+
+
+class DeviceCodec(Protocol):
+    """Decodes whole JPEGs on one device. Used by several threads."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def lane(self) -> AbstractContextManager[Wait]:
+        """A stream of its own, current in the calling thread, on which nothing is left to do.
+
+        Gives a function that waits, without the GIL, until all work queued on it is done. Waits for a lane to be free:
+        there are few, which bounds the memory of images that are being decoded.
+        """
+        ...
+
+    def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The (3, height, width) uint8 RGB images, on the device, of JPEGs in 1-D uint8 tensors in host memory.
+
+        Raises:
+            RuntimeError: one of them cannot be decoded, and so none is.
+        """
+        ...
+
+
+class TorchcodecCodec:
+    """nvJPEG by ``torchcodec.decoders.decode_jpeg``: a batch in one call, on an engine of its own from A100 on."""
+
+    def __init__(self, device: torch.device, decode_jpeg: Callable[..., Any]) -> None:
+        self.device = device
+        self._decode_jpeg = decode_jpeg
+        self._free: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        for _ in range(_LANES):
+            self._free.put(torch.cuda.Stream(device=device))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def lane(self) -> Iterator[Wait]:
+        stream = self._free.get()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                wait = functools.partial(_wait_for, stream)
+                try:
+                    yield wait
+                finally:
+                    wait()
+        finally:
+            self._free.put(stream)
+
+    def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        images: list[torch.Tensor] = self._decode_jpeg(list(streams), mode="RGB", device=self.device)
+        return images
+
+
+def _wait_for(stream: torch.cuda.Stream) -> None:
+    # blocking: the thread sleeps instead of spinning on a core that could decode.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    event.synchronize()
+
+
+def open_codec(device: torch.device | None) -> DeviceCodec:
+    """The codec of a loader's device; one a process and device.
+
+    Raises:
+        ConfigError: the loader hands out batches in host memory, or nothing here decodes JPEGs on the device; says what
+            to install.
+    """
+    if device is None:
+        raise ConfigError(
+            "ImageDecoder(device='cuda') in a loader of batches in host memory; give the loader device='cuda' too, or "
+            "leave out the decoder's"
+        )
+    return _open(device)
+
+
+@functools.cache
+def _open(device: torch.device) -> TorchcodecCodec:
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except Exception as exc:  # torchcodec raises many types where a library that it wants is missing
+        raise ConfigError(
+            "ImageDecoder(device='cuda') needs torchcodec 0.17 or later, built for this torch and its CUDA; "
+            f"{_INSTALL}, or leave out device= to decode on the CPU ({_first_line(exc)})"
+        ) from exc
+    codec = TorchcodecCodec(device, decode_jpeg)
+    try:
+        _probe(codec)
+    except ConfigError:
+        raise
+    except Exception as exc:
+        raise ConfigError(
+            f"ImageDecoder(device='cuda'): torchcodec is installed, but decodes no JPEG on {device}: "
+            f"{_first_line(exc)}. Install one that is built for this torch's CUDA ({torch.version.cuda}) with nvJPEG: "
+            f"{_INSTALL}; or leave out device= to decode on the CPU"
+        ) from exc
+    return codec
+
+
+def _probe(codec: DeviceCodec) -> None:
+    """Decode a small grey picture, and look at it. Raises ConfigError where it is another."""
+    import numpy as np
+    import simplejpeg
+
+    pixels = np.full((_PROBE_SIDE, _PROBE_SIDE, 3), _PROBE_GREY, np.uint8)
+    stream = torch.frombuffer(bytearray(simplejpeg.encode_jpeg(pixels)), dtype=torch.uint8)
+    with codec.lane() as wait:
+        (image,) = codec.decode([stream])
+        wait()
+        far = (image.cpu().to(torch.int16) - _PROBE_GREY).abs().max().item()
+    if image.shape != (3, _PROBE_SIDE, _PROBE_SIDE) or far > 2:
+        raise ConfigError(
+            f"ImageDecoder(device='cuda'): torchcodec decodes a grey picture on {codec.device} wrongly: "
+            f"{tuple(image.shape)}, off by {far}; install another version, or leave out device= to decode on the CPU"
+        )
+
+
+def _first_line(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {str(exc).strip().splitlines()[0] if str(exc).strip() else 'no message'}"

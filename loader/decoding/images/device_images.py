@@ -1,0 +1,227 @@
+"""The images of a batch, decoded on a device: plain JPEGs there, in groups; all others on the CPU, and copied."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import interpolate
+
+from ...columns import AnyArray
+from ...errors import ConfigError, DecodeError, MemoryLimitError
+from ..batch_values import BatchValues
+from .device_codec import DeviceCodec, Wait
+from .jpeg_stream import plain_jpeg
+
+if TYPE_CHECKING:
+    from .images import ImageDecoder, ImagePlan
+
+# What lies on the device at once, by lane: bytes of whole and of resized images, and their number.
+_GROUP_BYTES = 256 << 20
+_GROUP_IMAGES = 128
+_MOST_SHRINKING = 8  # libjpeg decodes at an eighth then; the device would decode all of it
+_EXIF_NAME_BYTES = 4
+# What says nothing of an image. Both are RuntimeErrors, as what a codec raises of one.
+_FATAL = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_told: set[torch.device] = set()  # devices of which it was said that they refuse images
+
+
+class DeviceFallbackWarning(UserWarning):
+    """The device's decoder refused an image that the CPU decodes."""
+
+
+class _Planned:
+    """A JPEG that the device decodes: its bytes, the plan for it, and where EXIF begins in it."""
+
+    __slots__ = ("data", "exif", "nbytes", "plan")
+
+    def __init__(self, data: memoryview, plan: ImagePlan, exif: tuple[int, ...]) -> None:
+        self.data = data
+        self.plan = plan
+        self.exif = exif
+        self.nbytes = 3 * plan.height * plan.width
+
+    def copy(self) -> torch.Tensor:
+        """The JPEG in memory of its own, without EXIF, by which decoders turn images that are to stay as they are."""
+        copied = np.array(np.frombuffer(self.data, np.uint8))
+        for at in self.exif:
+            copied[at : at + _EXIF_NAME_BYTES] = 0
+        return torch.from_numpy(copied)
+
+
+class DeviceImages(BatchValues):
+    """(n, height, width, 3) uint8 pixels on the codec's device.
+
+    ``prepare`` chooses region and flip by the sample's generator exactly as the decoder does on the CPU. All work is
+    done on a lane of the codec's, and is over when ``decode`` returns, so that any stream may read the pixels then.
+    Rows that could not be decoded hold anything. ``explain`` makes an error of a field's bytes and what was raised.
+    """
+
+    def __init__(
+        self,
+        decoder: ImageDecoder,
+        codec: DeviceCodec,
+        count: int,
+        explain: Callable[[memoryview, Exception], Exception],
+    ) -> None:
+        assert decoder.shape is not None
+        self._decoder = decoder
+        self._codec = codec
+        self._explain = explain
+        self._shape = decoder.shape
+        self._planned: dict[int, _Planned] = {}
+        self._on_host: dict[int, AnyArray] = {}
+        self._pixels: torch.Tensor | None = None
+        self._count = count
+
+    def prepare(self, row: int, data: memoryview, rng: np.random.Generator | None) -> None:
+        try:
+            plain = plain_jpeg(data)
+            plan = None if plain is None else self._decoder.plan(data, rng)
+            if plain is None or plan is None or not self._suits(plan):
+                self._on_host[row] = self._decode_on_host(data, plan, rng)
+            else:
+                self._planned[row] = _Planned(data, plan, plain.exif)
+        except Exception as exc:
+            raise self._explain(data, exc) from exc
+
+    def _suits(self, plan: ImagePlan) -> bool:
+        shrinking = max(plan.region.height / self._shape[0], plan.region.width / self._shape[1])
+        return shrinking <= _MOST_SHRINKING and 3 * plan.height * plan.width <= _GROUP_BYTES
+
+    def _decode_on_host(self, data: memoryview, plan: ImagePlan | None, rng: np.random.Generator | None) -> AnyArray:
+        out = np.empty(self._shape, np.uint8)
+        if plan is None:
+            self._decoder.decode_into(data, out, rng)
+        else:
+            self._decoder.decode_planned(data, plan, out)
+        return out
+
+    def decode(self, is_stopped: Callable[[], bool]) -> list[tuple[int, Exception]]:
+        failed: list[tuple[int, Exception]] = []
+        try:
+            with self._codec.lane() as wait:
+                self._pixels = torch.empty((self._count, *self._shape), dtype=torch.uint8, device=self._codec.device)
+                for rows in self._groups():
+                    if is_stopped():
+                        raise CancelledError
+                    failed += self._decode_group(rows, wait)
+                self._upload()
+                wait()
+        except torch.OutOfMemoryError as exc:
+            raise MemoryLimitError(
+                f"{self._codec.device} has no memory to decode a batch of {self._count} images ({exc}); make room "
+                "there, or leave out the ImageDecoder's device= to decode on the CPU"
+            ) from exc
+        self._planned.clear()
+        self._on_host.clear()
+        return failed
+
+    def _upload(self) -> None:
+        """Copy what was decoded on the CPU."""
+        if self._on_host:
+            rows = sorted(self._on_host)
+            pixels = torch.from_numpy(np.stack([self._on_host[row] for row in rows]))
+            self._place(rows, pixels.to(self._codec.device))
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Rows that are decoded by one call."""
+        group: list[int] = []
+        nbytes, resized = 0, 2 * 4 * math.prod(self._shape)  # float32, and once more in the stack of them
+        for row in sorted(self._planned):
+            more = self._planned[row].nbytes + resized
+            if group and (nbytes + more > _GROUP_BYTES or len(group) == _GROUP_IMAGES):
+                yield group
+                group, nbytes = [], 0
+            group.append(row)
+            nbytes += more
+        if group:
+            yield group
+
+    def _decode_group(self, rows: list[int], wait: Wait) -> list[tuple[int, Exception]]:
+        streams = [self._planned[row].copy() for row in rows]
+        wait()  # see device_codec: what is queued may still read memory that the images are about to get
+        try:
+            images = self._codec.decode(streams)
+        except _FATAL:
+            raise
+        except RuntimeError as exc:
+            wait()
+            if len(rows) > 1:
+                return [failed for row in rows for failed in self._decode_group([row], wait)]
+            return self._give_to_host(rows[0], str(exc))
+        failed: list[tuple[int, Exception]] = []
+        fitting: list[tuple[int, torch.Tensor]] = []
+        for row, image in zip(rows, images, strict=True):
+            plan = self._planned[row].plan
+            if image.dtype == torch.uint8 and image.shape == (3, plan.height, plan.width):
+                fitting.append((row, image))
+            else:
+                why = f"it gave {image.dtype} {tuple(image.shape)} for {(3, plan.height, plan.width)}"
+                failed += self._give_to_host(row, why)
+        self._resize(fitting)
+        return failed
+
+    def _resize(self, images: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Cut, resize and flip whole images into their rows."""
+        if not images:
+            return
+        rows = [row for row, _ in images]
+        plans = [self._planned[row].plan for row in rows]
+        parts = torch.stack([_cut(image, plan, self._shape) for (_, image), plan in zip(images, plans, strict=True)])
+        pixels = parts.round_().clamp_(0, 255).to(torch.uint8)
+        flips = [number for number, plan in enumerate(plans) if plan.flip]
+        if flips:
+            where = torch.tensor(flips, device=pixels.device)
+            pixels[where] = pixels[where].flip(-1)
+        self._place(rows, pixels.permute(0, 2, 3, 1))
+
+    def _place(self, rows: Sequence[int], pixels: torch.Tensor) -> None:
+        assert self._pixels is not None
+        self._pixels[torch.tensor(rows, device=self._pixels.device)] = pixels
+
+    def _give_to_host(self, row: int, why: str) -> list[tuple[int, Exception]]:
+        """Have the CPU decode what the device refused: it decodes it, or says what is wrong with it."""
+        planned = self._planned[row]
+        try:
+            self._on_host[row] = self._decode_on_host(planned.data, planned.plan, None)
+        except (DecodeError, MemoryError) as exc:
+            return [(row, self._explain(planned.data, exc))]
+        device = self._codec.device
+        if device not in _told:
+            _told.add(device)
+            warnings.warn(
+                f"a JPEG of {planned.plan.width}x{planned.plan.height} that the CPU can decode was refused on {device} "
+                f"({why}). It is decoded on the CPU, as are others like it; this is said once",
+                DeviceFallbackWarning,
+                stacklevel=2,
+            )
+        return []
+
+    def tensor(self) -> torch.Tensor:
+        if self._pixels is None:
+            raise ConfigError("the images were not decoded")
+        return self._pixels
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self.tensor()[row]
+
+    def __setitem__(self, row: int, value: Any) -> None:
+        with self._codec.lane() as wait:
+            self.tensor()[row].copy_(value)
+            wait()
+
+
+def _cut(image: torch.Tensor, plan: ImagePlan, shape: tuple[int, int, int]) -> torch.Tensor:
+    """The plan's region of a (3, h, w) uint8 image, as (3, height, width) float32: bilinear, antialiased."""
+    region = plan.region
+    part = image[:, region.top : region.top + region.height, region.left : region.left + region.width]
+    whole = part.unsqueeze(0).to(torch.float32)
+    if whole.shape[-2:] != shape[:2]:
+        whole = interpolate(whole, shape[:2], mode="bilinear", antialias=True)
+    return whole[0]

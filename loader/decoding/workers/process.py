@@ -1,0 +1,91 @@
+"""One worker process as its parent sees it: how it is started, whether it is stopped, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import InitVar, dataclass, field
+from multiprocessing import process
+
+from ...errors import WorkerError
+from .channel import LOOK_S, Channel
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from penstock.loader.decoding.workers.main import main; main(int(sys.argv[1]))"
+)
+# A worker ends when its parent says so, whatever signals the group receives.
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+# A process that was stopped, as by SIGSTOP, is waited for this long: whoever did it may continue it. Work has no limit.
+STOPPED_S = 60.0
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process, and the decoders that it has been sent. Used by its own thread; killed by any."""
+
+    process: subprocess.Popen[bytes]
+    end: InitVar[socket.socket]
+    channel: Channel = field(init=False)
+    decoders: set[str] = field(default_factory=set)
+    _stopped_s: float = 0.0
+
+    def __post_init__(self, end: socket.socket) -> None:
+        self.channel = Channel(end, self._look)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is suspended by a signal, and will do nothing until it is continued."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False
+
+    def _look(self) -> None:
+        """Called by its thread each second that it waits; raises TimeoutError. A pause of this program adds none."""
+        self._stopped_s = self._stopped_s + LOOK_S if self.is_stopped else 0.0
+        if self._stopped_s >= STOPPED_S:
+            raise TimeoutError
+
+    def how_it_ended(self, cause: Exception) -> str:
+        """Why it does not answer: "worker process 4711 was killed by SIGKILL"."""
+        named = f"worker process {self.process.pid}"
+        if isinstance(cause, TimeoutError):
+            return f"{named} has been stopped for {STOPPED_S:.0f} s, as by SIGSTOP, and nobody continued it,"
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return f"{named} closed its connection"
+        if code >= 0:
+            return f"{named} ended with exit code {code}"
+        return f"{named} was killed by {signal.Signals(-code).name}"
+
+
+def start_process() -> Worker:
+    """Start one. Raises WorkerError where the machine has no room for it."""
+    ours, theirs = socket.socketpair()
+    # The flags of `python` itself, so that warnings and -O are the same in the worker.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(_module_path())]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        # A signal that is blocked here is blocked in the child from its first instruction on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # which raises what came just before
+        started = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    except BaseException as exc:
+        ours.close()
+        if not isinstance(exc, OSError):
+            raise
+        raise WorkerError(f"a worker process cannot be started: {exc}; use fewer processes=, or 0") from exc
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    return Worker(started, ours)
+
+
+def _module_path() -> list[str]:
+    return [entry or process.ORIGINAL_DIR for entry in sys.path]  # type: ignore[attr-defined]

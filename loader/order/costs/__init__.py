@@ -1,0 +1,1 @@
+"""Orders and shares by what samples cost."""

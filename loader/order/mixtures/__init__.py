@@ -1,0 +1,1 @@
+"""Several orders as one: how many of each source, and which."""

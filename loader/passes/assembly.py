@@ -1,0 +1,127 @@
+"""What delivers a loader's batches: the plain assembler, or one of lanes that yield what is kept of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..dataset.manifest import Manifest
+from ..decoding.decode import FieldDecoders
+from ..errors import ConfigError
+from ..metrics import Counters
+from ..mixtures.parts import MixtureParts
+from ..mixtures.stream_position import MixedStreamPosition
+from ..order.costs.costs import SampleCosts
+from ..order.plan import Share
+from ..order.selecting.selection import Selection
+from ..pipeline.assembler import Assembler, Equipment, Start
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.plain import PlainAssembler
+from ..positions.position import Position
+from ..positions.stream_position import StreamPosition
+from ..reading.bad.quarantine import Quarantine
+from ..streams.assembler import StreamAssembler
+from ..streams.channel import MemoryChannel, number_loader, open_channel
+from ..streams.ledger import Ledgers
+from ..streams.reshaping import Reshaping
+from .passes import Passes
+
+MakeAssembler = Callable[[Equipment, Start], Assembler]
+
+
+def make_position(reshaping: Reshaping | None, manifest: Manifest, *, share: Share, **options: Any) -> Position:
+    """Where a loader begins; ``options`` are those of ``Position``."""
+    if reshaping is None:
+        return Position(manifest, share=share, **options)
+    identity = f"{manifest.fingerprint}/{options['selection'] and options['selection'].to_dict()}"
+    channel = partial(open_channel, number_loader(identity, share.world_size), share.world_size)
+    ledgers = Ledgers(channel, rank=share.rank, world_size=share.world_size)
+    packing = reshaping.packing_for(manifest)
+    packed = None if packing is None else (packing[0].fingerprint, packing[1])
+    return StreamPosition(manifest, ledgers=ledgers, packing=packed, share=share, **options)
+
+
+def make_assembler(
+    reshaping: Reshaping | None,
+    position: Position,
+    manifest: Manifest,
+    *,
+    last_batch: str,
+    quarantine: Quarantine,
+    selection: Selection | None,
+    bucket_costs: SampleCosts | None,
+    columns: Sequence[str] | None,
+    is_logged: bool,
+) -> MakeAssembler:
+    """How pipelines of this loader get their assembler."""
+    if reshaping is None:
+        return partial(
+            PlainAssembler,
+            last_batch=last_batch,
+            quarantine=quarantine,
+            selection=selection,
+            bucket_costs=bucket_costs,
+        )
+    assert isinstance(position, StreamPosition)
+    return partial(
+        StreamAssembler,
+        last_batch=last_batch,
+        selection=selection,
+        make_work=reshaping.make_work(manifest, quarantine, columns),
+        is_logged=is_logged,
+        ledgers=position.ledgers,
+    )
+
+
+def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes) -> Any:
+    """The first batch of a pass that would begin now, by a pipeline of its own beside the running one.
+
+    Raises:
+        ConfigError: there are several ranks, which would have to look at the same time.
+    """
+    return _peek(make_pipeline, decoders, passes, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1))
+
+
+def peek_mixed(make_pipeline: partial[Pipeline], parts: MixtureParts, passes: Passes) -> Any:
+    """As ``peek_alone``, of a mixture of which sources drop or pack samples."""
+    position = parts.position
+    assert isinstance(position, MixedStreamPosition)
+    return _peek(
+        make_pipeline,
+        parts.kinds[0].decoders,
+        passes,
+        kinds=[replace(kind, decoders=kind.decoders.copy()) for kind in parts.kinds],
+        place=lambda: position.place_at(*position.pass_start),
+        open_ledger=partial(position.open_ledger, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1)),
+        counts=[Counters() for _ in parts.counts],
+    )
+
+
+def _peek(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes, **alone: Any) -> Any:
+    passes.resources.check_open()
+    passes.check_rank()
+    if passes.share.world_size > 1:
+        raise ConfigError(
+            f"peek() of a loader that drops or packs samples, with world_size={passes.share.world_size}: what is "
+            "left is known to all ranks together; look with a loader of rank=0, world_size=1"
+        )
+    make = make_pipeline.keywords["make_assembler"]
+    pipeline = make_pipeline(
+        options=passes.tune(passes.position.order),
+        start=passes.start(*passes.position.pass_start),
+        make_assembler=partial(make, is_logged=False, **alone),
+        decoders=decoders.copy(),
+        counters=Counters(),
+        workers=None,
+        bad=None,
+        tuner=None,
+    )
+    try:
+        pipeline.start()
+        while (item := pipeline.get()).batch is None:
+            pass
+        return item.batch
+    finally:
+        pipeline.close()

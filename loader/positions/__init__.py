@@ -1,0 +1,1 @@
+"""Where a loader stands, and how far it may go on."""

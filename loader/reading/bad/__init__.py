@@ -1,0 +1,1 @@
+"""What cannot be read, decoded or transformed: counted, recorded, replaced."""

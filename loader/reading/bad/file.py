@@ -1,0 +1,134 @@
+"""The quarantine file: a line of JSON for each sample or chunk that could not be used; written here, and read again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ...dataset.manifest import Manifest
+from ...errors import ConfigError, DatasetError
+
+SUFFIX = ".quarantine.jsonl"
+_MOST_REASON = 2000  # characters
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """A sample that could not be used, or a chunk: then ``id`` is the first of its ``samples`` samples.
+
+    ``number``: the sample's ordinal in its shard, None of a chunk; ``offset``: the byte at which its chunk begins.
+    ``step``: "read", "decode" or "transform"; ``field`` and ``key`` are None where they are not known.
+    """
+
+    kind: Literal["sample", "chunk"]
+    id: int
+    samples: int
+    shard: str
+    offset: int
+    number: int | None
+    key: str | None
+    field: str | None
+    step: str
+    reason: str
+    epoch: int
+
+
+class QuarantineFile:
+    """One rank's file in ``folder``. A line is one write to a file opened for appending, so several runs may share it.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, fingerprint: str) -> None:
+        self.path = Path(folder) / f"rank{rank:05d}{SUFFIX}"
+        self._fingerprint = fingerprint
+        self._rank = rank
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path.parent, os.W_OK) or (self.path.exists() and not os.access(self.path, os.W_OK)):
+                raise PermissionError("no permission to write")
+        except OSError as exc:
+            raise ConfigError(f"quarantine={os.fspath(folder)!r} cannot be written: {exc}") from exc
+
+    def append(self, entry: Quarantined) -> None:
+        """Raises DatasetError where it cannot be written."""
+        told = {
+            **asdict(entry),
+            "reason": entry.reason[:_MOST_REASON],
+            "rank": self._rank,
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "fingerprint": self._fingerprint,
+        }
+        line = json.dumps(told).encode() + b"\n"
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                if file.write(line) != len(line):
+                    raise OSError("only a part of a line was written; is the disk full?")
+        except OSError as exc:
+            raise DatasetError(f"{self.path}: a bad sample cannot be recorded: {exc}") from exc
+
+
+def read_quarantine(
+    paths: Paths, manifest: Manifest, argument: str = "avoid", *, is_same: bool = True
+) -> list[Quarantined]:
+    """The samples and chunks that files name, or all such files of folders, each once, in the order of their ids.
+
+    A last line that a kill cut short is passed over. With ``is_same`` they must be of this very index of the data.
+
+    Raises:
+        ConfigError: a file cannot be read, is damaged, or is of another data set. ``argument`` is its name for users.
+    """
+    found: dict[tuple[str, int], Quarantined] = {}
+    for path in _files(paths, argument):
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as exc:
+            raise ConfigError(f"{argument}={str(path)!r} cannot be read: {exc}") from exc
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                entry = _entry(json.loads(line), manifest if is_same else None)
+            except (ValueError, TypeError, KeyError, RecursionError) as exc:
+                raise ConfigError(
+                    f"{argument}={str(path)!r}, line {number}: {exc}; expected what a loader's quarantine= wrote"
+                ) from exc
+            found.setdefault((entry.kind, entry.id), entry)
+    return sorted(found.values(), key=lambda entry: entry.id)
+
+
+def _files(paths: Paths, argument: str) -> list[Path]:
+    files: list[Path] = []
+    for given in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
+        path = Path(given)
+        if path.is_dir():
+            inside = sorted(path.glob(f"*{SUFFIX}"))
+            if not inside:
+                raise ConfigError(f"{argument}={str(path)!r}: a folder without *{SUFFIX}")
+            files += inside
+        else:
+            files.append(path)
+    return files
+
+
+def _entry(told: Any, manifest: Manifest | None) -> Quarantined:
+    if not isinstance(told, Mapping):
+        raise ValueError("not an object")
+    if manifest is not None and told["fingerprint"] != manifest.fingerprint:
+        raise ValueError(f"it is of another data set than {manifest.url}, or of one whose index has changed since")
+    kinds = {"id": int, "samples": int, "shard": str, "offset": int, "step": str, "reason": str, "epoch": int}
+    wrong = [name for name, kind in kinds.items() if type(told[name]) is not kind]
+    if told["kind"] not in ("sample", "chunk") or wrong:
+        raise ValueError(f"{wrong or ['kind']} has a value of another type")
+    if told["id"] < 0 or (manifest is not None and told["id"] >= manifest.num_samples):
+        raise ValueError(f"there is no sample {told['id']}")
+    if told["kind"] == "sample" and type(told["number"]) is not int:
+        raise ValueError("number has a value of another type")
+    fields: dict[str, Any] = {name: told.get(name) for name in Quarantined.__dataclass_fields__}
+    return Quarantined(**fields)

@@ -1,0 +1,119 @@
+"""The bad samples that one rank has met: counted against a limit, told to the user, and written down."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...columns import IntArray
+from ...dataset.manifest import Manifest
+from ...errors import DatasetError
+from .file import Quarantined, QuarantineFile
+
+_KEPT = 1000  # records in memory
+_SHOWN = 3
+_MOST_IN_A_ROW = 100
+
+
+class BadSampleWarning(UserWarning):
+    """A sample could not be decoded or transformed; another replaces it, or it is skipped. Told once a loader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How many samples of an epoch may be bad on a rank, and how users said so."""
+
+    samples: int
+    shown: str
+
+
+class BadSamples:
+    """Counts each bad sample once an epoch. Used by the assembler's and the batches' threads, under one lock.
+
+    A sample that ``avoid=`` names is not counted: it is known. ``after``: what is done about a bad sample, for people.
+    """
+
+    def __init__(self, manifest: Manifest, limit: Limit, file: QuarantineFile | None = None, after: str = "") -> None:
+        self._manifest = manifest
+        self._limit = limit
+        self._file = file
+        self.after = after
+        self._epochs: dict[int, dict[int, str]] = {}  # the ids of an epoch's bad samples, and the step that failed
+        self._written: set[tuple[str, int]] = set()
+        self._records: deque[Quarantined] = deque(maxlen=_KEPT)
+        self._in_a_row = 0
+        self._lock = threading.Lock()
+
+    @property
+    def records(self) -> list[Quarantined]:
+        """The latest 1,000, each sample and chunk once."""
+        with self._lock:
+            return list(self._records)
+
+    def among(self, epoch: int, ids: IntArray) -> IntArray:
+        """Those of ``ids`` that are known to be bad in an epoch."""
+        with self._lock:
+            bad = self._epochs.get(epoch, {})
+            return np.array([sample_id for sample_id in ids.tolist() if sample_id in bad], np.int64)
+
+    def note_avoided(self, epoch: int, ids: Sequence[int]) -> None:
+        """Samples that were not tried."""
+        with self._lock:
+            self._of(epoch).update((sample_id, "avoid") for sample_id in ids if sample_id not in self._of(epoch))
+
+    def tell(self, entry: Quarantined, ids: Sequence[int] | None = None) -> None:
+        """Count a bad sample, or the samples ``ids`` of a bad chunk, and write it down.
+
+        Raises:
+            DatasetError: more are bad than may be; or it cannot be written down.
+        """
+        with self._lock:
+            bad = self._of(entry.epoch)
+            for sample_id in [entry.id] if ids is None else ids:
+                bad.setdefault(sample_id, entry.step)
+            self._in_a_row += entry.step == "transform"
+            if (entry.kind, entry.id) not in self._written:
+                self._written.add((entry.kind, entry.id))
+                self._records.append(entry)
+                if self._file is not None:
+                    self._file.append(entry)
+                if len(self._written) == 1 and entry.kind == "sample":
+                    self._warn(entry)
+            self._check(entry.epoch)
+
+    def note_good(self) -> None:
+        """A sample was transformed."""
+        with self._lock:
+            self._in_a_row = 0
+
+    def _of(self, epoch: int) -> dict[int, str]:
+        for old in [known for known in self._epochs if known < epoch - 1]:
+            del self._epochs[old]
+        return self._epochs.setdefault(epoch, {})
+
+    def _warn(self, entry: Quarantined) -> None:
+        where = f"; all are written to {self._file.path}" if self._file is not None else "; see loader.bad_samples"
+        warnings.warn(f"{entry.reason}; it is {self.after}{where}", BadSampleWarning, stacklevel=2)
+
+    def _check(self, epoch: int) -> None:
+        steps = Counter(step for step in self._epochs[epoch].values() if step != "avoid")
+        if self._in_a_row >= _MOST_IN_A_ROW:
+            problem = f"transform= failed for {self._in_a_row} samples in a row, which looks like a fault of its own"
+        elif steps.total() > self._limit.samples:
+            parts = ", ".join(f"{count:,} {_DONE[step]}" for step, count in sorted(steps.items()))
+            problem = (
+                f"{steps.total():,} samples of epoch {epoch} are bad on this rank, more than {self._limit.shown} allows"
+                f" ({parts})"
+            )
+        else:
+            return
+        last = "; ".join(entry.reason for entry in list(self._records)[-_SHOWN:])
+        raise DatasetError(f"{problem}. The last: {last}")
+
+
+_DONE = {"read": "could not be read", "decode": "not decoded", "transform": "not transformed"}

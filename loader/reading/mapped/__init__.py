@@ -1,0 +1,1 @@
+"""Chunks of local files, mapped in place of read."""

@@ -1,0 +1,117 @@
+"""Chunks of files on this machine's disks, mapped into memory instead of read into it.
+
+Memory for a chunk that is new to the process costs more than all that is done with it: it is cleared page by page, then
+copied into. The pages of a mapping are those of the kernel's cache. They are checked and opened like any other bytes,
+and values are copied out when they are due. Until then the file must stay as it is, which its ETag tells before and
+after each look (`penstock.storage.pages.mapped`). So only what is copied by whoever asks for it is mapped: nothing that
+a format makes while it opens a chunk, and views only where users say that their files stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import pyarrow as pa
+
+from ....storage import ByteRange, LocalStore, Store
+from ...columns import ArrayColumn, Block, BytesColumn, Column, IntArray
+from ...formats.shard import ChunkRef
+from .files import Looks, MappedFile, looking_at
+
+# What is smaller than this, malloc has in memory already.
+_LEAST_BYTES = 1 << 20
+# Narrower rows of arrays are copied by many calls, each of which would have to ask.
+LEAST_ROW_BYTES = 1024
+
+
+class MappedChunks:
+    """Maps chunks of one store, as long as that pays. Any thread may call."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._looks = Looks()
+        self._files: WeakValueDictionary[tuple[str, str], MappedFile] = WeakValueDictionary()  # by key and ETag
+
+    @staticmethod
+    def of(store: Store, *, views: bool) -> MappedChunks | None:
+        """None where the store's bytes are not those of files, or where it does not let ``views`` of them be kept."""
+        return MappedChunks(store) if isinstance(store, LocalStore) and (store.maps_views or not views) else None
+
+    def limit(self, nbytes: int) -> None:
+        """Keep no more than this mapped, but for what is in use."""
+        self._store.limit_pages(nbytes)
+
+    def map(self, chunk: ChunkRef, ranges: Sequence[ByteRange]) -> memoryview | None:
+        """All of a chunk's bytes, if they are what is asked for and can be mapped; else None.
+
+        Raises:
+            StorageError.
+        """
+        is_large = chunk.length >= _LEAST_BYTES and list(ranges) == [chunk.byte_range]
+        if not self._looks.pay or not is_large or chunk.shard.etag is None:
+            return None
+        return self._store.map(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
+
+    def guard(self, chunk: ChunkRef, block: Block, data: memoryview) -> Block | None:
+        """The block, whose values in ``data`` are taken with care; None where that is not possible, or does not pay.
+
+        What the format has copied of it, such as small values, is that of the indexed file.
+
+        Raises:
+            ObjectChangedError, NotFoundError: the file is not as it was when it was indexed.
+        """
+        file = self._file(chunk)
+        columns: dict[str, Column] = {}
+        for name, column in block.columns.items():
+            guarded = _guard(column, data, file)
+            if guarded is None:
+                return None
+            columns[name] = guarded
+        file.check()
+        return None if block.records else replace(block, columns=columns)
+
+    def check(self, chunk: ChunkRef) -> None:
+        """Raise ObjectChangedError where a chunk's file is another one now, NotFoundError where there is none."""
+        self._file(chunk).check()
+
+    def _file(self, chunk: ChunkRef) -> MappedFile:
+        key, etag = chunk.shard.key, chunk.shard.etag
+        assert etag is not None
+        return self._files.setdefault((key, etag), MappedFile(self._store, key, etag, self._looks))
+
+
+@dataclass(frozen=True, slots=True)
+class MappedArray(ArrayColumn):
+    """Rows in the pages of a file, to be copied by whoever is ``looking_at`` it."""
+
+    file: MappedFile = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class MappedColumn(BytesColumn):
+    """Values that lie in a mapped file, to be copied by ``take``, or by whoever is ``looking_at`` it."""
+
+    file: MappedFile = field(kw_only=True)
+
+    def take(self, rows: IntArray) -> list[Any]:
+        with looking_at([self.file], len(rows)):
+            return BytesColumn.take(self, rows)
+
+
+def _guard(column: Column, data: memoryview, file: MappedFile) -> Column | None:
+    if isinstance(column, ArrayColumn):
+        values = column.values
+        if not np.may_share_memory(values, np.frombuffer(data, np.uint8)):
+            return column
+        is_wide = values.itemsize * math.prod(values.shape[1:]) >= LEAST_ROW_BYTES
+        return MappedArray(values, file=file) if is_wide else None
+    if not isinstance(column, BytesColumn) or isinstance(column.buffer.obj, pa.Buffer):
+        return None
+    if column.buffer.obj is not data.obj:
+        return column
+    return MappedColumn(column.buffer, column.starts, column.stops, column.text, column.ascii, file=file)

@@ -1,0 +1,67 @@
+"""Files that chunks are mapped from: whenever values are copied, they must be those that were indexed."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ....storage import LocalStore
+
+# Of so many values in a row, more than a quarter were looked at in vain.
+_TRIALS = 256
+
+
+class Looks:
+    """Whether it pays to look at files in place of reading them. Any thread may call.
+
+    Mutable state: how many values were copied of late, how many of them in vain, and whether it pays no more. An update
+    that is lost between two threads matters to nothing.
+    """
+
+    def __init__(self) -> None:
+        self.pay = True
+        self._count = self._in_vain = 0
+
+    def note(self, values: int, in_vain: int) -> None:
+        """Of one look: those in vain waited for the disk, where what is read is not kept until it is due."""
+        self._count += values
+        self._in_vain += in_vain
+        if self._count >= _TRIALS:
+            self.pay = self.pay and 4 * self._in_vain <= self._count
+            self._count = self._in_vain = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class MappedFile:
+    """A file, as it was when it was indexed. There is one of these for each file, as long as it is needed."""
+
+    store: LocalStore
+    key: str
+    etag: str
+    looks: Looks
+
+    def check(self) -> None:
+        """Raise ObjectChangedError where the file is another one now, NotFoundError where there is none."""
+        self.store.check_unchanged(self.key, self.etag)
+
+
+@contextmanager
+def looking_at(files: Collection[MappedFile], values: int, *, in_vain: int = 0) -> Iterator[None]:
+    """Copy so many values from the pages of files, which are those that were indexed before and after.
+
+    ``in_vain`` of the values would take less if they were read, as do those that wait for the disk.
+
+    Raises:
+        ObjectChangedError, NotFoundError: one of the files is not.
+    """
+    for file in files:
+        file.check()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    yield
+    waits = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
+    for file in files:
+        file.check()
+    for looks in {file.looks for file in files}:
+        looks.note(values, max(in_vain, min(waits, values)))

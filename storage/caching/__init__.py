@@ -1,0 +1,1 @@
+"""A node's copy of what was read, on its disk."""

@@ -1,0 +1,91 @@
+"""What a store did: requests, retries and cache hits, added up over the layers that it is composed of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from ..caching.cache import CacheStore
+from ..retrying.retry import RetryStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCounts:
+    """Sums since the store was opened; all are 0 for local files, which get neither retry nor cache.
+
+    Attributes:
+        requests: requests sent, with retries and second requests.
+        retries: requests sent again because one failed.
+        throttled_requests: responses that asked for fewer requests (429, 503).
+        hedges: second requests sent because the first was late.
+        hedges_won: second requests that were faster.
+        cache_hits: reads that the node's disk cache answered.
+        cache_misses: reads that it did not have.
+        cache_hit_bytes: bytes read from it.
+        cache_miss_bytes: bytes fetched because it did not have them.
+        cache_uncached: reads that could not be stored in it.
+        cache_corrupt: damaged entries found in it, and fetched again.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    throttled_requests: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_hit_bytes: int = 0
+    cache_miss_bytes: int = 0
+    cache_uncached: int = 0
+    cache_corrupt: int = 0
+
+
+def count_store(store: object) -> StoreCounts:
+    """The counts of a composed store so far; cheap, from any thread, and after it was closed.
+
+    Of what has several (``stores``), as a mixture of data sets has, those of all together.
+    """
+    counts = [vars(_count_one(each)) for each in _all_of(store)]
+    return StoreCounts(**{field.name: sum(each[field.name] for each in counts) for field in fields(StoreCounts)})
+
+
+def _count_one(store: object) -> StoreCounts:
+    found: dict[str, int] = {}
+    for layer in _layers(store):
+        if isinstance(layer, CacheStore):
+            cached = layer.counts
+            found |= {f"cache_{name}": getattr(cached, name) for name in type(cached).__slots__}
+        elif isinstance(layer, RetryStore):
+            counts = layer.counts
+            found |= {
+                "requests": counts.requests,
+                "retries": counts.retries,
+                "throttled_requests": counts.throttled,
+                "hedges": counts.hedges,
+                "hedges_won": counts.hedges_won,
+            }
+    return StoreCounts(**found)
+
+
+def count_running(store: object) -> tuple[int, int]:
+    """Requests of this process that run now at the store's hosts, and how many may; (0, 0) for local files."""
+    layers = (layer for each in _all_of(store) for layer in _layers(each))
+    limiters = {id(layer.limiter): layer.limiter for layer in layers if isinstance(layer, RetryStore)}.values()
+    return sum(limiter.running for limiter in limiters), sum(limiter.limit for limiter in limiters)
+
+
+def fastest_response_s(store: object) -> float | None:
+    """How long the store's host took for its fastest response to this process so far; None where there was none."""
+    limiters = [layer.limiter for layer in _layers(store) if isinstance(layer, RetryStore)]
+    return limiters[0].round_trip_s if limiters else None
+
+
+def _all_of(store: object) -> Sequence[object]:
+    stores: Sequence[object] = getattr(store, "stores", (store,))
+    return stores
+
+
+def _layers(store: object) -> Iterator[object]:
+    while store is not None:
+        yield store
+        store = getattr(store, "inner", None)

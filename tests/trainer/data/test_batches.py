@@ -1,0 +1,67 @@
+"""The rows of a batch: how many there are, and which belong to which part, whatever fields are made of."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.loader import ByteViews
+from penstock.trainer import TrainerConfigError
+from penstock.trainer.data.batches import count_rows
+from penstock.trainer.steps.microbatches import cut_batch
+
+Pair = namedtuple("Pair", "x y")
+
+
+@given(rows=st.integers(0, 20), parts=st.integers(1, 8))
+def test_parts_are_even_and_hold_every_row_of_every_field_once(rows: int, parts: int) -> None:
+    x = torch.arange(2.0 * rows).reshape(rows, 2)
+    batch = {
+        "x": x,
+        "texts": [str(row) for row in range(rows)],
+        "nested": Pair(x + 1, (x + 2, {"deep": x + 3})),
+        "scale": torch.tensor(2.0),
+        "name": "train",
+        "none": None,
+        "number": np.int64(7),
+    }
+    found = cut_batch(batch, parts)
+    sizes = [len(part["x"]) for part in found]
+    assert len(found) == parts
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([part["x"] for part in found]), x)
+    assert [text for part in found for text in part["texts"]] == batch["texts"]
+    assert isinstance(found[0]["nested"], Pair)
+    assert torch.equal(torch.cat([part["nested"].y[1]["deep"] for part in found]), x + 3)
+    assert all((part["scale"], part["name"], part["none"], part["number"]) == (2.0, "train", None, 7) for part in found)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rows_are_counted_and_cut_in_views_and_arrays_too(alone: bool) -> None:
+    views = ByteViews([b"a", None, b"bcd", b"", b"e"])
+    for field in (views, np.arange(5), pa.array(range(5))):
+        batch = {"nothing": {}, "field": field} if alone else {"field": field, "x": torch.zeros(5, 2)}
+        assert count_rows(batch) == 5
+        assert [list(part["field"]) for part in cut_batch(batch, 2)] == [list(field[:2]), list(field[2:])]
+    gathered = views.gather()
+    assert count_rows({"field": gathered}) == count_rows({"field": gathered, "x": torch.zeros(5, 2)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (ByteViews([b"bytes"] * 4).gather(), r"batch\['cu_seqlens'\]\[0\] has 20 values and the batch 4 rows"),
+        (torch.tensor([0, 3, 5]), r"batch\['cu_seqlens'\] has 3 values and the batch 4 rows"),
+        ({1, 2, 3, 4}, r"batch\['cu_seqlens'\] is a set"),
+    ],
+)
+def test_fields_that_do_not_go_by_rows_are_refused_by_name(field: Any, said: str) -> None:
+    with pytest.raises(TrainerConfigError, match=said):
+        cut_batch({"x": torch.zeros(4, 2), "cu_seqlens": field}, 2)

@@ -1,0 +1,115 @@
+"""Modules keep the modes that the user set; which end of a metric is good is never guessed wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_trainers import Line, make_trainer, rows
+from torch import nn
+
+from penstock.trainer import Evaluation, TrainerConfigError, World
+from penstock.trainer.evaluation.evaluate import good_end
+
+
+class Stemmed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5))
+        self.head = nn.Sequential(nn.BatchNorm1d(2), Line())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x))
+
+
+def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    assert not any(module.training for module in model.modules())
+    return {"loss": (model(batch["x"]).sum(), len(batch["x"]))}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_stem_in_evaluation_mode_stays_there(world: World, tmp_path: Path, zero: int) -> None:
+    model = Stemmed()
+    model.stem.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    evaluation = Evaluation(batches=rows(world, "pad"), metrics=measure)
+    options = {"evaluation": evaluation, "evaluate": {"every": 2}, "parallel": {"zero": zero}}
+    with make_trainer(world, str(tmp_path), model=model, **options) as trainer:
+        trainer.train()
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert int(model.stem[0].num_batches_tracked) == 0
+    assert torch.equal(model.stem[0].running_mean, torch.zeros(2))
+    assert int(model.head[0].num_batches_tracked) == 4
+
+
+def test_a_model_that_comes_in_evaluation_mode_is_trained(world: World, tmp_path: Path) -> None:
+    model = Stemmed().eval()
+    with make_trainer(world, str(tmp_path), model=model) as trainer:
+        trainer.train()
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("metric", "end"),
+    [
+        ("loss", "min"),
+        ("val/loss", "min"),
+        ("eval_perplexity", "min"),
+        ("top1", "max"),
+        ("val-accuracy", "max"),
+        ("number", None),
+        ("glossary", None),
+        ("loss_of_accuracy", None),
+    ],
+)
+def test_the_good_end_of_a_metric_is_known_by_its_words(metric: str, end: str | None) -> None:
+    assert good_end(metric) == end
+
+
+def falling(values: list[float]) -> Any:
+    left = iter(values)
+    return lambda model, batch: {"loss": (torch.tensor(next(left)), 1), "reward": (torch.tensor(0.0), 1)}
+
+
+def test_the_lowest_loss_is_the_best_without_being_told(world: World, tmp_path: Path) -> None:
+    batches = [{"x": torch.ones(1, 2)}]
+    evaluation = Evaluation(batches=batches, metrics=falling([3.0, 1.0, 2.0, 4.0]))
+    options = {"evaluate": {"every": 1, "best": "loss"}, "checkpoint": {"keep_best": 1, "keep_last": 1}}
+    with make_trainer(world, str(tmp_path), evaluation=evaluation, **options) as trainer:
+        summary = trainer.train()
+    assert (summary.best, summary.best_step) == (1.0, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-4"]
+
+
+def test_a_metric_of_unknown_direction_is_refused_at_once(world: World, tmp_path: Path) -> None:
+    evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=falling([1.0]))
+    with pytest.raises(TrainerConfigError, match=r"evaluate\.best='reward'.*checkpoint\.best='max' or 'min'"):
+        make_trainer(world, str(tmp_path), evaluation=evaluation, evaluate={"best": "reward"})
+
+
+def evaluate_until(world: World, folder: Path, losses: list[float], **options: Any) -> Any:
+    evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=falling(losses))
+    evaluate = {"every": 1, "best": "loss", "patience": 2}
+    with make_trainer(world, str(folder), evaluation=evaluation, evaluate=evaluate, **options) as trainer:
+        return trainer.train()
+
+
+def test_training_ends_when_patience_does_and_says_so(world: World, tmp_path: Path) -> None:
+    summary = evaluate_until(world, tmp_path, [3.0, 1.0, 2.0, float("nan"), 0.5], steps=9)
+    assert (summary.steps, summary.best_step) == (4, 2)
+    assert "no better loss than 1.0 of step 2 in 2 evaluations" in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_patience_counts_over_restarts_and_starts_anew_with_each_better_one(world: World, tmp_path: Path) -> None:
+    options = {"checkpoint": {"every_steps": 1}}
+    assert evaluate_until(world, tmp_path, [3.0, 4.0], steps=2, **options).steps == 2
+    summary = evaluate_until(world, tmp_path, [2.0, 5.0, 5.0, 1.0], steps=9, **options)
+    assert (summary.steps, summary.best, summary.best_step) == (5, 2.0, 3)
+    assert evaluate_until(world, tmp_path, [], steps=9, **options).steps == 5, "a run whose patience ended stays ended"
+
+
+def test_patience_without_a_metric_is_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(TrainerConfigError, match=r"evaluate\.patience=3.*evaluate\.best"):
+        make_trainer(world, str(tmp_path), evaluate={"patience": 3})

@@ -1,0 +1,192 @@
+"""Where microbatches come from: the loader's epochs, one after another, and its position in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import TrainerConfigError, TrainerError
+from ..ranks.world import World
+from .batches import move_batch
+
+
+class Feed:
+    """Takes a loader's batches in groups. Any iterable works; one with ``state_dict`` resumes at the exact sample.
+
+    The microbatches of a step are taken before it begins, so that the loader's position after the step is exact.
+    With ``ends_apart`` the ranks agree on each step's number of microbatches, and ``left_out`` counts the batches of
+    the epoch that only some ranks had. All mutable state besides the loader's: the epoch's iterator, that count, the
+    batches given of this epoch since it was begun or resumed, all that were taken of it where that is known, the last
+    batch's epoch, and whether an epoch just ended.
+    """
+
+    def __init__(self, loader: Iterable[Any], *, accumulate: int, world: World) -> None:
+        self.loader = loader
+        self.ends_apart = False
+        self.left_out = 0
+        self._accumulate = accumulate
+        self._world = world
+        self._length: int | None = None
+        self._check_end: Callable[[int, int], None] = lambda given, length: None
+        self._leaves_steps: Callable[[int, int], bool] = lambda epoch, taken: False
+        self._given = 0
+        self._taken: int | None = 0
+        self._batches: Iterator[Any] | None = None
+        self._epoch: int | None = None  # of the last batch
+        self._found_none = False  # the last take found no batch
+        self._epoch_is_over = False  # known only to a run that resumes between an epoch's last step and its end
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the loader can resume at the exact sample."""
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    @property
+    def seems_over(self) -> bool:
+        """Whether all batches of an epoch are taken, by the loader's length, and its end is not: ``take`` finds it."""
+        return self._epoch_is_over or (self._batches is not None and self._taken == self._length is not None)
+
+    def expect(
+        self, length: int | None, check_end: Callable[[int, int], None], leaves_steps: Callable[[int, int], bool]
+    ) -> None:
+        """Expect so many batches of an epoch.
+
+        ``check_end`` is told how many were given, and the length, where there were fewer and ``leaves_steps`` says so
+        of the epoch and of the batches that are there for a step.
+        """
+        self.ends_apart, self._length = length is None, length
+        self._check_end, self._leaves_steps = check_end, leaves_steps
+
+    def take(self, epoch: int) -> list[Any]:
+        """The microbatches of the next step, on the device: fewer at the epoch's end, and none once after it.
+
+        Where the ranks' iterables may end apart, this is a collective, and the epoch ends with the first of them.
+
+        Raises:
+            TrainerError: an epoch has no batch.
+        """
+        if self._epoch_is_over:
+            self._epoch_is_over, self._taken = False, 0
+            return []
+        if self._batches is None:
+            self._begin_epoch(epoch)
+            self._batches = iter(self.loader)
+        taken = []
+        for batch in islice(self._batches, self._accumulate):
+            # Read here: when the loop finds the loader empty, the loader is at the next epoch.
+            self._epoch = getattr(self.loader, "epoch", None)
+            taken.append(move_batch(batch, self._world.device))
+        self._given += len(taken)
+        is_short = len(taken) < self._accumulate and self._length is not None and self._given < self._length
+        if is_short and self._leaves_steps(epoch, len(taken)):
+            self._check_end(self._given, self._length or 0)
+        if self.ends_apart and self._world.world_size > 1:
+            taken = self._as_many_as_others(taken)
+        if taken:
+            self._found_none = False
+            self._taken = None if self._taken is None else self._taken + len(taken)
+            return taken
+        self._batches, self._taken = None, 0
+        # The first empty take is an epoch's end, also of one that a resumed loader had finished before. A second one
+        # in a row is an epoch without a batch.
+        if self._found_none:
+            raise TrainerError(
+                f"epoch {epoch}: loader={type(self.loader).__name__} gave no batch; is it an exhausted iterator, or "
+                "is the batch size above the number of samples?"
+            )
+        self._found_none = True
+        return []
+
+    def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
+        """Go on after the batches of that many more steps; returns how many epochs ended among them.
+
+        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others, and of penstock's where it
+        ``drops_samples``, they are drawn, which ``draws`` is told before each step; a collective where ``take`` is one.
+        """
+        if not steps:
+            return 0
+        is_counted = not getattr(self.loader, "drops_samples", False)
+        if is_counted and self._epoch is not None and callable(getattr(self.loader, "skip_batches", None)):
+            before = self._epoch
+            self.loader.skip_batches(steps * self._accumulate)  # type: ignore[attr-defined]
+            self._batches, self._taken, self._epoch = None, None, int(self.loader.epoch)  # type: ignore[attr-defined]
+            return self._epoch - before
+        ended = 0
+        while steps:
+            draws()
+            if self.take(epoch + ended):
+                steps -= 1
+            else:
+                ended += 1
+        return ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state if it has one, the epoch of its last batch, and whether the caller saw its end."""
+        if not self.is_exact:
+            return {"loader": None}
+        return {
+            "loader": self.loader.state_dict(),  # type: ignore[attr-defined]
+            "epoch": self._epoch,
+            "end_was_told": self._batches is None and not self._epoch_is_over,
+            "taken": self._taken,
+            "length": self._length,
+        }
+
+    def gather_state(self) -> dict[str, Any]:
+        """The state to save: this rank's where all ranks' agree, else ``{"ranks": [...]}`` with each; a collective."""
+        own = self.state_dict()
+        if not self.is_exact or self._world.world_size == 1:
+            return own
+        everywhere: list[dict[str, Any]] = [{}] * self._world.world_size
+        dist.all_gather_object(everywhere, own)
+        return own if all(state == everywhere[0] for state in everywhere) else {"ranks": everywhere}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` or ``gather_state`` returned.
+
+        Raises:
+            TrainerConfigError: each rank's loader had a state of its own, on another number of ranks.
+        """
+        if "ranks" in state:
+            state = self._own_part(state["ranks"])
+        self._batches, self._taken = None, 0
+        if state["loader"] is None or not self.is_exact:
+            return
+        self._taken = state.get("taken") if state.get("length") == self._length else None
+        self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        self._epoch = state["epoch"]
+        ended = self._epoch is not None and getattr(self.loader, "epoch", self._epoch) > self._epoch
+        self._epoch_is_over = ended and not state["end_was_told"]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Tell the epoch to what shuffles by it: a loader without a position, and a torch DataLoader's parts."""
+        self.left_out = self._given = 0
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        parts = [getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        parts.append(getattr(self.loader, "dataset", None))
+        if not self.is_exact:
+            parts.append(self.loader)
+        for part in {id(part): part for part in parts}.values():
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)  # type: ignore[union-attr]
+
+    def _as_many_as_others(self, taken: list[Any]) -> list[Any]:
+        counts = torch.zeros(self._world.world_size, dtype=torch.int64, device=self._world.device)
+        counts[self._world.rank] = len(taken)
+        dist.all_reduce(counts)
+        least = int(counts.min())
+        self.left_out += int(counts.sum()) - least * self._world.world_size
+        return taken[:least]
+
+    def _own_part(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        if len(states) != self._world.world_size:
+            raise TrainerConfigError(
+                f"loader={type(self.loader).__name__} had a state of its own on each of {len(states)} ranks when this "
+                f"checkpoint was saved, and there are {self._world.world_size} now; resume on {len(states)} ranks, or "
+                "use a loader whose state knows no ranks, such as penstock's"
+            )
+        return states[self._world.rank]

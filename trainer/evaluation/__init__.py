@@ -1,0 +1,1 @@
+"""One evaluation: its batches, modes and metrics."""

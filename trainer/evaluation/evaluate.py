@@ -1,0 +1,128 @@
+"""Evaluation over all ranks: each sample counts once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..data.batches import move_batch
+from ..errors import TrainerConfigError, TrainerError
+from ..options import check_range
+from ..parallel.model import ParallelModel
+from ..parallel.precision import PrecisionConfig, compute_context
+from .metrics import MetricFunction, MetricSums
+from .modes import in_evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """When to evaluate, and which result is the best."""
+
+    every: int | None = None
+    """Steps between evaluations; none: evaluate at the end of each epoch."""
+
+    best: str | None = None
+    """Metric that decides which checkpoint is the best; checkpoint.best says which end of it."""
+
+    patience: int | None = None
+    """Stop after this many evaluations in a row without a better ``best``; none: never."""
+
+    def __post_init__(self) -> None:
+        check_range("evaluate.every", self.every, low=1)
+        check_range("evaluate.patience", self.patience, low=1)
+        if self.patience is not None and self.best is None:
+            raise TrainerConfigError(
+                f"evaluate.patience={self.patience} waits for a better metric; name it with evaluate.best"
+            )
+
+
+_LOW_IS_GOOD = frozenset(
+    ("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "mae", "rmse", "wer", "cer", "bpb", "fid")
+)
+_HIGH_IS_GOOD = frozenset(
+    ("accuracy", "acc", "top1", "top5", "f1", "auc", "auroc", "bleu", "recall", "precision", "map", "iou", "psnr", "r2")
+)
+
+
+def good_end(metric: str) -> Literal["max", "min"] | None:
+    """Which end of a metric is good, by the words of its name (``val/loss``, ``top1_accuracy``); None if unknown."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    low, high = bool(words & _LOW_IS_GOOD), bool(words & _HIGH_IS_GOOD)
+    return None if low == high else "min" if low else "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What to evaluate: this rank's share of the batches, and a function from a batch to sums and counts."""
+
+    batches: Iterable[Any]
+    metrics: MetricFunction
+
+
+def evaluate(
+    parallel: ParallelModel,
+    evaluation: Evaluation,
+    *,
+    precision: PrecisionConfig,
+    phase: Callable[[str], AbstractContextManager[Any]],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """The metrics over all ranks' batches, or None if a rank was asked to stop; a collective.
+
+    Sums and counts are added in float64. Ranks may have different numbers of batches: in each round all ranks learn
+    which have one, and, if forward is a collective, those without repeat their last batch and do not count it.
+
+    Raises:
+        TrainerError: on every rank, if an iterator is exhausted, or a rank has no batch and forward needs all ranks.
+    """
+    world = parallel.world
+    model = parallel.module if parallel.is_sharded else parallel.inner
+    sums = MetricSums(world.device)
+    with in_evaluation(model), ExitStack() as stack:
+        stack.callback(parallel.gather_no_more)
+        if hasattr(evaluation.batches, "set_epoch"):
+            evaluation.batches.set_epoch(0)  # each evaluation sees all samples, even after an interrupted one
+        source = iter(evaluation.batches)
+        batch: Any = None
+        with torch.no_grad():
+            while True:
+                with phase("evaluation fetch"):
+                    fresh = next(source, None)
+                with phase("evaluate"):
+                    flags = [fresh is not None, stop_requested(), fresh is None and batch is None]
+                    having, stopping, idle = _add_over_ranks(flags, world.device)
+                    if stopping:
+                        return None
+                    if not having:
+                        if idle == world.world_size and source is evaluation.batches:
+                            raise TrainerError(
+                                f"evaluation: batches is a {type(source).__name__} that is exhausted, and each "
+                                "evaluation iterates anew; give a list, or a loader"
+                            )
+                        break
+                    if idle and parallel.is_sharded:
+                        raise TrainerError(
+                            f"evaluation: {idle:.0f} ranks have no batch and parallel.zero={parallel.config.zero} "
+                            "needs all of them in forward; evaluate with last_batch='pad', or a smaller batch"
+                        )
+                    batch = batch if fresh is None else move_batch(fresh, world.device)
+                    if fresh is None and not parallel.is_sharded:
+                        continue
+                    with compute_context(precision, world.device, sharded=parallel.is_sharded):
+                        found = evaluation.metrics(model, batch)
+                    if fresh is not None:
+                        sums.add(found)
+        return sums.average()
+
+
+def _add_over_ranks(values: list[bool], device: torch.device) -> list[float]:
+    flags = torch.tensor(values, dtype=torch.float32, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(flags)
+    return [float(flag) for flag in flags.tolist()]

@@ -1,0 +1,1 @@
+"""`penstock report`: a run's records as one HTML page."""

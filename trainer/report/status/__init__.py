@@ -1,0 +1,1 @@
+"""`penstock top`: what each rank tells of itself while it runs."""

@@ -1,0 +1,92 @@
+"""When a run is evaluated, and what follows from the metrics: the record, the best checkpoint, the wish to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..config import TrainerConfig
+from ..determinism import deterministic_kernels
+from ..evaluation.evaluate import Evaluation, evaluate
+from ..parallel.model import ParallelModel
+from ..randomness import seed_step
+from ..report.progress import Progress
+from ..report.recorder import Recorder
+from ..stopwatch import Stopwatch
+from .guard import Guard
+from .saver import Saver
+
+
+class Evaluator:
+    """Evaluates one run. That an evaluation is due, and the metrics of the last one, are part of the run's progress."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        evaluation: Evaluation | None,
+        parallel: ParallelModel,
+        *,
+        saver: Saver,
+        guard: Guard,
+        progress: Progress,
+        recorder: Recorder,
+        stopwatch: Stopwatch,
+        gather_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._config = config
+        self._evaluation = evaluation
+        self._parallel = parallel
+        self._saver = saver
+        self._guard = guard
+        self._progress = progress
+        self._recorder = recorder
+        self._stopwatch = stopwatch
+        self._gather_state = gather_state
+
+    def evaluate(self) -> dict[str, float] | None:
+        """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective.
+
+        Raises:
+            TrainerError: an observer calls this, and there are other ranks.
+        """
+        world, step = self._parallel.world, self._progress.step
+        if world.world_size > 1:
+            self._recorder.refuse("evaluate")
+        if self._evaluation is None:
+            return None
+        with self._guard.watching(), self._saver.evaluated(), deterministic_kernels(self._config.deterministic):
+            seed_step(self._config.seed, step, world.rank, world.device, "evaluation")
+            found = evaluate(
+                self._parallel,
+                self._evaluation,
+                precision=self._config.precision,
+                phase=self._stopwatch.phase,
+                stop_requested=self._guard.is_stop_requested,
+            )
+        if found is not None:
+            self._progress.metrics, self._progress.evaluation_is_due = found, False
+            self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
+            self._saver.keep_best(found, self._progress, self._gather_state)
+        return found
+
+    def end_step(self, *, stopped: bool) -> bool:
+        """Evaluate if that is due after this step; returns whether a signal asks to stop.
+
+        What a stop leaves undone stays due, and a resumed run begins with it.
+        """
+        every = self._config.evaluate.every
+        if self._evaluation is not None and every is not None and self._progress.step % every == 0:
+            self._progress.evaluation_is_due = True
+            return stopped or self.evaluate() is None
+        return stopped
+
+    def end_epoch(self) -> bool:
+        """Evaluate if that is due after each epoch; returns whether a signal asks to stop, as ``end_step`` does."""
+        if self._evaluation is None or self._config.evaluate.every is not None:
+            return False
+        self._progress.evaluation_is_due = True
+        return self.evaluate() is None
+
+    def make_up(self) -> bool:
+        """Make the evaluation that a stop left undone; returns whether a signal asks to stop again."""
+        return self._progress.evaluation_is_due and self._evaluation is not None and self.evaluate() is None

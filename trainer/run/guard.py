@@ -1,0 +1,137 @@
+"""While training runs, signals are caught and every rank watches the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from ..errors import TrainerError
+from ..ranks.world import World
+from ..report.progress import Progress
+from ..stopwatch import Stopwatch
+from ..watch.epoch_end import find_stepping
+from ..watch.stop_flag import StopFlag, TraceFlag
+from ..watch.watchdog import Activity, Advance, Watchdog
+
+
+class Guard:
+    """A stop flag and a watchdog while its context lasts; it may be entered again. Entering is a collective.
+
+    The stopwatch tells the watchdog each phase of this rank, with its step and epoch; ``activities`` add details to the
+    phases that they are named for, and ``progress_of`` tells how far those have come. With ``traces`` a SIGUSR2 asks
+    for a trace.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        progress: Progress,
+        stopwatch: Stopwatch,
+        *,
+        stall_timeout_s: float | None,
+        report_folder: Path,
+        activities: Mapping[str, Activity],
+        progress_of: Mapping[str, Advance],
+        traces: bool = False,
+    ) -> None:
+        self._world = world
+        self._progress = progress
+        self._stopwatch = stopwatch
+        self._stall_timeout_s = stall_timeout_s
+        self._report_folder = report_folder
+        self._activities = activities
+        self._progress_of = progress_of
+        self._traces = traces
+        self._watchdog: Watchdog | None = None
+        self._flag: StopFlag | None = None
+        self._trace_flag: TraceFlag | None = None
+        self._stack = ExitStack()
+
+    def is_stop_requested(self) -> bool:
+        """Whether this rank got a signal that asks it to stop."""
+        return self._flag is not None and self._flag.reason is not None
+
+    def is_trace_requested(self) -> bool:
+        """Whether this rank got a signal that asks for a trace since the last call."""
+        return self._trace_flag is not None and self._trace_flag.take()
+
+    def check_end(self, given: int, length: int) -> None:
+        """See that all ranks end this epoch here, as this one does after fewer batches than its loader's length.
+
+        Raises:
+            TrainerError: another rank goes on with this step, and would wait for this one.
+        """
+        if self._watchdog is None or self._world.world_size == 1:
+            return
+        step, epoch, rank = self._progress.step, self._progress.epoch, self._world.rank
+        others = [one for one in range(self._world.world_size) if one != rank]
+        found = find_stepping(self._watchdog.store, others, f"end/{epoch}/{step}", rank=rank, step=step)
+        if found is not None:
+            raise TrainerError(
+                f"step {step}: in epoch {epoch} the loader of rank {rank} gave {given} batches and len(loader) says "
+                f"{length}, and rank {found} has one more; give every rank as many, or take the length away, so that "
+                "an epoch ends on all ranks with the first of them"
+            )
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            flag = stack.enter_context(StopFlag())
+            trace_flag = stack.enter_context(closing(TraceFlag())) if self._traces else None
+            if self._stall_timeout_s is not None:
+                self._watchdog = stack.enter_context(self._start_watchdog(self._stall_timeout_s))
+            self._flag, self._trace_flag, self._stack = flag, trace_flag, stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watchdog, self._flag, self._trace_flag, self._stopwatch.entered = None, None, None, None
+        self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let the ranks watch each other, with signals left as they are; entering is a collective.
+
+        For what comes before or after training: a rank that fails or hangs there ends the others with its name.
+        Within training they do so already.
+        """
+        if self._stall_timeout_s is None or self._watchdog is not None:
+            yield
+            return
+        watchdog = self._start_watchdog(self._stall_timeout_s)
+        try:
+            with watchdog if self._world.world_size > 1 else closing(watchdog):  # alone, there is nobody to tell
+                yield
+                self._wait_for_all()
+        finally:
+            self._stopwatch.entered = None
+
+    def _wait_for_all(self) -> None:
+        """Nobody stops watching before all are through."""
+        if self._world.world_size > 1:
+            self._stopwatch.enter("construction")
+            dist.all_gather_object([None] * self._world.world_size, None)
+
+    def _start_watchdog(self, stall_timeout_s: float) -> Watchdog:
+        watchdog = Watchdog(self._world, stall_timeout_s, report_folder=self._report_folder)
+        progress, activities, progress_of = self._progress, self._activities, self._progress_of
+        self._stopwatch.entered = lambda name: watchdog.phase(
+            name,
+            step=progress.step,
+            epoch=progress.epoch,
+            activity=activities.get(name),
+            progress=progress_of.get(name),
+        )
+        return watchdog
+
+
+def list_activities(loader: object, evaluation: object | None) -> dict[str, Activity]:
+    """The ``activity`` of the loader and of the evaluation's batches, if they have one, by phase."""
+    sources = {"fetch": loader, "evaluation fetch": getattr(evaluation, "batches", None)}
+    found = {phase: getattr(source, "activity", None) for phase, source in sources.items()}
+    return {phase: activity for phase, activity in found.items() if callable(activity)}

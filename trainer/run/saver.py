@@ -1,0 +1,292 @@
+"""One model on all ranks while it is evaluated or saved, and its checkpoints over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
+
+from ..checkpoint.checkpointer import Checkpointer
+from ..checkpoint.export import export_safetensors
+from ..compression.compression import Compression
+from ..config import TrainerConfig
+from ..errors import NonFiniteLossError, TrainerConfigError
+from ..parallel.averaging import PeriodicAverager
+from ..parallel.ema import WeightEma
+from ..parallel.model import ParallelModel
+from ..report.progress import Progress
+from ..report.recorder import Recorder
+from ..steps.alike import refuse_unlike_weights
+from ..steps.finite import refuse_weights
+from ..stopwatch import Stopwatch
+from ..weights.warm_start import load_weights
+
+
+class Saver:
+    """Owns the checkpointer, the moving average of the weights and the averager of local SGD, each where asked for.
+
+    Its methods are collectives. ``checkpointer`` is None in a run that keeps no checkpoints. ``settle`` waits for what
+    is not yet known of the last step.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        compression: Compression,
+        *,
+        recorder: Recorder,
+        stopwatch: Stopwatch,
+        settle: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._compression = compression
+        self._recorder = recorder
+        self._stopwatch = stopwatch
+        self._settle = settle
+        self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
+        self.averager: PeriodicAverager | None = None
+        self.checkpointer: Checkpointer | None = None
+        world = parallel.world
+        if config.averaging is not None:
+            self.averager = PeriodicAverager(
+                parallel.inner,
+                optimizer,
+                config.averaging,
+                world,
+                also=tuple if self.ema is None else self.ema.parts,
+                count_sum=compression.wire.add_ring,
+            )
+        if config.keeps_checkpoints:
+            given = config.checkpoint
+            folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
+            resolved = replace(given, folder=folder, best=config.best_end)
+            try:
+                self.checkpointer = Checkpointer(resolved, world)
+                self.checkpointer.entered = stopwatch.enter
+                self.checkpointer.check_room(parallel.inner, 0 if self.ema is None else self.ema.nbytes)
+            except BaseException:
+                self.close()
+                raise
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without.
+
+        Raises:
+            NonFiniteLossError: on every rank, if the last step's gradients were not finite.
+            TrainerError: on every rank, if their weights differ.
+        """
+        self._settle()
+        with ExitStack() as stack:
+            if self.averager is not None:
+                with self._stopwatch.phase("average"):
+                    stack.enter_context(self.averager.averaged())
+            elif self._parallel.exchanges and not self._parallel.is_sharded:
+                refuse_unlike_weights(self._parallel.inner, self._parallel.world)
+            self._parallel.agree_on_buffers()
+            yield
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """As ``agreed``; where there is a moving average of the weights, it is the model's weights."""
+        with self.agreed(), nullcontext() if self.ema is None else self.ema.swapped():
+            yield
+
+    def end_step(self, step: int, *, updated: bool) -> None:
+        """Average what local SGD averages after this step; then the moving average follows weights that changed."""
+        if self.averager is not None:
+            with self._stopwatch.phase("average"):
+                self.averager.average_if_due(step)
+        if self.ema is not None and updated:
+            with self._stopwatch.phase("ema"):
+                self.ema.update()
+
+    def save(
+        self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None, again: bool = False
+    ) -> None:
+        """Save the run after ``step``, where checkpoints are kept; ``state`` is the same on every rank.
+
+        The step that was saved or loaded last is saved only with a metric, or ``again``.
+
+        Raises:
+            NonFiniteLossError: on every rank, where a weight is not finite; nothing is saved then. A save that is not
+                ``blocking`` leaves a note instead where training goes back after such a loss.
+            CheckpointError: the save failed.
+        """
+        if self.checkpointer is None:
+            return
+        with self.agreed():
+            averages = None if self.ema is None else self.ema.named()
+            try:
+                refuse_weights(self._parallel.inner, step, self._parallel.world, averages)
+            except NonFiniteLossError as exc:
+                if blocking or self._config.step.on_nan != "rewind":
+                    raise
+                self._recorder.note(f"{exc}")  # the next loss will not be finite either, and training goes back then
+                return
+            with self._stopwatch.phase("checkpoint"):
+                is_new = self.checkpointer.save(
+                    step,
+                    self._parallel.inner,
+                    self._optimizer,
+                    state if self.ema is None else state | {"ema": self.ema.state_dict()},
+                    blocking=blocking,
+                    metric=metric,
+                    rank_state=self._compression.state_dict(),
+                    averages=averages,
+                    again=again,
+                )
+        self.note()
+        if is_new:
+            is_written = blocking or not self._config.checkpoint.background
+            self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
+
+    def keep_best(
+        self, found: Mapping[str, float], progress: Progress, gather_state: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Judge an evaluation by ``evaluate.best``, and save the run where it is the best so far and those are kept.
+
+        Raises:
+            TrainerConfigError: the evaluation has no such metric.
+        """
+        config = self._config.evaluate
+        if config.best is None:
+            return
+        if config.best not in found:
+            returned = f"it returns {', '.join(sorted(found))}" if found else "no rank had a batch to evaluate"
+            raise TrainerConfigError(f"evaluate.best={config.best!r} is no metric of the evaluation; {returned}")
+        metric = found[config.best]
+        is_best = progress.improve(metric, best_is=self._config.best_end)
+        if progress.evaluations_without_better == config.patience:
+            self._recorder.note(
+                f"training ends: no better {config.best} than {progress.best} of step {progress.best_step} in "
+                f"{config.patience} evaluations"
+            )
+        if is_best and self._config.checkpoint.keep_best:
+            self.save(progress.step, gather_state(), blocking=False, metric=metric)
+
+    def go_back(self, at_most: int) -> tuple[int, dict[str, Any]] | None:
+        """Restore as ``load_newest`` does, from a step no later than ``at_most``, and delete later checkpoints.
+
+        Raises:
+            NonFiniteLossError: on every rank, if the last step's gradients were not finite, and that is to stop a run.
+        """
+        self._settle()  # else the next step would be told of gradients that this takes back
+        found = self.load_newest(at_most)
+        if found is not None and self.checkpointer is not None:
+            if self.averager is not None:
+                self.averager.are_alike = True
+            for step in self.checkpointer.delete_after(found[0]):
+                self._recorder.note(f"the checkpoint of step {step} is deleted: training goes back before it")
+        return found
+
+    def save_again(self, step: int, state: dict[str, Any]) -> None:
+        """Save the step that was loaded last with another ``state``, behind training; its metric stays."""
+        if self.checkpointer is not None:
+            self.save(step, state, blocking=False, metric=self.checkpointer.loaded_metric(), again=True)
+
+    def load_newest(self, at_most: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Restore weights, optimizer and compression from the newest checkpoint; returns its step and state, if any."""
+        if self.checkpointer is None:
+            return None
+        self._stopwatch.enter("resume")
+        found = self.checkpointer.load_newest(
+            self._parallel.inner,
+            self._optimizer,
+            at_most=at_most,
+            averages=None if self.ema is None else self.ema.named(),
+        )
+        self.note()
+        for step, damage in self.checkpointer.passed_over.items():
+            self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
+        if found is not None:
+            for change in self.checkpointer.changed_settings:
+                self._recorder.note(change)
+            self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])
+            self._load_ema(self.checkpointer, found[1])
+        return found
+
+    def settle_weights(self, *, resumed: bool) -> None:
+        """Load the weights that a new run starts with, if it has such; all weights then have values. A collective.
+
+        Raises:
+            CheckpointError: they cannot be read, or do not fit the model.
+            TrainerConfigError: the model was built on the meta device, and something of it would stay unwritten.
+        """
+        materialiser, source = self._parallel.materialiser, self._config.init_from
+        if resumed:
+            if materialiser.is_needed:
+                materialiser.loaded(frozenset(get_model_state_dict(self._parallel.inner)))
+            if source is not None:
+                self._recorder.note(f"init_from={source!r} is ignored: the run resumes from its own checkpoint")
+        elif source is not None:
+            config = self._config.warm_start
+            found = load_weights(
+                self._parallel.inner, source, config, self._parallel.world, entered=self._stopwatch.enter
+            )
+            materialiser.loaded(found.loaded)
+            self._recorder.note(found.describe())
+        materialiser.refuse()
+        if self.ema is not None and not resumed:
+            self.ema.begin()
+
+    def _load_ema(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
+        """Continue the moving average; what the checkpoint has none of starts from the weights, and that is noted."""
+        if self.ema is None:
+            if "ema" in state:
+                self._recorder.note("the checkpoint's average of the weights is dropped; set ema.decay to keep it")
+            return
+        self.ema.begin()
+        lacking, alone = checkpointer.load_averages(self.ema.named())
+        if "ema" in state:
+            self.ema.load_state_dict(state["ema"])
+        if lacking:
+            what = f"for {_some(lacking)}" if "ema" in state else "of the weights"
+            self._recorder.note(f"the checkpoint has no average {what}: it starts from the checkpoint's weights")
+        if alone:
+            self._recorder.note(f"the checkpoint's average is dropped for what is not trained now: {_some(alone)}")
+
+    def finish(self, step: int, state: dict[str, Any], *, stopped: bool) -> None:
+        """Leave all ranks with one model, save it, and export it where that is asked for."""
+        self._settle()
+        if stopped and self.checkpointer is None:
+            self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
+        if self.averager is not None and not self.averager.are_alike:
+            self.averager.average_all()
+        self._parallel.agree_on_buffers()
+        self.save(step, state, blocking=True)
+        if self.checkpointer is None:
+            return
+        if self._config.export is not None and self._parallel.world.is_first:
+            path = Path(self._config.output_dir) / self._config.export
+            newest = self.checkpointer.name_of(step)
+            export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
+        if stopped:
+            self._recorder.note(f"asked to stop: saved after step {step}")
+
+    def note(self) -> None:
+        """Hand the checkpointer's notes to the observers."""
+        for note in self.checkpointer.take_notes() if self.checkpointer is not None else ():
+            self._recorder.note(note)
+
+    def close(self) -> None:
+        """Finish the save under way; closing twice is allowed."""
+        with ExitStack() as stack:
+            if self.averager is not None:
+                stack.callback(self.averager.close)
+            if self.checkpointer is not None:
+                stack.callback(self.checkpointer.close)
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"

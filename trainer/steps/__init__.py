@@ -1,0 +1,1 @@
+"""One step: its loss, gradients and update, and the microbatches that it is made of."""

@@ -1,0 +1,168 @@
+"""Whether all ranks train alike: with other options or settings one of them would train another model, or hang."""
+
+from __future__ import annotations
+
+import numbers
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import TrainerConfigError, TrainerError
+from ..ranks.world import World
+
+_BITS = 20  # squares, added over all ranks, stay exact in float64
+_ROUNDING = 1e-3  # of a weight's norm: kernels of different devices round differently, and that adds up
+_LEAST = 1e-6
+# Those that no optimizer sets itself.
+_SETTINGS = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "rho")
+
+_requires_grad = attrgetter("requires_grad")
+
+_OPTIONS = (
+    *("steps", "epochs", "shares", "shares_every", "average_every", "node_average_every", "step", "schedule"),
+    *("precision", "parallel", "compression", "ema", "spike", "evaluate", "checkpoint", "warm_start"),
+)
+_OWN_OPTIONS = ("checkpoint.folder",)  # which nodes may mount elsewhere
+
+
+def agree_on_options(config: Any, evaluates: bool, world: World) -> None:
+    """See that all ranks have those options of ``config``, a dataclass of such, that decide what they do together.
+
+    ``evaluates`` is whether there is an evaluation. A collective.
+
+    Raises:
+        TrainerConfigError: on every rank, if they differ; names the first.
+    """
+    if world.world_size == 1:
+        return
+    own = {name: value for key in _OPTIONS for name, value in _flatten(key, getattr(config, key))}
+    own["evaluation"] = "one" if evaluates else None
+    own["init_from"] = None if config.init_from is None else "given"  # paths may differ between nodes
+    everywhere: list[dict[str, Any]] = [{}] * world.world_size
+    dist.all_gather_object(everywhere, own)
+    for rank, its in enumerate(everywhere):
+        for name, value in everywhere[0].items():
+            if its.get(name) != value:
+                raise TrainerConfigError(
+                    f"{name} is {value!r} on rank 0 and {its.get(name)!r} on rank {rank}, and ranks train together; "
+                    "give all of them the same"
+                )
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not is_dataclass(value):
+        yield name, value
+        return
+    for one in fields(value):
+        if (key := f"{name}.{one.name}") not in _OWN_OPTIONS:
+            yield from _flatten(key, getattr(value, one.name))
+
+
+class Settings:
+    """What ``optimizer`` does with gradients, group by group, and which parameters it trains; holds no state.
+
+    Settings that are tensors are not looked at.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        self._optimizer = optimizer
+        self._world = world
+
+    def mark(self) -> int:
+        """A number of 20 bits that is equal on ranks whose settings are, and hardly on others; 0 for a rank alone."""
+        if self._world.world_size == 1:
+            return 0
+        given, trained = array("d"), bytearray()
+        others: list[Any] = [type(self._optimizer).__name__]
+        for group in self._optimizer.param_groups:  # there may be one for each parameter
+            for value in map(_plain, map(group.get, _SETTINGS)):
+                if type(value) is float:
+                    given.append(value)
+                elif value is not None and not _has_tensor(value):
+                    others.append(value)
+            given.append(len(group["params"]))
+            trained.extend(map(_requires_grad, group["params"]))
+        mark = zlib.crc32(trained, zlib.crc32(given.tobytes(), zlib.crc32(repr(others).encode())))
+        return mark & ((1 << _BITS) - 1)
+
+    def check(self, total: float, total_of_squares: float) -> None:
+        """Compare the ranks' marks, by their sum over all ranks and that of their squares; a collective if they differ.
+
+        Raises:
+            TrainerError: on every rank, if they differ: then the squares add up to more than equals would.
+        """
+        if total_of_squares * self._world.world_size == total * total:
+            return
+        everywhere: list[list[dict[str, Any]]] = [[] for _ in range(self._world.world_size)]
+        dist.all_gather_object(everywhere, self._describe())
+        raise TrainerError(
+            f"the ranks would train other models, and no weight was changed: {_first_difference(everywhere)}. Make "
+            "the optimizer alike on all ranks; an observer, which is on rank 0 alone, must not change it"
+        )
+
+    def _describe(self) -> list[dict[str, Any]]:
+        return [
+            {"class": type(self._optimizer).__name__}
+            | {name: _plain(group[name]) for name in _SETTINGS if name in group and not _has_tensor(group[name])}
+            | {
+                "parameters": len(group["params"]),
+                "frozen parameters": [number for number, one in enumerate(group["params"]) if not one.requires_grad],
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+
+@torch.no_grad()
+def refuse_unlike_weights(model: nn.Module, world: World) -> None:
+    """See that trained weights, which all ranks hold whole, have the same norms on all of them; a collective.
+
+    Raises:
+        TrainerError: on every rank, if one differs by more than rounding explains.
+    """
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad and one.numel()]
+    if world.world_size == 1 or not named:
+        return
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm([one.detach() for _, one in named], 2.0)])
+    ends = torch.cat((norms, -norms)).to(world.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    largest, least = ends[: len(named)].tolist(), ends[len(named) :].neg().tolist()
+    for (name, _), high, low in zip(named, largest, least, strict=True):
+        if high - low > _ROUNDING * high + _LEAST:
+            raise TrainerError(
+                f"the ranks train different models: the norm of {name} is {high:.6g} on one rank and {low:.6g} on "
+                "another. Was a weight changed by an observer, which is on rank 0 alone, or by a function that does "
+                "otherwise on each rank? Change weights on all ranks alike; the checkpoints before this step stay"
+            )
+
+
+def _first_difference(everywhere: list[list[dict[str, Any]]]) -> str:
+    first = everywhere[0]
+    for rank, groups in enumerate(everywhere):
+        for number, (ours, theirs) in enumerate(zip(first, groups, strict=False)):
+            for name in {**ours, **theirs}:
+                if ours.get(name) != theirs.get(name):
+                    found = f"{ours.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}"
+                    return f"{name!r} of the optimizer's group {number} is {found}"
+    return f"the optimizers have {[len(groups) for groups in everywhere]} groups"
+
+
+def _has_tensor(value: object) -> bool:
+    several = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(one, Tensor) for one in several)
+
+
+def _plain(value: Any) -> Any:
+    """The value as all ranks spell it: 0 is 0.0, and a list of numbers a tuple."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, numbers.Real) else value

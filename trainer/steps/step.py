@@ -1,0 +1,341 @@
+"""One update: forward and backward over the microbatches, exact normalisation, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..computing import ComputeClock
+from ..data.batches import count_rows
+from ..errors import NonFiniteLossError, TrainerError
+from ..options import check_choice, check_range
+from ..parallel.buffers import BufferCopies
+from ..parallel.known import KnownParameters
+from ..parallel.limits import named_if_it_fails
+from ..parallel.model import ParallelModel
+from ..parallel.precision import LossScaler, PrecisionConfig, compute_context
+from .alike import Settings
+from .finite import NonFinitePolicy
+from .gradients import Gradients
+from .loss import LossFunction, check_count, check_loss
+from .totals import Reading, StepTotals, Totals
+
+# fp16's loss scale starts at 2**16 and halves at each overflow; gradients that overflow even here are not finite.
+_LEAST_LOSS_SCALE = 2.0**-24
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+Outcome = Literal["updated", "overflow", "non-finite", "empty"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What one update consists of."""
+
+    accumulate: int = 1
+    """Batches of the loader, on each rank, in one update."""
+
+    microbatch: int | None = None
+    """Most rows of a microbatch: larger batches are cut, and their gradients added up; none: batches are not cut."""
+
+    adaptive_batch: bool = False
+    """Find the largest microbatch, of microbatch rows at most, that fits the device's memory, before the first step."""
+
+    clip_norm: float | None = None
+    """Largest global norm of the gradients."""
+
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Stop at a loss or gradient that is NaN or infinite, skip the update, or rewind as for a loss spike."""
+
+    max_skipped: int = 10
+    """With on_nan=skip or rewind, stop after more skipped updates than this."""
+
+    def __post_init__(self) -> None:
+        check_range("step.accumulate", self.accumulate, low=1)
+        check_range("step.microbatch", self.microbatch, low=1)
+        check_range("step.clip_norm", self.clip_norm, low=0.0, above=True)
+        check_choice("step.on_nan", self.on_nan, ("stop", "skip", "rewind"))
+        check_range("step.max_skipped", self.max_skipped, low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, the same on every rank: mean loss over ``count`` samples or tokens of ``rows`` rows.
+
+    ``gradient_norm`` is that of the mean's gradient before clipping: a 0-dim tensor where nothing has waited for it
+    yet, None where no update was tried.
+    """
+
+    loss: float
+    count: float
+    rows: int
+    gradient_norm: float | torch.Tensor | None
+    outcome: Outcome
+    stop_requested: bool
+    trace_requested: bool = False
+
+
+class StepRunner:
+    """Runs steps of one model; its state is the last global count, the skipped steps so far, the loss scale, and the
+    flag of the step before where that is not read yet.
+
+    The loss is a sum; the update uses the gradient of its mean over all ranks and microbatches. The global count is
+    known only after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is
+    the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
+    Batches of equal counts, the common case, need no correction. Ranks that exchange no gradients each use their own
+    mean.
+
+    On CUDA a step waits once, for the sums of its forwards, while its backward is under way; the device never runs dry.
+    Whether gradients are finite is known after that: with ``on_nan="stop"`` it is told with the next step's sums, and
+    ``settle`` asks for it. Skipping needs to know before the update, and so do fp16's scaler and gradients that this
+    rank lacks; they wait for the device. ``reads_late`` is for tests. ``is_saved`` is whether checkpoints are kept.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        config: StepConfig,
+        precision: PrecisionConfig,
+        phase: Phase,
+        clock: ComputeClock | None = None,
+        reads_late: bool | None = None,
+        is_saved: bool = False,
+    ) -> None:
+        self._parallel = parallel
+        self._world = parallel.world
+        self._optimizer = optimizer
+        self._loss = loss
+        self._config = config
+        self._precision = precision
+        self._phase = phase
+        self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
+        self._scaler = LossScaler(precision, self._world)
+        self._gradients = Gradients(parallel, optimizer)
+        self._settings = Settings(optimizer, self._world)
+        whole = {} if parallel.usage is None else parallel.usage.whole
+        self._known = KnownParameters(parallel.inner, whole, is_saved=is_saved)
+        on_cuda = self._world.device.type == "cuda"
+        can_read_late = config.on_nan == "stop" and not self._scaler.is_enabled()
+        self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
+        self._unread: tuple[int, torch.Tensor] | None = None  # the step before, and whether its gradients are bad
+        self._expected_count: float | None = None
+        self._policy = NonFinitePolicy(self._world, may_skip=config.on_nan != "stop", max_skipped=config.max_skipped)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current factor on the loss for fp16; None otherwise."""
+        return float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
+
+    @property
+    def last_problem(self) -> str:
+        """In words, what was not finite in the step that was skipped last."""
+        return self._policy.last_problem
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON, and the same for any number of ranks."""
+        return {
+            "expected_count": self._expected_count,
+            "skipped": self._policy.skipped,
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._expected_count = state["expected_count"]
+        self._policy.skipped = state["skipped"]
+        if self._scaler.is_enabled() and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def run(
+        self,
+        step: int,
+        microbatches: Sequence[Any],
+        *,
+        stop_requested: bool = False,
+        trace_requested: bool = False,
+        epoch: int = 0,
+    ) -> StepResult:
+        """Forward and backward of this rank's microbatches, then the update; a collective over all ranks.
+
+        ``epoch`` is that of the microbatches.
+
+        A step that is skipped leaves no trace: weights, optimizer, buffers and the expected count are as before it.
+
+        Raises:
+            NonFiniteLossError: on every rank alike, before the weights are touched.
+            TrainerError: the same, where the ranks are in different epochs, or their optimizers have other settings.
+            TrainerConfigError: the model has got other parameters.
+        """
+        with self._phase("forward"):
+            self._known.check()
+            self._parallel.begin_step()
+        buffers, expected_before = self._copy_buffers(), self._expected_count
+        sums, own, reading = StepTotals(self._world), None, None
+        losses: list[torch.Tensor] = []
+        for index, batch in enumerate(microbatches):
+            last = index == len(microbatches) - 1
+            with self._parallel.exchange_when(last=last):
+                with self._phase("forward"), self._parallel.watched_forward(), self._computing():
+                    loss_sum, count = self._forward(batch)
+                losses.append(loss_sum.detach())
+                sums.add(losses[-1], count, count_rows(batch))
+                if self._expected_count is None:
+                    self._expected_count = self._expect(sums.own_count()) * len(microbatches)
+                if last:
+                    own = Reading(sums.own_count()) if self._trains_alone else None
+                    reading = sums.exchange(
+                        stop=stop_requested,
+                        trace=trace_requested,
+                        order=self._parallel.order_marks(),
+                        epoch=epoch,
+                        settings=self._settings.mark(),
+                        late=None if self._unread is None else self._unread[1],
+                    )
+                with self._phase("backward"), self._parallel.watched_backward(), self._computing():
+                    scale = self._world.world_size / self._expected_count
+                    self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        self._parallel.check_gradients()
+        assert reading is not None, "there was a microbatch"
+        assert self._expected_count is not None, "there was a microbatch"
+        with self._phase("reduce"):
+            totals = Totals(*reading.wait())
+        unread, self._unread = self._unread, None
+        if totals.late and unread is not None:
+            self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
+        self._parallel.check_order(totals.order, totals.order_squares)
+        self._settings.check(totals.settings, totals.settings_squares)
+        check_count(totals.count, f"step {step}: the ranks' loss functions together returned")
+        if totals.epoch_squares * self._world.world_size != totals.epoch * totals.epoch:
+            self._refuse_epochs(step, epoch)
+        norm: float | torch.Tensor | None = None
+        outcome: Outcome
+        if not math.isfinite(totals.loss):
+            self._policy.meet_losses(step, microbatches, losses)
+            outcome = "non-finite"
+        elif not totals.count:
+            outcome = "empty"
+        else:
+            with self._phase("optimizer"):
+                right = totals.count if own is None else own.wait()[0] * self._world.world_size
+                followed = [totals.loss] if own is None else losses
+                outcome, norm = self._update(step, self._expected_count / right if right else 1.0, followed)
+            self._expected_count = totals.count
+        if outcome == "non-finite":
+            self._expected_count = expected_before
+            if buffers is not None:
+                buffers.restore()
+        self._gradients.clear()
+        return StepResult(
+            loss=totals.loss / totals.count if totals.count else math.nan,
+            count=totals.count,
+            rows=int(totals.rows),
+            gradient_norm=norm,
+            outcome=outcome,
+            stop_requested=totals.stop > 0,
+            trace_requested=totals.trace > 0,
+        )
+
+    def settle(self) -> None:
+        """Wait until it is known whether the last step's gradients were finite; a collective.
+
+        To be called before the weights are evaluated, saved or handed back.
+
+        Raises:
+            NonFiniteLossError: on every rank, if they were not.
+            TrainerConfigError: the model has got other parameters.
+        """
+        self._known.check()
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        step, bad = unread
+        if self._world.world_size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bad.item():
+            self._policy.refuse_late(step, self._parallel.inner.named_parameters())
+
+    def _refuse_epochs(self, step: int, epoch: int) -> NoReturn:
+        """Name the ranks' epochs; a collective."""
+        epochs = [0] * self._world.world_size
+        dist.all_gather_object(epochs, epoch)
+        raise TrainerError(
+            f"step {step}: ranks 0 to {self._world.world_size - 1} are in epochs {epochs}, and no weight was changed: "
+            "the loaders of those that are ahead gave fewer batches than len(loader) says; give every rank as many, or "
+            "take the length away, so that an epoch ends on all ranks with the first of them"
+        )
+
+    def _copy_buffers(self) -> BufferCopies | None:
+        """Copies of the buffers, where a step may be skipped: a batch norm has then seen what is not finite."""
+        return None if self._config.on_nan == "stop" else BufferCopies(self._parallel.inner)
+
+    def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+        with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
+            return check_loss(self._loss(self._parallel.module, batch))
+
+    def _expect(self, count: torch.Tensor) -> float:
+        known = count.clone()
+        if self._world.world_size > 1:
+            dist.all_reduce(known)
+        return max(1.0, float(known))
+
+    def _update(
+        self, step: int, correction: float, losses: Sequence[torch.Tensor | float]
+    ) -> tuple[Outcome, float | torch.Tensor | None]:
+        """Correct, clip and use the gradients, if they are finite as far as that is known."""
+        if self._scaler.is_enabled():
+            self._scaler.unscale_(self._optimizer)
+        measured = self._gradients.measure(losses)
+        if measured.used is not None:
+            self._parallel.drop_unused(measured.used.tolist())
+        norm: float | torch.Tensor = measured.norm if correction == 1.0 else measured.norm * correction
+        if self._reads_late:
+            self._unread = (step, (~measured.norm.isfinite()).double())
+        else:
+            norm = float(norm)
+            if not self._scaler.is_enabled() and self._is_bad(norm):
+                self._policy.meet_gradients(step, self._gradients.named())
+                return "non-finite", norm
+        measured.scale(self._factor(norm, correction))
+        with named_if_it_fails(self._optimizer, self._parallel.config.zero):
+            is_updated = self._scaler.step_and_update(self._optimizer)
+        if is_updated:
+            return "updated", norm
+        if self._scaler.get_scale() < _LEAST_LOSS_SCALE:
+            raise NonFiniteLossError(
+                f"step {step}: gradients overflow even at a loss scale of {self._scaler.get_scale():.1e}, so they are "
+                "not finite at any scale; look for a division by zero or a root of zero in the model, or use "
+                "precision.dtype='bf16'"
+            )
+        return "overflow", norm
+
+    @property
+    def _trains_alone(self) -> bool:
+        """Whether there are other ranks, and this one exchanges no gradients with them."""
+        return self._world.world_size > 1 and not self._parallel.exchanges
+
+    def _is_bad(self, norm: float) -> bool:
+        """Whether the gradients' norm is not finite on any rank: one norm for all, but where ranks exchange none."""
+        bad = not math.isfinite(norm)
+        if not self._trains_alone:
+            return bad
+        flag = torch.tensor([float(bad)], device=self._world.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _factor(self, norm: float | torch.Tensor, correction: float) -> float | torch.Tensor:
+        """What makes the gradients that of the mean, no longer than ``clip_norm``."""
+        limit = self._config.clip_norm
+        if limit is None:
+            return correction
+        if isinstance(norm, float):
+            return correction * min(1.0, limit / (norm + 1e-6))
+        clipped = correction * (limit / (norm + 1e-6)).clamp(max=1.0)
+        # Zero leaves only those weights not finite whose gradients were not: these are named.
+        return torch.where(norm.isfinite(), clipped, 0.0)

@@ -1,0 +1,137 @@
+"""What the ranks add up in a step, and a way for it to the host that waits for nothing that was queued after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ranks.world import World
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all ranks and microbatches of one step."""
+
+    loss: float
+    count: float
+    rows: float
+    stop: float
+    trace: float
+    order: float
+    order_squares: float
+    epoch: float
+    epoch_squares: float
+    settings: float
+    settings_squares: float
+    late: float
+    """Ranks whose gradients of the step before were not finite, where that was not read in time."""
+
+
+_NAMES = tuple(one.name for one in fields(Totals))
+
+
+class StepTotals:
+    """Adds up a step's numbers in float64; each step has its own.
+
+    A device's tensors are added there, and nothing waits for them; numbers, and the CPU's tensors, on the host. Losses
+    that are not finite make the sum of losses so.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._on_host = dict.fromkeys(_NAMES, 0.0)
+        self._on_device: Tensor | None = None
+        self._by_name: dict[str, Tensor] = {}
+        if world.device.type != "cpu":
+            self._on_device = torch.zeros(len(_NAMES), dtype=torch.float64, device=world.device)
+            self._by_name = dict(zip(_NAMES, self._on_device.unbind(), strict=True))
+
+    def add(self, loss: Tensor, count: Tensor | float, rows: Tensor | int) -> None:
+        """Add a microbatch: the sum of its losses, their count, and its rows."""
+        for name, amount in (("loss", loss), ("count", count), ("rows", rows)):
+            self._add(name, amount)
+
+    def own_count(self) -> Tensor:
+        """This rank's count so far, of no dimension."""
+        return self._collect()[_NAMES.index("count")].clone()
+
+    def exchange(
+        self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, settings: int, late: Tensor | None
+    ) -> Reading:
+        """Add what a step has once, then add up over all ranks, while the caller goes on."""
+        once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
+        once |= {"epoch": epoch, "epoch_squares": epoch * epoch}
+        once |= {"settings": settings, "settings_squares": settings * settings}
+        for name, amount in once.items():
+            self._add(name, amount)
+        if late is not None:
+            self._add("late", late)
+        values = self._collect()
+        work = dist.all_reduce(values, async_op=True) if self._world.world_size > 1 else None
+        return Reading(values, work)
+
+    def _add(self, name: str, amount: Tensor | float) -> None:
+        if isinstance(amount, Tensor) and (amount.ndim or amount.requires_grad):
+            amount = amount.detach().reshape(())  # one number of whatever shape, as the host takes it
+        if isinstance(amount, Tensor) and self._by_name:
+            self._by_name[name].add_(amount)
+        else:
+            self._on_host[name] += float(amount)
+
+    def _collect(self) -> Tensor:
+        """(names,) float64 on the world's device: all that was added."""
+        if self._on_device is None:
+            return torch.tensor(list(self._on_host.values()), dtype=torch.float64)
+        for name, amount in self._on_host.items():
+            if amount:  # a number as an argument is not copied to the device as a tensor would be
+                self._by_name[name].add_(amount)
+                self._on_host[name] = 0.0
+        return self._on_device
+
+
+class Reading:
+    """Values on their way to the host: they are copied on a stream of their own, after ``work`` and nothing else.
+
+    So a backward that was queued meanwhile goes on while the host waits, and the device does not run dry.
+    """
+
+    def __init__(self, values: Tensor, work: dist.Work | None = None) -> None:
+        self._values, self._work = values, work
+        self._copied: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._begin_copy()
+
+    def wait(self) -> list[float]:
+        """The values, once they are known."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        found: list[float] = self._values.reshape(-1).tolist()
+        return found
+
+    def _begin_copy(self) -> None:
+        device = self._values.device
+        made_on, own = torch.cuda.current_stream(device), _reading_stream(device)
+        own.wait_stream(made_on)
+        with torch.cuda.stream(own):
+            if self._work is not None:
+                self._work.wait()  # for NCCL this makes the stream wait, not the host
+            host = torch.empty_like(self._values, device="cpu", pin_memory=True)
+            host.copy_(self._values, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        self._values.record_stream(own)
+        self._values = host
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
