@@ -10,6 +10,7 @@ import torch
 
 from ..columns import AnyArray
 
+_LISTED = {bytes, str}  # values that no tensor holds
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
@@ -35,6 +36,8 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     if not values:
         return []
     kinds = set(map(type, values))
+    if kinds <= _LISTED:
+        return list(values)
     if kinds == {bool}:
         return torch.tensor(values, dtype=torch.bool)
     if kinds == {int} and min(values) >= _INT64_MIN and max(values) <= _INT64_MAX:
