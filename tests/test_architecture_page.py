@@ -43,6 +43,14 @@ def test_the_list_of_folders_fits_a_page() -> None:
     assert [line for line in ARCHITECTURE.split("```")[1].splitlines() if len(line) > 120] == []
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    """By its path from the root or, in the table of what the trainer promises, from its tests."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    named = [(page.name, name) for page in pages for name in re.findall(r"`([\w./]*test_\w+\.py)`", page.read_text())]
+    assert len(named) > 40
+    assert [name for name in named if not any((ROOT / base / name[1]).exists() for base in ("", "tests/trainer"))] == []
+
+
 def test_every_file_that_the_architecture_names_is_there() -> None:
     paths = [path for room in (*ROOMS, "tests", "docs") for path in (ROOT / room).rglob("*.*")]
     there = {f"/{path.relative_to(ROOT)}" for path in (*paths, *ROOT.glob("*.*"))}
