@@ -53,7 +53,7 @@ def workers_of(pid: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"worker_main" in (path.parent / "cmdline").read_bytes():
+            if parent == pid and b"workers.main" in (path.parent / "cmdline").read_bytes():
                 found.append(int(path.parent.name))
     return sorted(found)
 

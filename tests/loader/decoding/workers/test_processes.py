@@ -65,7 +65,7 @@ def children() -> list[int]:
 
 def is_worker(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
-        return b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
@@ -304,8 +304,8 @@ def test_workers_that_ignore_signals_end_with_their_killed_parent(tars, tmp_path
 
 
 def test_a_worker_ends_without_a_warning_where_warnings_are_shown():
-    program = "import socket; from penstock.loader.decoding import worker_main; "
-    program += "ours, theirs = socket.socketpair(); ours.close(); worker_main.main(theirs.detach())"
+    program = "import socket; from penstock.loader.decoding.workers.main import main; "
+    program += "ours, theirs = socket.socketpair(); ours.close(); main(theirs.detach())"
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""
