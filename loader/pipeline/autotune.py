@@ -167,7 +167,8 @@ def step(state: State, measured: Measured, bounds: Bounds) -> State:
         if not back.is_settled:
             return replace(state, taken_back=replace(back, is_settled=True))
         state = replace(state, taken_back=None)
-        if measured.waited >= MUCH and back.trial.seen >= (1 + GAIN) * getattr(measured, back.trial.rate_name):
+        now = getattr(measured, back.trial.rate_name)
+        if measured.waited >= MUCH and back.trial.seen > now and back.trial.seen >= (1 + GAIN) * now:
             return _try_again(state, back, measured)
     if measured.waited <= LITTLE:
         return _keeps_up(state, measured, bounds)

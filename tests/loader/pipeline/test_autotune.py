@@ -193,6 +193,16 @@ def test_a_change_that_others_hid_is_tried_again() -> None:
     assert threads[:8] == [4, 4, 4, 2, 2, 4, 4, 8]
 
 
+def test_where_nothing_comes_at_all_with_a_change_and_without_it_nothing_is_concluded() -> None:
+    plant = Plant(consumer=1000, latency_s=0.02, bytes_per_s=1e9, decode_s=0.001, assemble=50)
+    state = run(plant, 1)[-1]
+    assert state.trial is not None
+    cut_off = replace(plant.measure(state.settings), fetched_bytes_per_s=0.0, decoded_rows_per_s=0.0, batches_per_s=0.0)
+    for _ in range(20):
+        state = step(state, cut_off, BOUNDS)
+    assert within(state.settings, BOUNDS)
+
+
 def test_threads_given_back_too_early_return_at_once() -> None:
     state = State(settings=replace(WORST, decode_threads=8, fetch_threads=4, read_ahead_bytes=MOST.read_ahead_bytes))
     slow = Plant(consumer=10, latency_s=0.001, bytes_per_s=1e9, decode_s=0.1, assemble=1000)
