@@ -28,7 +28,7 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}}
 # The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
 FLOORS = {
     "storage": (
-        {"errors", "store", "threads"},
+        {"errors", "store", "store_link", "threads"},
         {"checks", "hashing", "pages", "ranges"},
         {"files"},
         {"memory", "own_folder"},

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 from ...storage import PenstockError
+from ...storage.store_link import SILENT_S, is_cut_off, limit_silence, place_of
 from ...storage.threads.interruptible import Event, Thread
 from ..errors import DatasetError, FormatError, RankStoppedError
 
@@ -46,6 +47,7 @@ def join_exchange(identity: str) -> Exchange | None:
     if distributed.get_world_size() < 2:
         return None
     store = distributed.distributed_c10d._get_default_store()
+    limit_silence(store)
     digest = xxhash.xxh3_64_hexdigest(identity.encode())
     calls = _calls.setdefault(store, {})
     calls[digest] = calls.get(digest, 0) + 1
@@ -136,13 +138,27 @@ class Exchange:
 
     def _call(self, verb: str, name: str, *values: Any) -> Any:
         key = f"{self._namespace}/{name}"
-        try:
+        with translated(self._store):
             return getattr(self._store, verb)([key] if verb == "check" else key, *values)
-        except RuntimeError as exc:  # what torch raises for every failure of its stores
-            raise DatasetError(
-                "the key-value store of the process group does not answer: the process that hosts it "
-                f"(rank 0, or torchrun's agent) has probably ended ({str(exc).splitlines()[0]})"
-            ) from exc
+
+
+@contextmanager
+def translated(store: Any) -> Iterator[None]:
+    """Calls of a store, whose failures are DatasetErrors that say where it is and what is wrong with it."""
+    try:
+        yield
+    except RuntimeError as exc:  # what torch raises for every failure of its stores
+        place = place_of(store)
+        at = f", at {place}," if place else ""
+        why = (
+            f"its host (rank 0's, or the one of --rdzv-endpoint) has been silent for {SILENT_S:.0f} s: it is down, or "
+            "cut off from this one"
+            if is_cut_off(exc)
+            else "the process that hosts it (rank 0, or torchrun's agent) has probably ended"
+        )
+        raise DatasetError(
+            f"the key-value store of the process group{at} does not answer: {why} ({str(exc).splitlines()[0]})"
+        ) from exc
 
 
 class _Watch:

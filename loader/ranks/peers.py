@@ -8,6 +8,7 @@ that is blocked in a collective cannot be woken by us, but its log names the fir
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -21,11 +22,13 @@ from dataclasses import asdict, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
+from ...storage.store_link import SILENT_S, clone_store, is_cut_off, place_of
 from ...storage.threads.interruptible import Condition, Thread
 from ..dataset.exchange import RemoteError
 from ..errors import RankStoppedError
 from .calls import Calls
 from .detect import is_torch_worker
+from .signs import Signs
 
 LOOK_S = 0.5
 RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds look less often
@@ -57,6 +60,14 @@ def join_peers(key: object, interrupt: Interrupt, calls: Calls | None = None) ->
             watch = _watches[os.getpid()] = PeerWatch(store)
             watch.join(key, interrupt, calls)
         return watch
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A process that ends well without closing its loaders is not missed by the others."""
+    watch = _watches.get(os.getpid())
+    if watch is not None:
+        watch.end()
 
 
 def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
@@ -107,6 +118,8 @@ class PeerWatch:
     def __init__(self, store: Any) -> None:
         self._group = weakref.ref(store)
         self._rank, world_size = _place()
+        self._signs = Signs(self._rank, world_size, time.monotonic())
+        self._at = place_of(store)
         self._look_s = max(LOOK_S, world_size / RANKS_A_SECOND)
         self._changed = Condition()
         self._members: dict[int, tuple[Interrupt, Calls | None]] = {}
@@ -131,11 +144,16 @@ class PeerWatch:
             return True
 
     def leave(self, key: object) -> None:
-        """End the thread with the last member; waits for it a moment, as a store that is gone may hold it."""
+        """End the thread with the last member."""
         with self._changed:
             self._members.pop(id(key), None)
             if self._members:
                 return
+        self.end()
+
+    def end(self) -> None:
+        """End the thread; waits for it a moment, as a store that is gone may hold it."""
+        with self._changed:
             thread, self._is_over = self._thread, True
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
@@ -193,8 +211,11 @@ class PeerWatch:
                 del group  # which would keep the store after its group
                 self._look(store, number, f"{_NAMESPACE}/{number}")
             store.add(f"{_NAMESPACE}/watching", -1)
-        except RuntimeError:
-            pass  # the store is gone, and with it the process group: nobody is left to tell or to hear of
+            self._signs.leave(store)
+        except RuntimeError as exc:
+            if is_cut_off(exc):
+                self._lose_store(exc)
+            # Else it is gone, and with it the process group: nobody is left to tell or to hear of.
         finally:
             with self._changed:
                 self._is_over = True
@@ -214,6 +235,9 @@ class PeerWatch:
         if self._own is not None:
             self._tell(store, incident)
         self._compare_calls(store, incident)
+        silence = self._signs.exchange(store, time.monotonic())
+        if silence is not None and self.pending is None and int(store.add(f"{incident}/claims", 1)) == 1:
+            store.set(f"{incident}/cause", json.dumps(asdict(silence)))
         with self._changed:
             if self.pending is not None:
                 for interrupt, _ in self._members.values():
@@ -227,6 +251,21 @@ class PeerWatch:
             error = calls.compare(store)
             if error is not None and int(store.add(f"{incident}/claims", 1)) == 1:
                 store.set(f"{incident}/cause", json.dumps(asdict(RemoteError.of(error, self._rank))))
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        """Who waits for a batch may wait for what other ranks tell, and who is in a collective is there in vain."""
+        lost = RankStoppedError(
+            0,
+            "Silence",
+            f"the key-value store of the process group, at {self._at}, has not been heard of for {SILENT_S:.0f} s: its "
+            "host (rank 0's, or the one of --rdzv-endpoint) is down or cut off from this one "
+            f"({str(error).splitlines()[0]})",
+        )
+        _LOG.error("%s", lost)
+        with self._changed:
+            self.pending = lost
+            for interrupt, _ in self._members.values():
+                interrupt(lost)
 
     def _note(self, number: int, cause: RemoteError) -> None:
         error = RankStoppedError(cause.rank, cause.kind, cause.text)
@@ -287,7 +326,4 @@ def _clone(store: Any) -> Any:
     """A connection of its own: the group's may be held for minutes by a thread that waits for a key."""
     if store is None:
         raise RuntimeError("the process group was destroyed")
-    try:
-        return store.clone()
-    except (RuntimeError, AttributeError):  # a store that has none
-        return store
+    return clone_store(store)

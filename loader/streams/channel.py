@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import xxhash
 
-from ..errors import ConfigError, DatasetError
+from ...storage.store_link import clone_store
+from ..dataset.exchange import translated
+from ..errors import ConfigError
 
 _made: Counter[str] = Counter()
 
@@ -52,7 +54,8 @@ class StoreChannel:
 
     def __init__(self, store: Any, prefix: str) -> None:
         # Another connection, where there is one a client: a barrier of the training's must not hold up ours.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        with translated(store):
+            self._store = clone_store(store)
         self._prefix = prefix
         self._lock = threading.Lock()
 
@@ -75,14 +78,8 @@ class StoreChannel:
         return f"{self._prefix}/{topic}/{name}"
 
     def _call(self, verb: str, *values: Any) -> Any:
-        try:
-            with self._lock:
-                return getattr(self._store, verb)(*values)
-        except RuntimeError as exc:  # what torch raises for every failure of its stores
-            raise DatasetError(
-                "the key-value store of the process group does not answer: the process that hosts it "
-                f"(rank 0, or torchrun's agent) has probably ended ({str(exc).splitlines()[0]})"
-            ) from exc
+        with translated(self._store), self._lock:
+            return getattr(self._store, verb)(*values)
 
 
 def number_loader(identity: str, world_size: int) -> str:

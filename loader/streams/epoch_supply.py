@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..columns import IntArray
+from ..errors import DatasetError
 from ..order.cursors import Cursors
 from ..order.plan import EpochPlan, Segments, Share
 from ..pipeline.assembler import Equipment
@@ -135,7 +137,8 @@ class EpochSupply:
         """Tell other ranks that this one does not go on, beyond what they know of its lanes. Called by any thread."""
         if error is self.ledger.raised:
             return  # they know
-        self.ledger.post_error(list(self.feeds.feeds), error)
+        with suppress(DatasetError):  # the store is gone, and this error is why, or says more than that
+            self.ledger.post_error(list(self.feeds.feeds), error)
 
     def wait(self, is_enough: Callable[[], bool], position: int) -> None:
         """Wait until other ranks have told enough of what comes before a position. Raises LoaderClosedError."""

@@ -197,6 +197,22 @@ def test_a_store_that_has_ended_is_said_so() -> None:
         raise AssertionError("unreachable")
 
 
+def test_a_store_whose_host_is_cut_off_is_said_so() -> None:
+    class LostStore:
+        host, port = "10.0.0.1", 29400
+
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Connection timed out\nframe #0")
+
+    with (
+        pytest.raises(
+            DatasetError, match=r"at 10\.0\.0\.1:29400, .* silent for 120 s: it is down, or cut off from this"
+        ),
+        Exchange(LostStore(), "t", 0),
+    ):
+        raise AssertionError("unreachable")
+
+
 def test_no_thread_is_left_after_an_exchange() -> None:
     with Exchange(dist.HashStore(), "t", 0):
         assert any(thread.name == "penstock-index-beat" for thread in threading.enumerate())

@@ -123,6 +123,37 @@ def test_an_error_that_another_rank_told_is_raised_once_and_names_rank_shard_and
     assert watching() == []
 
 
+@pytest.mark.slow
+def test_a_rank_that_falls_silent_stops_those_that_wait_for_their_batch_and_names_its_host(group, data, monkeypatch):
+    monkeypatch.setattr("penstock.loader.ranks.signs.SIGN_S", 0.25)
+    monkeypatch.setattr("penstock.loader.ranks.signs.SILENT_S", 2.0)
+    group.set("penstock/alive/1", "7 node-1")
+    with open_loader(data) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        wait_until(lambda: loader._resources.pipeline._out._interruption is not None)  # so whoever waits is woken
+        with pytest.raises(
+            RankStoppedError, match=r"rank 1 stopped: Silence: .* no sign of life for .* node-1, is down"
+        ):
+            next(iterator)
+    assert group.get("penstock/alive/0") == b"left"
+    assert watching() == []
+
+
+def test_a_store_whose_host_falls_silent_stops_who_waits_for_a_batch(group, data, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Connection timed out\nframe #0")
+
+    with open_loader(data) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        monkeypatch.setattr("penstock.loader.ranks.signs.Signs.exchange", fail)
+        wait_until(lambda: bool(loader._resources.peers.pending))
+        with pytest.raises(RankStoppedError, match=r"has not been heard of for 120 s: .*\(Connection timed out\)$"):
+            next(iterator)
+    assert watching() == []
+
+
 def test_an_error_of_another_rank_is_raised_by_one_of_a_process_loaders(group, data):
     with open_loader(data) as loader, open_loader(data) as other:
         iterators = [iter(loader), iter(other)]
