@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from ...storage.store_link import limit_silence
 from ..errors import WorldError
 from .rendezvous import agree_on_start
 
@@ -106,6 +107,7 @@ def _join(world: World, timeout_s: float) -> None:
     try:
         if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
             store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+            limit_silence(store)
             start = agree_on_start(store, rank, world_size, timeout_s=timeout_s)
             store = PrefixStore(f"penstock/{start}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -51,6 +51,10 @@ class Beat:
     """What a long phase has done so far, in any unit; while it grows, the phase counts as begun anew."""
     timeout_s: float
     sequence: int = 0
+    host: str = ""
+    """The name of its machine."""
+    has_store: bool = True
+    """Of rank 0: whether the key-value store is on its machine, and not on that of another torchrun agent."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -147,9 +151,17 @@ def _judge_overdue(
 
     last = min(beats, key=behind)
     if share[last] > VERDICT_AT:
-        return _sentence([rank for rank in beats if behind(rank) == behind(last)], sightings, now_s)
+        level = [rank for rank in beats if behind(rank) == behind(last)]
+        silent = [rank for rank in level if _is_silent(running[rank], now_s)]  # cut off: the others wait for these
+        return _sentence(silent or level, sightings, now_s)
     surely = [rank for rank in beats if share[rank] > _SURELY_AT]
     return _sentence([min(surely, key=behind)], sightings, now_s) if surely else None
+
+
+def _is_silent(sighting: Sighting, now_s: float) -> bool:
+    """Whether a rank's silence explains that others wait for it."""
+    beat = sighting.beat
+    return beat is not None and sighting.silent_s(now_s) > silence_limit_s(beat.timeout_s, broken=True)
 
 
 def describe(sighting: Sighting, now_s: float) -> str:
@@ -182,9 +194,10 @@ def _cause(rank: int, sighting: Sighting, now_s: float) -> str:
         return f"rank {rank} failed {doing}: {beat.error}"
     if beat.state is State.BROKEN_OFF:
         return f"a collective failed on rank {rank} {doing}: {beat.error}"
-    if sighting.silent_s(now_s) > silence_limit_s(beat.timeout_s, broken=True):
+    if _is_silent(sighting, now_s):
+        host = f", {beat.host}," if beat.host else ""
         return (
             f"rank {rank} has sent no heartbeat for {sighting.silent_s(now_s):.1f} s (its process is dead, stopped or "
-            f"starved), last seen {doing}"
+            f"starved, or its host{host} is down or cut off), last seen {doing}"
         )
     return f"rank {rank} is stalled {doing}"

@@ -9,7 +9,7 @@ obeys.
 from __future__ import annotations
 
 import faulthandler
-import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,8 +20,10 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from ...storage.store_link import is_here, place_of
 from ...storage.threads.interruptible import Event, Thread
 from ..errors import CheckpointTakenError, StallError, TrainerConfigError, WorldError
+from ..ranks.rendezvous import agree_on_start
 from ..ranks.world import World
 from .blame import is_of_a_collective
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
@@ -67,6 +69,7 @@ class Watchdog:
         self._report_folder = None if report_folder is None else Path(report_folder)
         self._tick_s = min(max(stall_timeout_s / _TICKS_PER_TIMEOUT, _TICK_S[0]), _TICK_S[1])
         now_s = time.monotonic()
+        self._host = socket.gethostname()
         self._beat = Beat(phase="start", timeout_s=stall_timeout_s)
         self._phase_began_s = now_s
         self._activity: tuple[int, Activity] | None = None  # of the phase with this count
@@ -84,14 +87,24 @@ class Watchdog:
         self._closing = Event()
         self._released = Event()  # nothing is left to guard
         self._wake = Event()
-        # A clone has a connection of its own, so that the main thread's use of the store cannot hold ours up.
-        connection = _get_default_store().clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
-        self._reads_many: bool = connection.has_extended_api()
-        self.store = PrefixStore(f"penstock-watchdog/{self._agree_on_name()}", connection)
-        self._talker = Thread(target=self._talk, name="penstock-watchdog-talk")
+        group_store = _get_default_store()
+        self._at = place_of(group_store)
+        self._has_store = is_here(group_store)
         self._guard = Thread(target=self._keep_guard, name="penstock-watchdog-guard")
+        self._talker = Thread(target=self._talk, name="penstock-watchdog-talk")
+        self._guard.start()  # first: what follows may block where the store's host is cut off
+        try:
+            # A clone has a connection of its own, so that the main thread's use of the store cannot hold ours up.
+            connection = group_store.clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
+            self._reads_many: bool = connection.has_extended_api()
+            self.store = PrefixStore(f"penstock-watchdog/{self._agree_on_name(connection)}", connection)
+        except BaseException:
+            self._released.set()
+            self._guard.join()
+            raise
+        now_s = time.monotonic()
+        self._sightings = {rank: Sighting(beat=None, changed_at_s=now_s) for rank in watched}
         self._talker.start()
-        self._guard.start()
 
     def phase(
         self,
@@ -173,11 +186,15 @@ class Watchdog:
         self._stopping.set()
         raise StallError(verdict)
 
-    def _agree_on_name(self) -> str:
+    def _agree_on_name(self, connection: Any) -> str:
         """Return a name for this watchdog's keys that no other one uses, the same on every rank."""
-        box = [secrets.token_hex(8) if self._world.rank == 0 else ""]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        store = PrefixStore("penstock-watchdog", connection)
+        rank, world_size = self._world.rank, self._world.world_size
+        timeout_s = connection.timeout.total_seconds()
+        return agree_on_start(store, rank, world_size, timeout_s=timeout_s, doing="make a trainer", heard=self._hear)
+
+    def _hear(self) -> None:
+        self._store_answered_s = time.monotonic()
 
     # What follows runs in the talking thread.
     def _talk(self) -> None:
@@ -199,7 +216,7 @@ class Watchdog:
         """Send this rank's beat, read the others', and judge: one or two round trips, a few hundred bytes per rank."""
         now_s = time.monotonic()
         self._notice_suspension(now_s)
-        beat = replace(self._own_beat(), sequence=sequence)
+        beat = replace(self._own_beat(), sequence=sequence, host=self._host, has_store=self._has_store)
         if beat.state is State.BROKEN_OFF:
             beat = replace(beat, broken_s=now_s - self._broke_at_s)
         self.store.set(f"beat/{self._world.rank}", beat.to_text())
@@ -295,8 +312,20 @@ class Watchdog:
             self._awake_at_s = self._resumed_at_s = now_s
 
     def _sentence_of_lost_store(self, what: str) -> str:
-        doing = describe(self._sightings[0], time.monotonic())
-        return f"the key-value store on rank 0's node {what}: rank 0 or its node is dead or stopped, last seen {doing}"
+        first = self._sightings[0]
+        doing = describe(first, time.monotonic())
+        at = f" at {self._at}" if self._at else ""
+        cut_off = "" if self._has_store else " or cut off from this one"
+        if first.beat is not None and not first.beat.has_store:
+            return (
+                f"the key-value store{at} {what}: its host, the one of --rdzv-endpoint, is dead, stopped{cut_off}; "
+                f"rank 0, on {first.beat.host}, was last seen {doing}"
+            )
+        node = f"its node ({first.beat.host})" if first.beat is not None and first.beat.host else "its node"
+        return (
+            f"the key-value store{at} on rank 0's node {what}: rank 0 or {node} is dead, stopped{cut_off}, "
+            f"last seen {doing}"
+        )
 
     def _carry_out(self, verdict: str) -> None:
         """Report, let the main thread stop by itself if it can, and otherwise end the process."""

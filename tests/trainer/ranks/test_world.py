@@ -63,6 +63,17 @@ def test_a_rank_that_waits_in_vain_says_for_whom() -> None:
             agree_on_start(dist.HashStore(), rank, 2, timeout_s=0.05)
 
 
+def test_the_first_rank_names_those_that_did_not_come() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as ranks:
+        there = ranks.submit(agree_on_start, store, 2, 4, timeout_s=4.0)
+        with pytest.raises(
+            WorldError, match=r"for the others to start \(not there: rank 1, 3\); are all nodes up and con"
+        ):
+            agree_on_start(store, 0, 4, timeout_s=2.0)
+        assert isinstance(there.exception(), WorldError)
+
+
 @pytest.mark.parametrize("changes", [{"rank": 4}, {"rank": -1}, {"local_rank": 2}, {"node_rank": 2}])
 def test_a_place_outside_the_world_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(WorldError, match="is not in"):

@@ -53,6 +53,17 @@ def test_ranks_that_all_wait_in_the_same_place_are_all_named() -> None:
     assert "rank 1 is stalled in collective" in sentence
 
 
+def test_of_ranks_in_the_same_place_one_that_is_cut_off_is_named_and_not_those_that_wait_for_it() -> None:
+    sentence = cause(
+        sight("backward", 7.5, details={"step": 4}, count=9),
+        sight("backward", 7.5, details={"step": 4}, count=9, silent_s=6.9, host="node-7"),
+    )
+    assert sentence is not None
+    assert sentence.startswith("rank 1 has sent no heartbeat for 6.9 s (its process is dead, stopped or starved, or ")
+    assert "or its host, node-7, is down or cut off), last seen in backward (step=4)" in sentence
+    assert "The others: rank 0 in backward" in sentence
+
+
 def test_a_phase_with_a_longer_timeout_also_holds_back_those_who_wait_for_it() -> None:
     assert cause(sight("backward", 9.9), sight("compile", 50.0, timeout_s=100.0)) is None
     sentence = cause(sight("backward", 71.0), sight("compile", 71.0, timeout_s=100.0))

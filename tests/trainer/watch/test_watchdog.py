@@ -21,6 +21,7 @@ from started_threads import started_threads
 from penstock.loader import RankStoppedError
 from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
 from penstock.trainer.watch.blame import is_of_a_collective
+from penstock.trainer.watch.heartbeat import Beat, Sighting
 from penstock.trainer.watch.watchdog import Watchdog
 
 STALL_TIMEOUT_S = 10.0
@@ -134,6 +135,37 @@ def test_a_killed_rank_ends_the_others_in_seconds_however_patient_they_are_with_
     assert time.monotonic() - began_s < 40.0  # 600 s is what a stall would have, and torchrun kills after 30
     for rank in (0, 2):
         assert _says_why(outcomes[rank], "rank 1 has sent no heartbeat|not been heard of"), outcomes[rank]
+
+
+def _stop_before_watching(world: World, folder: str) -> str:
+    if world.rank == 0:
+        Path(folder, "event").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2.0)
+    with Watchdog(world, STALL_TIMEOUT_S, report_folder=folder):
+        return "watched"
+
+
+def test_ranks_that_begin_to_watch_when_the_store_is_gone_end_in_time_and_say_so(tmp_path: Path) -> None:
+    outcomes = Ranks(_stop_before_watching, 3, str(tmp_path), host_in_rank0=True).join(120.0, expect={1, 2})
+    happened_at = float((tmp_path / "event").read_text())
+    for rank in (1, 2):
+        assert outcomes[rank].exit_code == EXIT_STALLED, outcomes[rank]
+        assert outcomes[rank].ended_at - happened_at < IN_TIME_S
+        assert "rank 0's node has not answered for" in _read_report(tmp_path, rank)
+
+
+def test_a_store_that_another_agent_hosts_is_not_taken_for_rank_0s() -> None:
+    watchdog = object.__new__(Watchdog)
+    watchdog._at, watchdog._has_store = "10.0.0.9:29400", False
+    for has_store, expected in ((True, "on rank 0's node is gone"), (False, "its host, the one of --rdzv-endpoint, ")):
+        beat = Beat(phase="forward", timeout_s=1.0, host="node-3", has_store=has_store)
+        watchdog._sightings = {0: Sighting(beat=beat, changed_at_s=time.monotonic())}
+        sentence = watchdog._sentence_of_lost_store("is gone")
+        assert expected in sentence
+        assert "at 10.0.0.9:29400" in sentence
+        assert "cut off from this one" in sentence
+        assert "node-3" in sentence
 
 
 def _says_why(outcome: Outcome, pattern: str) -> bool:
