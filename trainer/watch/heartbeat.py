@@ -175,6 +175,26 @@ def describe(sighting: Sighting, now_s: float) -> str:
     return f"in {beat.phase}{f' ({details})' if details else ''} for {sighting.in_phase_s(now_s):.1f} s"
 
 
+def describe_lost_store(first: Sighting, now_s: float, what: str, *, place: str, is_here: bool) -> str:
+    """That the key-value store is gone, or does not answer, as ``what`` says; ``first`` is the sighting of rank 0.
+
+    ``place`` is where the store is; ``is_here``: on this rank's own machine, which is not cut off from it.
+    """
+    doing, at = describe(first, now_s), f" at {place}" if place else ""
+    cut_off = "" if is_here else " or cut off from this one"
+    host = first.beat.host if first.beat is not None else ""
+    if first.beat is not None and not first.beat.has_store:
+        return (
+            f"the key-value store{at} {what}: its host, the one of --rdzv-endpoint, is dead or stopped{cut_off}; "
+            f"rank 0, on {host}, was last seen {doing}"
+        )
+    node = f"its node ({host})" if host else "its node"
+    return (
+        f"the key-value store{at} on rank 0's node {what}: rank 0 or {node} is dead or stopped{cut_off}, "
+        f"last seen {doing}"
+    )
+
+
 def _sentence(culprits: Sequence[int], sightings: Mapping[int, Sighting], now_s: float) -> str:
     causes = [_cause(rank, sightings[rank], now_s) for rank in culprits[:_NAMED_OTHERS]]
     if len(culprits) > _NAMED_OTHERS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -13,6 +15,22 @@ def tell(text: str) -> None:
     with suppress(OSError, ValueError):  # ValueError: it is closed
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def write_report(text: str, doing: str, folder: Path | None, rank: int) -> None:
+    """Tell, and write the same with what this rank is ``doing`` and its stacks to the folder, if there is one."""
+    tell(text)
+    if folder is None:
+        return
+    path = folder / f"stall-rank-{rank}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.write(f"{text}This rank: {doing}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+    except OSError as exc:
+        tell(f"the report could not be written to {path}: {exc}\n")
 
 
 def end_process(code: int) -> NoReturn:

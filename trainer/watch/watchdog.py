@@ -8,7 +8,6 @@ obeys.
 
 from __future__ import annotations
 
-import faulthandler
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -26,8 +25,8 @@ from ..errors import CheckpointTakenError, StallError, TrainerConfigError, World
 from ..ranks.rendezvous import agree_on_start
 from ..ranks.world import World
 from .blame import is_of_a_collective
-from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, judge, silence_limit_s
-from .last_words import end_process, tell
+from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, describe_lost_store, judge, silence_limit_s
+from .last_words import end_process, write_report
 
 Activity = Callable[[], Mapping[str, Any]]
 Advance = Callable[[], int]
@@ -312,20 +311,8 @@ class Watchdog:
             self._awake_at_s = self._resumed_at_s = now_s
 
     def _sentence_of_lost_store(self, what: str) -> str:
-        first = self._sightings[0]
-        doing = describe(first, time.monotonic())
-        at = f" at {self._at}" if self._at else ""
-        cut_off = "" if self._has_store else " or cut off from this one"
-        if first.beat is not None and not first.beat.has_store:
-            return (
-                f"the key-value store{at} {what}: its host, the one of --rdzv-endpoint, is dead, stopped{cut_off}; "
-                f"rank 0, on {first.beat.host}, was last seen {doing}"
-            )
-        node = f"its node ({first.beat.host})" if first.beat is not None and first.beat.host else "its node"
-        return (
-            f"the key-value store{at} on rank 0's node {what}: rank 0 or {node} is dead, stopped{cut_off}, "
-            f"last seen {doing}"
-        )
+        first, now_s = self._sightings[0], time.monotonic()
+        return describe_lost_store(first, now_s, what, place=self._at, is_here=self._has_store)
 
     def _carry_out(self, verdict: str) -> None:
         """Report, let the main thread stop by itself if it can, and otherwise end the process."""
@@ -334,19 +321,8 @@ class Watchdog:
             end_process(EXIT_STALLED)
 
     def _report(self, verdict: str) -> None:
-        report = f"penstock watchdog on rank {self._world.rank}: training stops: {verdict}\n"
-        tell(report)
-        if self._report_folder is None:
-            return
-        path = self._report_folder / f"stall-rank-{self._world.rank}.txt"
-        try:
-            self._report_folder.mkdir(parents=True, exist_ok=True)
-            with path.open("w", encoding="utf-8") as file:
-                file.write(f"{report}This rank: {describe(self._own_sighting(), time.monotonic())}\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as exc:
-            tell(f"the report could not be written to {path}: {exc}\n")
+        rank, doing = self._world.rank, describe(self._own_sighting(), time.monotonic())
+        write_report(f"penstock watchdog on rank {rank}: training stops: {verdict}\n", doing, self._report_folder, rank)
 
     def _own_sighting(self) -> Sighting:
         return Sighting(beat=self._own_beat(), changed_at_s=time.monotonic())

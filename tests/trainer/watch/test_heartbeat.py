@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.trainer.watch.heartbeat import Beat, Sighting, State, judge
+from penstock.trainer.watch.heartbeat import Beat, Sighting, State, describe_lost_store, judge
 
 
 def sight(phase: str, in_phase_s: float, *, silent_s: float = 0.1, timeout_s: float = 10.0, **fields: Any) -> Sighting:
@@ -142,3 +142,27 @@ def test_a_beat_survives_the_store() -> None:
         phase="fetch", details={"shard": "a"}, count=3, state=State.FAILED, error="x", timeout_s=1.0, sequence=7
     )
     assert Beat.from_text(beat.to_text().encode()) == beat
+
+
+def test_a_store_that_another_agent_hosts_is_not_taken_for_rank_0s() -> None:
+    def lost(*, has_store: bool, is_here: bool = False) -> str:
+        first = sight("forward", 3.0, host="node-3", has_store=has_store)
+        return describe_lost_store(first, 100.0, "is gone", place="10.0.0.9:29400", is_here=is_here)
+
+    assert lost(has_store=True) == (
+        "the key-value store at 10.0.0.9:29400 on rank 0's node is gone: rank 0 or its node (node-3) is dead or "
+        "stopped or cut off from this one, last seen in forward for 3.0 s"
+    )
+    assert lost(has_store=False) == (
+        "the key-value store at 10.0.0.9:29400 is gone: its host, the one of --rdzv-endpoint, is dead or stopped or "
+        "cut off from this one; rank 0, on node-3, was last seen in forward for 3.0 s"
+    )
+    assert "cut off" not in lost(has_store=True, is_here=True)
+
+
+def test_a_store_that_is_lost_before_rank_0_was_seen_is_told_by_its_place_alone() -> None:
+    unseen = Sighting(beat=None, changed_at_s=0.0)
+    sentence = describe_lost_store(unseen, 100.0, "has not answered for 9.0 s", place="", is_here=False)
+    assert sentence.startswith(
+        "the key-value store on rank 0's node has not answered for 9.0 s: rank 0 or its node is "
+    )

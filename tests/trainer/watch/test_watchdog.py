@@ -21,7 +21,6 @@ from started_threads import started_threads
 from penstock.loader import RankStoppedError
 from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
 from penstock.trainer.watch.blame import is_of_a_collective
-from penstock.trainer.watch.heartbeat import Beat, Sighting
 from penstock.trainer.watch.watchdog import Watchdog
 
 STALL_TIMEOUT_S = 10.0
@@ -153,19 +152,6 @@ def test_ranks_that_begin_to_watch_when_the_store_is_gone_end_in_time_and_say_so
         assert outcomes[rank].exit_code == EXIT_STALLED, outcomes[rank]
         assert outcomes[rank].ended_at - happened_at < IN_TIME_S
         assert "rank 0's node has not answered for" in _read_report(tmp_path, rank)
-
-
-def test_a_store_that_another_agent_hosts_is_not_taken_for_rank_0s() -> None:
-    watchdog = object.__new__(Watchdog)
-    watchdog._at, watchdog._has_store = "10.0.0.9:29400", False
-    for has_store, expected in ((True, "on rank 0's node is gone"), (False, "its host, the one of --rdzv-endpoint, ")):
-        beat = Beat(phase="forward", timeout_s=1.0, host="node-3", has_store=has_store)
-        watchdog._sightings = {0: Sighting(beat=beat, changed_at_s=time.monotonic())}
-        sentence = watchdog._sentence_of_lost_store("is gone")
-        assert expected in sentence
-        assert "at 10.0.0.9:29400" in sentence
-        assert "cut off from this one" in sentence
-        assert "node-3" in sentence
 
 
 def _says_why(outcome: Outcome, pattern: str) -> bool:
