@@ -24,7 +24,8 @@ words, threads and descriptors after close); 2 if it could not run; else 0.
 It needs an S3 server: the one that PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID
 and AWS_SECRET_ACCESS_KEY name, or Ceph's gateway, which
 `tests/servers/s3_server.sh install` installs. Cases that mount a small disk or
-limit a cgroup need root, and are skipped with a reason elsewhere.
+limit a cgroup need root, and are skipped with a reason elsewhere; so are those
+between hosts (--only host), which are network namespaces, and need no server.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +48,7 @@ from ..machine import describe_machine, list_versions
 from .bench import open_bench
 from .case import Case, Outcome
 from .cases import CASES
+from .host_scene import HostCase, play_on_hosts
 from .page import write_page
 from .soak import Soak, parse_seconds
 
@@ -84,11 +87,19 @@ def choose_cases(names: list[str] | None) -> list[Case]:
 
 def run_cases(cases: list[Case], folder: Path, seed: int, *, as_json: bool) -> list[Outcome]:
     outcomes = []
-    with open_bench(folder, seed) as bench, show_progress("cases", len(cases), unit="cases") as advance:
+    needs_server = any(not isinstance(case, HostCase) for case in cases)
+    with (
+        open_bench(folder, seed) if needs_server else nullcontext() as bench,
+        show_progress("cases", len(cases), unit="cases") as advance,
+    ):
         if not as_json:
             print(_HEAD)
         for case in cases:
-            outcomes.append(bench.play(case))
+            if isinstance(case, HostCase):
+                outcomes.append(play_on_hosts(case, folder))
+            else:
+                assert bench is not None
+                outcomes.append(bench.play(case))
             if not as_json:
                 print(format_row(outcomes[-1]), flush=True)
             advance(1)

@@ -64,6 +64,7 @@ class Outcome:
     replayed: int = 0
     gap_s: float = 0.0
     error_s: float | None = None
+    launcher_s: float | None = None  # between hosts: until torchrun's own processes had ended; None: too long
     share_of_speed: float | None = None
     requests: int = 0
     retries: int = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .case import Case
 from .disk_cases import DISK_CASES
+from .host_cases import HOST_CASES
 from .network_cases import NETWORK_CASES
 from .process_cases import PROCESS_CASES
 
-CASES: list[Case] = [*NETWORK_CASES, *PROCESS_CASES, *DISK_CASES]
+CASES: list[Case] = [*NETWORK_CASES, *PROCESS_CASES, *DISK_CASES, *HOST_CASES]

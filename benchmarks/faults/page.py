@@ -10,6 +10,7 @@ from typing import Any
 from ...loader.errors import ConfigError
 from .case import Case
 from .cases import CASES
+from .host_scene import LAUNCHER_S
 
 _HEAD = """# Reliability
 
@@ -82,6 +83,40 @@ _GROUPS = {
 }
 
 
+_HOSTS = f"""## Hosts and the network between them
+
+Each host is a network namespace of one machine, with its own device on a network that loses, delays or cuts off
+frames. torchrun starts a rank of the trainer on each, on gloo, with `stall_timeout_s=10`. A link that goes down is
+silent: no connection is reset, and without a watchdog ranks would wait for half an hour. Where a fault ended the job,
+it was started again on one host less, from its last checkpoint or state, and `penstock audit` accounts for every
+sample of both parts. *Ranks ended after*: from the fault until no rank was left on any host. *torchrun after*: its own
+processes; they were killed where they had not ended {LAUNCHER_S:.0f} s after the ranks.
+
+"""
+
+_BEYOND = """**How long an outage may last.** TCP tries again ever more rarely, so that an outage costs up to twice its
+length. One that is shorter than a third of `stall_timeout_s` (600 s by default) passes; a longer one may end the run.
+
+What torch decides here, and what to set:
+
+- **torchrun itself hangs on a host that cannot reach `--rdzv-endpoint`**, though its ranks have ended: its request to
+  the rendezvous waits until TCP gives up, after a quarter of an hour, or with `sysctl net.ipv4.tcp_retries2=8` on each
+  host after two minutes (measured: 109 s). Whoever watches processes should watch the ranks.
+- **Before the ranks have met** nobody watches: `open_world(timeout_s=)`, 1,800 s by default, bounds how long they wait
+  for one another; the error names the ranks that did not come. Between that and the trainer a rank that is cut off
+  from the store ends within two minutes, and the others wait for it as long as `timeout_s`.
+- **Without the trainer** a loader tells of silence after two minutes, as the host may come back before: with
+  `RankStoppedError` at the next batch, and in the log, which names the rank and its host before a collective's own
+  time-out ends it (30 minutes with gloo, 10 with NCCL, unless `init_process_group(timeout=)` says otherwise). A rank
+  that was cut off before it made its loader is waited for.
+- **A host whose name does not resolve, or one on several networks** needs `--rdzv-conf=is_host=1` on the host of
+  `--rdzv-endpoint` and `is_host=0` on the others, `--local-addr=` with each host's own address, and
+  `GLOO_SOCKET_IFNAME` (`NCCL_SOCKET_IFNAME`) with the device's name. Without the first, torchrun may find that no host
+  is the one of the endpoint, and fails after a minute with "client socket has timed out".
+
+"""
+
+
 def write_page(results: Path, page: Path) -> None:
     """Write the page from the results of the cases and of the soak.
 
@@ -93,7 +128,7 @@ def write_page(results: Path, page: Path) -> None:
         cases = found["cases"]
     except (OSError, KeyError) as exc:
         raise ConfigError(f"{results}: no results; make them with --results {results.parent}") from exc
-    text = _HEAD + "".join(_list_tables(cases["rows"])) + _ONE_RANK
+    text = _HEAD + "".join(_list_tables(cases["rows"])) + "".join(_list_hosts(cases["rows"])) + _ONE_RANK
     if "soak" in found:
         text += _describe_soak(found["soak"])
     text += _describe_run(cases)
@@ -118,13 +153,30 @@ def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield "\n"
 
 
-def _format_row(case: Case, row: dict[str, Any]) -> str:
+def _list_hosts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    found = {row["name"]: row for row in rows}
+    cases = [case for case in CASES if case.group == "hosts" and case.name in found]
+    if not cases:
+        return
+    yield _HOSTS
+    yield "| fault | what you see | lost, twice, wrong | longest wait | ranks ended after | torchrun after |\n"
+    yield "| --- | --- | --- | --- | --- | --- |\n"
+    for case in cases:
+        row = found[case.name]
+        launcher = ""
+        if row["ended"] != "finished" and not row["skipped"]:
+            launcher = "it was killed" if row.get("launcher_s") is None else f"{row['launcher_s']:.1f} s"
+        yield _format_row(case, row | {"ended": "", "share_of_speed": None}, last=launcher)
+    yield "\n" + _BEYOND
+
+
+def _format_row(case: Case, row: dict[str, Any], last: str = "") -> str:
     if row["skipped"]:
         return f"| {case.fault} | not played here: {row['skipped']} | | | | |\n"
     sees = case.sees if row["ended"] != "error" else f"`{row['error']}`: {case.sees}"
     counts = f"{row['missing']}, {row['repeated']}, {row['wrong']}"
     error = "" if row["error_s"] is None else f"{row['error_s']:.1f} s"
-    speed = "" if row["share_of_speed"] is None else f"{row['share_of_speed']:.2f}"
+    speed = last if row["share_of_speed"] is None else f"{row['share_of_speed']:.2f}"
     failed = f" **{'; '.join(row['failures'])}**" if row["failures"] else ""
     return f"| {case.fault} | {sees}{failed} | {counts} | {row['gap_s']:.1f} s | {error} | {speed} |\n"
 
@@ -172,7 +224,7 @@ python -m penstock.benchmarks.faults --soak 30m --ranks 3   # random faults
 ```
 
 These numbers: `{cases["command"]}`{also}, {cases["date"][:10]}, on {on};
-[all of them](../benchmarks/results/faults.json). Cases that mount a small disk or limit a cgroup need root. Clock
-jumps move Python's clock of the process, not the machine's. Not played: the failure of a whole machine, and stores
-other than S3.
+[all of them](../benchmarks/results/faults.json). Cases that mount a small disk, limit a cgroup
+or make hosts need root. Clock jumps move Python's clock of the process, not the machine's. Not played: NCCL between
+hosts, and stores other than S3.
 """  # fmt: skip
