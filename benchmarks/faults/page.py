@@ -66,6 +66,9 @@ share; one with `rank=0, world_size=1` of its own is alone.
 - A loader that **cannot be made** on one rank (a folder that it cannot write, a file that is missing there) ends the
   others in the same way, once the process group is initialised: at their first batch, or in the log of a rank that is
   blocked before it. Where all ranks fail alike, each raises its own error at once.
+- A rank that **falls silent**, as its process is stopped or its host down or cut off, tells nobody. Each rank counts up
+  a key of the store every five seconds, and looks whether the next one still does; after two minutes its silence is
+  told to all ranks as its error. A rank that is cut off from the store says so after two to three minutes.
 - Ranks that are **told different things** are told so: `set_batch_size`, `set_weights`, `set_shares` and
   `skip_batches` are compared between the ranks. A call with other values or at another batch, or one that a rank left
   out, is an error within seconds that names both ranks. This holds for loaders that all ranks of the process group
@@ -104,11 +107,11 @@ What torch decides here, and what to set:
   host after two minutes (measured: 109 s). Whoever watches processes should watch the ranks.
 - **Before the ranks have met** nobody watches: `open_world(timeout_s=)`, 1,800 s by default, bounds how long they wait
   for one another; the error names the ranks that did not come. Between that and the trainer a rank that is cut off
-  from the store ends within two minutes, and the others wait for it as long as `timeout_s`.
-- **Without the trainer** a loader tells of silence after two minutes, as the host may come back before: with
+  from the store ends within three minutes, and the others wait for it as long as `timeout_s`.
+- **Without the trainer** a loader tells of silence after two to three minutes, as the host may come back before: with
   `RankStoppedError` at the next batch, and in the log, which names the rank and its host before a collective's own
   time-out ends it (30 minutes with gloo, 10 with NCCL, unless `init_process_group(timeout=)` says otherwise). A rank
-  that was cut off before it made its loader is waited for.
+  that was cut off before it made its loader is waited for, with a warning after a minute.
 - **A host whose name does not resolve, or one on several networks** needs `--rdzv-conf=is_host=1` on the host of
   `--rdzv-endpoint` and `is_host=0` on the others, `--local-addr=` with each host's own address, and
   `GLOO_SOCKET_IFNAME` (`NCCL_SOCKET_IFNAME`) with the device's name. Without the first, torchrun may find that no host

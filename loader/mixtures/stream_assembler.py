@@ -199,9 +199,10 @@ class MixedStreamAssembler:
         return int(min(np.searchsorted(taken[1 : at_once + 1, k], settled(k), side="right") for k in used))
 
     def _wait(self, is_enough: Callable[[], bool], look: Callable[[], bool], what: Sequence[str | None]) -> None:
-        self._waiting = next((text for text in what if text), "other ranks"), time.perf_counter()
+        told = next((text for text in what if text), "other ranks")
+        self._waiting = told, time.perf_counter()
         try:
-            wait_for_ranks(is_enough, look, self._equipment.stopping.is_set)
+            wait_for_ranks(is_enough, look, self._equipment.stopping.is_set, told)
         finally:
             self._waiting = None
 

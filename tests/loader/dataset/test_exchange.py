@@ -206,7 +206,7 @@ def test_a_store_whose_host_is_cut_off_is_said_so() -> None:
 
     with (
         pytest.raises(
-            DatasetError, match=r"at 10\.0\.0\.1:29400, .* silent for 120 s: it is down, or cut off from this"
+            DatasetError, match=r"at 10\.0\.0\.1:29400, .* silent for over 120 s: it is down, or cut off from this"
         ),
         Exchange(LostStore(), "t", 0),
     ):

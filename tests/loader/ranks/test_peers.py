@@ -149,7 +149,9 @@ def test_a_store_whose_host_falls_silent_stops_who_waits_for_a_batch(group, data
         next(iterator)
         monkeypatch.setattr("penstock.loader.ranks.signs.Signs.exchange", fail)
         wait_until(lambda: bool(loader._resources.peers.pending))
-        with pytest.raises(RankStoppedError, match=r"has not been heard of for 120 s: .*\(Connection timed out\)$"):
+        with pytest.raises(
+            RankStoppedError, match=r"has not been heard of for over 120 s: .*\(Connection timed out\)$"
+        ):
             next(iterator)
     assert watching() == []
 

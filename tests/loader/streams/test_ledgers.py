@@ -57,3 +57,13 @@ def test_packing_that_is_stopped_is_no_error_of_a_sample() -> None:
     one = np.arange(1)
     with pytest.raises(LoaderClosedError):
         _Packing(nothing, one, np.array([0, 1]), nothing, [stopped]).result()
+
+
+def test_a_long_wait_for_other_ranks_is_told_once_with_what_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ledger, "LONG_S", 0.0)
+    looks: list[int] = []
+    wait_for_ranks(lambda: len(looks) == 5, lambda: looks.append(1), lambda: False, "what rank 3 keeps of its lanes")
+    told = [record.message for record in caplog.records if "what rank 3 keeps of its lanes" in record.message]
+    assert len(told) == 1
