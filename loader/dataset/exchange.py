@@ -151,7 +151,7 @@ def translated(store: Any) -> Iterator[None]:
         place = place_of(store)
         at = f", at {place}," if place else ""
         why = (
-            f"its host (rank 0's, or the one of --rdzv-endpoint) has been silent for over {SILENT_S:.0f} s: it is "
+            f"its host (rank 0's, or another torchrun agent's) has been silent for over {SILENT_S:.0f} s: it is "
             "down, or cut off from this one"
             if is_cut_off(exc)
             else "the process that hosts it (rank 0, or torchrun's agent) has probably ended"

@@ -258,7 +258,7 @@ class PeerWatch:
             0,
             "Silence",
             f"the key-value store of the process group, at {self._at}, has not been heard of for over "
-            f"{SILENT_S:.0f} s: its host (rank 0's, or the one of --rdzv-endpoint) is down or cut off from this one "
+            f"{SILENT_S:.0f} s: its host (rank 0's, or another torchrun agent's) is down or cut off from this one "
             f"({str(error).splitlines()[0]})",
         )
         _LOG.error("%s", lost)

@@ -185,8 +185,8 @@ def describe_lost_store(first: Sighting, now_s: float, what: str, *, place: str,
     host = first.beat.host if first.beat is not None else ""
     if first.beat is not None and not first.beat.has_store:
         return (
-            f"the key-value store{at} {what}: its host, the one of --rdzv-endpoint, is dead or stopped{cut_off}; "
-            f"rank 0, on {host}, was last seen {doing}"
+            f"the key-value store{at} {what}: its host, where another torchrun agent keeps it, is dead or "
+            f"stopped{cut_off}; rank 0, on {host}, was last seen {doing}"
         )
     node = f"its node ({host})" if host else "its node"
     return (

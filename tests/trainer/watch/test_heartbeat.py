@@ -154,8 +154,8 @@ def test_a_store_that_another_agent_hosts_is_not_taken_for_rank_0s() -> None:
         "stopped or cut off from this one, last seen in forward for 3.0 s"
     )
     assert lost(has_store=False) == (
-        "the key-value store at 10.0.0.9:29400 is gone: its host, the one of --rdzv-endpoint, is dead or stopped or "
-        "cut off from this one; rank 0, on node-3, was last seen in forward for 3.0 s"
+        "the key-value store at 10.0.0.9:29400 is gone: its host, where another torchrun agent keeps it, is dead "
+        "or stopped or cut off from this one; rank 0, on node-3, was last seen in forward for 3.0 s"
     )
     assert "cut off" not in lost(has_store=True, is_here=True)
 
