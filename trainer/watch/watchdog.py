@@ -97,9 +97,11 @@ class Watchdog:
             connection = group_store.clone()  # type: ignore[attr-defined]  # the stubs of torch lack it
             self._reads_many: bool = connection.has_extended_api()
             self.store = PrefixStore(f"penstock-watchdog/{self._agree_on_name(connection)}", connection)
-        except BaseException:
+        except BaseException as exc:
             self._released.set()
             self._guard.join()
+            if isinstance(exc, RuntimeError):  # what torch raises for every failure of its stores
+                raise StallError(self._sentence_of_lost_store(f"is gone ({type(exc).__name__})")) from exc
             raise
         now_s = time.monotonic()
         self._sightings = {rank: Sighting(beat=None, changed_at_s=now_s) for rank in watched}
@@ -187,10 +189,9 @@ class Watchdog:
 
     def _agree_on_name(self, connection: Any) -> str:
         """Return a name for this watchdog's keys that no other one uses, the same on every rank."""
-        store = PrefixStore("penstock-watchdog", connection)
-        rank, world_size = self._world.rank, self._world.world_size
-        timeout_s = connection.timeout.total_seconds()
-        return agree_on_start(store, rank, world_size, timeout_s=timeout_s, doing="make a trainer", heard=self._hear)
+        store, timeout_s = PrefixStore("penstock-watchdog", connection), connection.timeout.total_seconds()
+        place = self._world.rank, self._world.world_size
+        return agree_on_start(store, *place, timeout_s=timeout_s, doing="make a trainer", heard=self._hear)
 
     def _hear(self) -> None:
         self._store_answered_s = time.monotonic()
@@ -311,8 +312,7 @@ class Watchdog:
             self._awake_at_s = self._resumed_at_s = now_s
 
     def _sentence_of_lost_store(self, what: str) -> str:
-        first, now_s = self._sightings[0], time.monotonic()
-        return describe_lost_store(first, now_s, what, place=self._at, is_here=self._has_store)
+        return describe_lost_store(self._sightings[0], time.monotonic(), what, place=self._at, is_here=self._has_store)
 
     def _carry_out(self, verdict: str) -> None:
         """Report, let the main thread stop by itself if it can, and otherwise end the process."""

@@ -154,6 +154,22 @@ def test_ranks_that_begin_to_watch_when_the_store_is_gone_end_in_time_and_say_so
         assert "rank 0's node has not answered for" in _read_report(tmp_path, rank)
 
 
+def _end_before_watching(world: World) -> str:
+    if world.rank == 0:
+        time.sleep(4.0)
+        os._exit(0)
+    with Watchdog(world, 60.0):
+        return "watched"
+
+
+def test_a_store_that_ends_while_ranks_begin_to_watch_is_a_stall_that_says_so() -> None:
+    outcomes = Ranks(_end_before_watching, 3, host_in_rank0=True).join(120.0, expect={1, 2})
+    for rank in (1, 2):
+        trace = getattr(outcomes[rank].value, "trace", "")
+        assert "StallError: the key-value store" in trace, outcomes[rank]
+        assert "on rank 0's node is gone (DistNetworkError): rank 0 or its node is dead or stopped" in trace
+
+
 def _says_why(outcome: Outcome, pattern: str) -> bool:
     """Ended by the watchdog's code, or by a StallError that says the same as the report."""
     if outcome.exit_code == EXIT_STALLED:
