@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,8 +33,7 @@ def cut_one_way(source: int, target: int) -> Callable[[Scene], None]:
 def pause(seconds: float) -> Callable[[Scene], None]:
     def play(scene: Scene) -> None:
         scene.hosts.cut(1)
-        time.sleep(seconds)
-        scene.hosts.mend()
+        scene.later(seconds, scene.hosts.mend)
 
     return play
 

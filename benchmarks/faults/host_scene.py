@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ class Scene:
         self.job = job
         self.count = count
         self.began_at = 0.0
+        self._timer: threading.Timer | None = None
         path = Path(job.folder, f"job-{job.attempt:03d}.json")
         path.write_text(job.to_json())
         self.outputs = [Path(job.folder, f"output-{job.attempt:03d}-host-{host}.txt") for host in range(count)]
@@ -83,6 +85,16 @@ class Scene:
     def let_go(self) -> None:
         """The ranks that wait for it go on."""
         Path(self.job.folder, "go").touch()
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Do something while the ranks are watched; not if they end before."""
+        self._timer = threading.Timer(seconds, what)
+        self._timer.start()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
 
     def mark(self) -> None:
         """It begins now."""
@@ -148,8 +160,7 @@ def play_on_hosts(case: HostCase, folder: Path) -> Outcome:
     job = HostJob(**fields)
     put_data(source, {}, samples=SAMPLES, size=job.sample_bytes, shard_bytes=SHARD_BYTES)
     try:
-        with Hosts(case.count) as hosts:
-            scene = Scene(hosts, job, case.count, _environment())
+        with Hosts(case.count) as hosts, closing(Scene(hosts, job, case.count, _environment())) as scene:
             case.befalls(scene)
             _note_end(case, scene, outcome)
         if outcome.ended != "finished":
