@@ -48,7 +48,7 @@ from ..machine import describe_machine, list_versions
 from .bench import open_bench
 from .case import Case, Outcome
 from .cases import CASES
-from .host_scene import HostCase, play_on_hosts
+from .hosts.scene import HostCase, play_on_hosts
 from .page import write_page
 from .soak import Soak, parse_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .case import Case
 from .disk_cases import DISK_CASES
-from .host_cases import HOST_CASES
+from .hosts.cases import HOST_CASES
 from .network_cases import NETWORK_CASES
 from .process_cases import PROCESS_CASES
 

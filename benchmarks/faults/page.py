@@ -10,7 +10,7 @@ from typing import Any
 from ...loader.errors import ConfigError
 from .case import Case
 from .cases import CASES
-from .host_scene import LAUNCHER_S
+from .hosts.scene import LAUNCHER_S
 
 _HEAD = """# Reliability
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.benchmarks.faults import host_scene
 from penstock.benchmarks.faults.__main__ import _merge_rows, choose_cases
 from penstock.benchmarks.faults.case import Outcome
 from penstock.benchmarks.faults.cases import CASES
-from penstock.benchmarks.faults.host_cases import HOST_CASES
-from penstock.benchmarks.faults.host_scene import HostCase, play_on_hosts
-from penstock.benchmarks.faults.hosts import Hosts, why_no_hosts
+from penstock.benchmarks.faults.hosts import scene as host_scene
+from penstock.benchmarks.faults.hosts.cases import HOST_CASES
+from penstock.benchmarks.faults.hosts.hosts import Hosts, why_no_hosts
+from penstock.benchmarks.faults.hosts.scene import HostCase, play_on_hosts
+from penstock.benchmarks.faults.hosts.wire import Weather
 from penstock.benchmarks.faults.stage import StageError
-from penstock.benchmarks.faults.wire import Weather
 
 needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be made")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .host_scene import HostCase, Scene
+from .scene import HostCase, Scene
 
 _BATCHES = 8  # after which it befalls: in mid-epoch
 

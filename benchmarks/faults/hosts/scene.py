@@ -19,14 +19,14 @@ from typing import Any
 
 import penstock
 
-from ...loader.tools.audit import audit
-from .account import Line
-from .case import Case, Outcome
-from .data import put_data
-from .host_job import HostJob
+from ....loader.tools.audit import audit
+from ..account import Line
+from ..case import Case, Outcome
+from ..data import put_data
+from ..network_cases import nothing
+from ..stage import StageError
 from .hosts import Hosts, is_running, why_no_hosts
-from .network_cases import nothing
-from .stage import StageError
+from .job import HostJob
 from .wire import DEVICE
 
 SAMPLES = 240
@@ -55,7 +55,7 @@ class Scene:
             command = [
                 *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", "--nproc-per-node=1"),
                 *("--rdzv-backend=c10d", endpoint, f"--rdzv-conf=is_host={int(host == 0)}"),
-                *(f"--local-addr={hosts.address(host)}", "-m", "penstock.benchmarks.faults.host_rank", str(path)),
+                *(f"--local-addr={hosts.address(host)}", "-m", "penstock.benchmarks.faults.hosts.rank", str(path)),
             ]
             with self.outputs[host].open("wb") as output:
                 self.processes.append(hosts.start(host, command, output, environment))
@@ -213,7 +213,7 @@ def _go_on(case: HostCase, scene: Scene, outcome: Outcome) -> None:
     path.write_text(job.to_json())
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.count - 1}"),
-        *("-m", "penstock.benchmarks.faults.host_rank", str(path)),
+        *("-m", "penstock.benchmarks.faults.hosts.rank", str(path)),
     ]
     environment = {name: value for name, value in _environment().items() if name != "GLOO_SOCKET_IFNAME"}
     try:

@@ -1,6 +1,6 @@
 """One rank of a job on several hosts: trains, or reads without a trainer, and tells of each batch.
 
-python -m penstock.benchmarks.faults.host_rank JOB.json     (under torchrun)
+python -m penstock.benchmarks.faults.hosts.rank JOB.json     (under torchrun)
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...loader.data_loader import DistributedDataLoader
-from ...trainer.checkpoint.config import CheckpointConfig
-from ...trainer.config import TrainerConfig
-from ...trainer.errors import StallError
-from ...trainer.evaluation.evaluate import EvaluateConfig, Evaluation
-from ...trainer.parallel.model import ParallelConfig
-from ...trainer.parallel.precision import PrecisionConfig
-from ...trainer.ranks.world import close_world, open_world
-from ...trainer.report.config import ReportConfig
-from ...trainer.trainer import DistributedTrainer
-from ...trainer.watch.watchdog import EXIT_STALLED
-from ..child_arguments import take_arguments
-from .data import digest_of, payload_of
-from .host_job import HostJob
-from .reader import Log
+from ....loader.data_loader import DistributedDataLoader
+from ....trainer.checkpoint.config import CheckpointConfig
+from ....trainer.config import TrainerConfig
+from ....trainer.errors import StallError
+from ....trainer.evaluation.evaluate import EvaluateConfig, Evaluation
+from ....trainer.parallel.model import ParallelConfig
+from ....trainer.parallel.precision import PrecisionConfig
+from ....trainer.ranks.world import close_world, open_world
+from ....trainer.report.config import ReportConfig
+from ....trainer.trainer import DistributedTrainer
+from ....trainer.watch.watchdog import EXIT_STALLED
+from ...child_arguments import take_arguments
+from ..data import digest_of, payload_of
+from ..reader import Log
+from .job import HostJob
 
 _SAVE_WIDTH = 400_000  # a model whose save takes a while
 _POLL_S = 0.02

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from .stage import StageError
+from ..stage import StageError
 from .wire import DEVICE, encode_weather
 
 _SUBNET = "10.77.0"
@@ -56,7 +56,7 @@ class Hosts:
         try:
             for name in self.names:
                 _ip("netns", "add", name)
-            command = [sys.executable, "-m", "penstock.benchmarks.faults.wire", ",".join(self.names)]
+            command = [sys.executable, "-m", "penstock.benchmarks.faults.hosts.wire", ",".join(self.names)]
             self._wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._wire.stdout is not None
             if self._wire.stdout.readline().strip() != b"ready":

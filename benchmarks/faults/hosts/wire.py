@@ -1,6 +1,8 @@
 """The network between hosts that are namespaces of this machine: a process that passes their frames on, or does not.
 
-python -m penstock.benchmarks.faults.wire NAMESPACE,...     (started by ``hosts.py``, which writes the weather to it)
+python -m penstock.benchmarks.faults.hosts.wire NAMESPACE,...
+
+``hosts.py`` starts it and writes the weather to it.
 
 Each namespace gets an Ethernet device whose other end this process holds. What it does to frames is the weather, one
 JSON object a line on its standard input; at the end of the input the devices are gone.
@@ -24,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..child_arguments import take_arguments
+from ...child_arguments import take_arguments
 
 DEVICE = "net0"
 NAMESPACES = Path("/run/netns")
