@@ -1,0 +1,120 @@
+"""deploy/slurm/train.sbatch under a real Slurm: stopped, requeued, gone on with, and each sample delivered once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ranks_environment
+from slurm_cluster import Cluster, need_slurm, running_cluster, write_torchrun
+from tar_rows import write_shards
+
+from penstock import audit
+
+pytestmark = pytest.mark.slow
+
+BATCH_FILE = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
+SAMPLES, EPOCHS = 240, 4
+RECIPE = f"""\
+model = {{ use = "slurm_recipe:Line" }}
+loss = {{ use = "slurm_recipe:slow_loss" }}
+optimizer = {{ use = "torch.optim:SGD", args = {{ lr = 0.1 }} }}
+
+[data]
+use = "penstock:DistributedDataLoader"
+args = {{ source = "shards", global_batch_size = 6, last_batch = "partial", with_ids = true, audit_dir = "audit" }}
+
+[trainer]
+epochs = {EPOCHS}
+device = "cpu"
+precision = {{ dtype = "fp32" }}
+stall_timeout_s = 60.0
+report = {{ every = 1 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    need_slurm()
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+class Job:
+    """A job of the batch file in a folder of its own."""
+
+    def __init__(self, cluster: Cluster, folder: Path, path: str, *options: str, nodes: str = "2") -> None:
+        self.cluster, self.folder = cluster, folder
+        (folder / "recipe.toml").write_text(RECIPE)
+        command = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=1", "--output=job.log", BATCH_FILE]
+        imported = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer")])
+        ranks = ranks_environment()
+        environment = {
+            **ranks,
+            "SLURM_CONF": cluster.environment["SLURM_CONF"],
+            "PATH": path,
+            "PYTHONPATH": f"{ranks['PYTHONPATH']}:{imported}",
+        }
+        done = subprocess.run(
+            [*command, "recipe.toml", *options], cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+        self.number = done.stdout.strip()
+
+    def look(self) -> dict[str, str]:
+        return self.cluster.job(self.number)
+
+    def log(self) -> str:
+        path = self.folder / "job.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def newest_step(self) -> int:
+        """The newest step that was reported."""
+        path = self.folder / "penstock-run" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return max((json.loads(line).get("step", 0) for line in lines if line.endswith("}")), default=0)
+
+    def wait_for(self, what: str, condition: Any) -> None:
+        def is_so() -> bool:
+            assert self.look()["JobState"] not in {"FAILED", "CANCELLED"} or condition(), self.all_logs()
+            return bool(condition())
+
+        try:
+            self.cluster.wait_for(what, is_so)
+        except AssertionError as exc:
+            raise AssertionError(f"{what}: {self.look()}\n{self.log()[-6000:]}") from exc
+
+    def all_logs(self) -> str:
+        return f"{self.look()}\n{self.log()[-6000:]}\n{self.cluster.read_logs()}"
+
+
+def accounts(folder: Path) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """The world sizes of the starts, and of each epoch what was delivered, missing and duplicated."""
+    report = audit(folder / "audit")
+    found = [(account.delivered, account.missing, account.duplicated) for account in report.epochs]
+    return [size for size, _, _ in report.attempts], found
+
+
+def test_a_job_that_is_stopped_saves_and_is_requeued_and_each_sample_comes_exactly_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "shards", samples=SAMPLES)
+    path = write_torchrun(tmp_path / "bin")
+    job = Job(cluster, tmp_path, path, "--trainer.checkpoint.every_steps=1000")
+    job.wait_for("training", lambda: job.newest_step() >= 7)
+    cluster.ask("scancel", "--signal=TERM", job.number)  # as Slurm does before a time limit and at preemption
+    job.wait_for("requeueing", lambda: job.look()["Restarts"] == "1")
+    stopped_at = job.newest_step()
+    (tmp_path / "hurry").touch()
+    job.wait_for("the end", lambda: job.look()["JobState"] == "COMPLETED")
+
+    # No scheduled save was due: the run went on from the one that SIGTERM made.
+    assert 7 <= stopped_at < EPOCHS * SAMPLES // 6
+    assert f"asked to stop: saved after step {stopped_at}" in job.log()
+    assert job.look()["Restarts"] == "1"
+    assert accounts(tmp_path) == ([2, 2], [(SAMPLES, 0, 0)] * EPOCHS)
+    assert sum(account.replayed for account in audit(tmp_path / "audit").epochs) == 0
