@@ -37,6 +37,15 @@ stall_timeout_s = 60.0
 report = {{ every = 1 }}
 """
 
+# Stands for a torchrun: fails on SIGTERM, as that does when its ranks have saved, and ends when it is started again.
+STOPPABLE = """\
+trap 'echo saved; exit 1' TERM
+[ -z "$SLURM_RESTART_COUNT" ] || exit 0
+echo begun
+for _ in $(seq 300); do sleep 0.1; done
+"""
+ENDS_IN_TIME = "trap 'exit 0' TERM; echo begun; for _ in $(seq 300); do sleep 0.1; done"
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -118,3 +127,41 @@ def test_a_job_that_is_stopped_saves_and_is_requeued_and_each_sample_comes_exact
     assert job.look()["Restarts"] == "1"
     assert accounts(tmp_path) == ([2, 2], [(SAMPLES, 0, 0)] * EPOCHS)
     assert sum(account.replayed for account in audit(tmp_path / "audit").epochs) == 0
+
+
+def test_a_job_that_loses_a_node_is_requeued_and_ends_on_the_other_one(cluster: Cluster, tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", samples=SAMPLES)
+    path = write_torchrun(tmp_path / "bin")
+    job = Job(cluster, tmp_path, path, "--trainer.checkpoint.every_steps=5", nodes="1-2")
+    job.wait_for("training", lambda: job.newest_step() >= 12)
+    cluster.kill_node("n2")
+    try:
+        job.wait_for("requeueing", lambda: job.look()["Restarts"] == "1")
+        (tmp_path / "hurry").touch()
+        job.wait_for("the end", lambda: job.look()["JobState"] == "COMPLETED")
+    finally:
+        cluster.start_node("n2")
+    assert job.look()["Restarts"] == "1"
+    assert accounts(tmp_path) == ([2, 1], [(SAMPLES, 0, 0)] * EPOCHS)
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "signals", "state", "restarts"),
+    [
+        ("exit 3", [], "FAILED", "0"),
+        (STOPPABLE, ["--signal=TERM"], "COMPLETED", "1"),
+        (STOPPABLE, ["--signal=TERM --batch"], "COMPLETED", "1"),
+        (ENDS_IN_TIME, ["--signal=TERM"], "COMPLETED", "0"),
+        (STOPPABLE, [""], "CANCELLED", "0"),
+    ],
+    ids=["failed", "stopped", "stopped by the batch shell", "ended meanwhile", "cancelled"],
+)
+def test_only_a_job_that_was_stopped_before_its_end_is_requeued(
+    cluster: Cluster, tmp_path: Path, torchrun: str, signals: list[str], state: str, restarts: str
+) -> None:
+    job = Job(cluster, tmp_path, write_torchrun(tmp_path / "bin", torchrun))
+    for words in signals:
+        job.wait_for("both nodes", lambda: job.log().count("begun") == 2)
+        cluster.ask("scancel", *words.split(), job.number)
+    cluster.wait_for("the end", lambda: job.look()["JobState"] == state)
+    assert job.look()["Restarts"] == restarts, job.all_logs()
