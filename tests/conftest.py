@@ -60,6 +60,7 @@ LONG_FILES = (
     "test_continuation.py",
     "test_restarts.py",
     "test_watchdog.py",
+    "test_slurm.py",
     "test_bench.py",
     "test_demo.py",
     "test_memory.py",

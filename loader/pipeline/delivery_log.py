@@ -16,6 +16,7 @@ from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
 from ..order.selecting.selection import Selection
 from ..ranks.detect import own_process
+from ..ranks.peers import agreed_start
 from ..reading.bad.samples import BadSamples
 
 MAGIC = 0x70656E73746F636B
@@ -28,7 +29,7 @@ BAD_MAGIC = 0x70656E7374626164
 REPLACE_MAGIC = 0x70656E7374727066
 SUFFIX = ".deliveries"
 KEY_BITS = 40  # of a mixture's sample ids, in front of which logs have the epochs of their sources
-_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 def to_keys(ids: IntArray, epochs: IntArray) -> IntArray:
@@ -81,7 +82,7 @@ class DeliveryLog:
             "world_size": world_size,
             "process": own_process(),
             "started_ns": started_ns,
-            "launch": ":".join(os.environ.get(name, "") for name in _LAUNCH),
+            "launch": _name_launch(),
             **_describe(selection),
             **({"sources": [list(source) for source in sources]} if sources else {}),
             **({"may_drop": True} if may_drop else {}),
@@ -149,6 +150,12 @@ class DeliveryLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _name_launch() -> str:
+    """What the ranks of one start have alike, and those of no other start of the run have."""
+    start = agreed_start() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return ":".join([*(os.environ.get(name, "") for name in _LAUNCH), start])
 
 
 def _describe(selection: Selection | None) -> dict[str, Any]:

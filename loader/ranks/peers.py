@@ -35,6 +35,7 @@ RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds lo
 _AGAIN_S = 0.02
 TOLD_WITHIN_S = 2.0  # how long an error is held back until the others have seen it
 _NAMESPACE = "penstock/stop"
+START_KEY = "penstock/start"  # set by the trainer
 _LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -68,6 +69,18 @@ def _leave_at_exit() -> None:
     watch = _watches.get(os.getpid())
     if watch is not None:
         watch.end()
+
+
+def agreed_start() -> str | None:
+    """The name that the ranks of a trainer's process group gave to this start, the same on all; else None.
+
+    torchrun's count of restarts is no such name: each node counts those that it asked for by itself.
+    """
+    store = _group_store()
+    with suppress(RuntimeError):  # the store is gone; so is the group, as the first use of it will tell
+        if store is not None and (store := _clone(store)).check([START_KEY]):
+            return str(store.get(START_KEY).decode())
+    return None
 
 
 def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:

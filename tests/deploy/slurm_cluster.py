@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,9 @@ from pathlib import Path
 import pytest
 
 NODES = ("n1", "n2")
-# In Debian 12 and 13. Processes are followed by their parents, so that a signal reaches all of a step, as with cgroups.
+SEARCHED = f"{os.environ['PATH']}:/usr/sbin"  # where daemons are, of which not every user's PATH knows
+# No plugin that needs munge, cgroups or a real GPU. Processes are followed by their parents, so that a signal reaches
+# all of a step, as with cgroups.
 CONFIGURATION = """\
 ClusterName=penstock
 SlurmctldHost={host}(127.0.0.1)
@@ -58,7 +59,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self.environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf"}
+        self.naming = {"SLURM_CONF": f"{folder}/slurm.conf"}
         for name in ("state", *NODES):
             (folder / name).mkdir()
         ports = free_ports(3)
@@ -81,7 +82,7 @@ class Cluster:
         self._start_daemon("slurmctld", "-D", "-c")
         for node in NODES:
             self.start_node(node)
-        self.wait_for("two idle nodes", lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", 60.0)
+        self.wait_for("two idle nodes", lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle")
 
     def start_node(self, node: str) -> None:
         self._start_daemon("slurmd", "-D", "-N", node, TEST_NODE=node)
@@ -89,23 +90,15 @@ class Cluster:
     def _start_daemon(self, *command: str, **environment: str) -> None:
         log = (self.folder / f"{'-'.join(command)}.out").open("ab")
         with log:
-            path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-            daemon = subprocess.Popen(
-                command, env={**self.environment, "PATH": path, **environment}, stdout=log, stderr=log
-            )
+            environment = {**os.environ, **self.naming, "PATH": SEARCHED, **environment}
+            daemon = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self._daemons.append(daemon)
 
     def ask(self, *command: str) -> str:
         """What a command of Slurm's prints; nothing where it fails, as while the controller starts."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False, cwd=self.folder
-        )
+        environment = {**os.environ, **self.naming}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         return done.stdout.strip()
-
-    def job(self, number: str) -> dict[str, str]:
-        """What the controller knows of a job."""
-        words = self.ask("scontrol", "--oneliner", "show", "job", number).split()
-        return dict(word.partition("=")[::2] for word in words)
 
     def processes(self, *words: str) -> list[int]:
         """Those of this cluster whose environment has one of the given words, or all."""
@@ -113,7 +106,7 @@ class Cluster:
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 own = set(path.read_bytes().decode(errors="replace").split("\0"))
-                if f"SLURM_CONF={self.folder}/slurm.conf" in own and (not words or own & set(words)):
+                if f"SLURM_CONF={self.naming['SLURM_CONF']}" in own and (not words or own & set(words)):
                     found.append(int(path.parent.name))
         return found
 
@@ -128,15 +121,16 @@ class Cluster:
         for daemon in self._daemons:
             daemon.wait(30)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
+    def wait_for(self, what: str, condition: Callable[[], bool], *, more: Callable[[], str] = str) -> None:
+        """Fails with the daemons' logs, and what ``more`` returns, where it does not happen."""
+        deadline_s = time.monotonic() + 120.0
         while not condition():
-            assert time.monotonic() < deadline_s, f"{what} did not happen\n{self.read_logs()}"
+            assert time.monotonic() < deadline_s, f"{what} did not happen\n{self._read_logs()}\n{more()[-6000:]}"
             time.sleep(0.2)
 
-    def read_logs(self) -> str:
-        logs = [path for pattern in ("*.log", "*.out") for path in sorted(self.folder.rglob(pattern))]
-        return "\n".join(f"---- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
+    def _read_logs(self) -> str:
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"---- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
 
 def kill_all(processes: list[int]) -> None:
@@ -164,8 +158,7 @@ def free_port_from(start: int, stop: int) -> int:
 
 def need_slurm() -> None:
     """Skip where Slurm is not installed; in CI, fail."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    lacking = [name for name in ("slurmctld", "slurmd", "srun") if not shutil.which(name, path=path)]
+    lacking = [name for name in ("slurmctld", "slurmd", "srun") if not shutil.which(name, path=SEARCHED)]
     if not lacking:
         return
     reason = f"no {', '.join(lacking)}: apt-get install slurmctld slurmd slurm-client"
@@ -184,9 +177,9 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         cluster.stop()
 
 
-def write_torchrun(folder: Path, text: str = f'exec {sys.executable} -m torch.distributed.run "$@"') -> str:
-    """A folder for PATH with a torchrun, by default that of this interpreter."""
-    folder.mkdir()
-    (folder / "torchrun").write_text(f"#!/bin/sh\n{text}\n")
-    (folder / "torchrun").chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
+def write_torchrun(folder: Path, text: str) -> str:
+    """A PATH on which ``torchrun`` is this shell script."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "torchrun").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "bin" / "torchrun").chmod(0o755)
+    return f"{folder}/bin:{os.environ['PATH']}"

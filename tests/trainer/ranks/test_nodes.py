@@ -112,3 +112,28 @@ def test_nodes_join_and_leave_and_each_sample_comes_exactly_once(
     assert [(account.delivered, account.missing, account.duplicated) for account in report.epochs] == [
         (SAMPLES, 0, 0)
     ] * EPOCHS
+
+
+def test_a_rank_that_dies_on_one_node_is_started_again_with_those_of_the_others(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    """torchrun counts restarts for each node by itself, and only that of the dead rank counts this one."""
+    with running(tmp_path, unused_tcp_port) as nodes:
+        agents = [nodes.start(), nodes.start()]
+        nodes.wait_for("a checkpoint of two nodes", lambda: newest_step(tmp_path) >= 5 and is_of_two(tmp_path))
+        begun = len(read_starts(tmp_path))
+        kill_worker(read_starts(tmp_path)[-1][3])
+        nodes.wait_for("two new ranks", lambda: len(read_starts(tmp_path)) == begun + 2)
+        (tmp_path / "hurry").touch()
+        assert [agent.wait(timeout=120) for agent in agents] == [0, 0], nodes.read_logs()
+    report = audit(tmp_path / "audit")
+    assert [size for size, _, _ in report.attempts][-2:] == [2, 2]
+    assert [(account.delivered, account.missing, account.duplicated) for account in report.epochs] == [
+        (SAMPLES, 0, 0)
+    ] * EPOCHS
+
+
+def is_of_two(folder: Path) -> bool:
+    """Whether two nodes train: the first may have begun alone."""
+    starts = read_starts(folder)
+    return starts[-1][1] == 2 and newest_step(folder) > starts[-1][2]
