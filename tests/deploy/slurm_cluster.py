@@ -39,6 +39,7 @@ SchedulerParameters=bf_interval=1
 ReturnToService=2
 SlurmdTimeout=5
 KillWait=5
+KillOnBadExit=1
 FirstJobId={first_job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n

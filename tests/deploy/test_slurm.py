@@ -37,9 +37,10 @@ report = {{ every = 1 }}
 """
 
 TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
-# Stands for a torchrun: fails on SIGTERM, as that does when its ranks have saved, and ends when it is started again.
+# Stands for a torchrun: fails on SIGTERM, as that does when its ranks have saved, on the second node later than on the
+# first; and ends when it is started again.
 STOPPABLE = """\
-trap 'echo saved; exit 1' TERM
+trap 'sleep $SLURM_NODEID; echo saved; exit 1' TERM
 [ -z "$SLURM_RESTART_COUNT" ] || exit 0
 echo begun
 for _ in $(seq 300); do sleep 0.1; done
