@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -197,13 +198,25 @@ def _in_processes(
 
 @contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """From processes that are started meanwhile, and not yet able to ignore it: they would tell of it, each of them."""
+    """From processes that are started meanwhile, and not yet able to ignore it: they would tell of it, each of them.
+
+    The mask, which they inherit, is the thread's. What another thread gets interrupts the main thread all the same, in
+    the middle of a start; so that waits until it is over.
+    """
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        if handler is not None:
+            signal.signal(signal.SIGINT, lambda number, _: came.append(number))
         yield
     finally:
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _result(piece: int, number: int, rows: int, done: Future[Items]) -> Mapped:

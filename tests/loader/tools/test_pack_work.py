@@ -23,6 +23,7 @@ from penstock import TokensFormat, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError, WorkerError
 from penstock.loader.tools.packing import target as target_module
 from penstock.loader.tools.packing.dataset import DatasetSource
+from penstock.loader.tools.packing.mapping import _ctrl_c_held_back
 from penstock.storage import AccessDeniedError, MemoryStore
 from penstock.storage.threads import daemon_pool
 
@@ -298,6 +299,32 @@ def test_ctrl_c_in_a_terminal_while_processes_start_is_told_of_once(rows: Path, 
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "Traceback" not in told
+
+
+def test_ctrl_c_that_another_thread_gets_waits_until_a_process_is_started() -> None:
+    """Python raises it in the main thread, whose mask does not matter then."""
+    begun, sent = threading.Event(), threading.Event()
+
+    def send() -> None:
+        begun.wait(60)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        sent.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    ends = []
+
+    def start() -> None:
+        with _ctrl_c_held_back():
+            begun.set()
+            sent.wait(60)
+            thread.join()
+            ends.append("started")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert ends == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def libraries_of_others(session: int) -> list[str]:
