@@ -22,7 +22,8 @@ from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_a
 from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
-from ..streams.ledger import EpochLedger, wait_for_ranks
+from ..streams.ledger import EpochLedger
+from ..streams.waiting import wait_for_ranks
 from ..streams.work import FilterWork, WindowWork
 from .batch import Kind
 from .dealing import Dealer, DealtSteps

@@ -6,7 +6,6 @@ All entries are facts about (order, epoch): they hold whichever rank found them,
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 import zlib
@@ -22,17 +21,15 @@ import numpy as np
 from ...storage.threads.interruptible import Thread
 from ..columns import IntArray
 from ..dataset.exchange import RemoteError
-from ..errors import ConfigError, DatasetError, LoaderClosedError
+from ..errors import ConfigError, DatasetError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, fillable, keeper_ranks, limit
 from ..order.plan import lane_offsets, lane_turns
 from .channel import Channel
+from .waiting import wait_for_ranks
 
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
-_POLL_S = (0.0005, 0.05)
 _LEAVE_S = 2.0
-LONG_S = 60.0
-_LOG = logging.getLogger(__name__)
 _LEFT = "left"  # the topic of ranks whose loaders were closed
 _CLOSED = (
     "the loader of rank {} was closed, or its process ended, before its lanes did, and this rank's next batch needs "
@@ -266,35 +263,6 @@ class EpochLedger:
         offsets, outputs = np.array(anchors, np.int64).T
         is_tail = self.tail is not None and (position > self.tail.start or self.tail.is_resumed)
         return Cursors(offsets, outputs, taken, in_tail=is_tail)
-
-
-def wait_for_ranks(
-    is_enough: Callable[[], bool],
-    look: Callable[[], object],
-    is_stopped: Callable[[], bool],
-    what: str = "other ranks",
-) -> None:
-    """Wait until what other ranks have told, which ``look`` takes in, is enough. It may say that this came nearer.
-
-    A warning says for ``what`` once that takes long: a rank may be late for a good reason, or never have come.
-
-    Raises:
-        LoaderClosedError: the pipeline is stopped.
-    """
-    pause_s, warn_at = _POLL_S[0], time.monotonic() + LONG_S
-    while not is_enough():
-        if time.monotonic() > warn_at:
-            warn_at = float("inf")
-            _LOG.warning(
-                "the next batch has waited %.0f s for %s; are all ranks there, and do they read?", LONG_S, what
-            )
-        if is_stopped():
-            raise LoaderClosedError("the loader was closed while it waited for other ranks")
-        is_nearer = look()
-        if is_enough():
-            return
-        pause_s = _POLL_S[0] if is_nearer else min(2 * pause_s, _POLL_S[1])
-        time.sleep(pause_s)
 
 
 class Ledgers:
