@@ -16,6 +16,9 @@ SILENT_S = 120.0
 """How long the store's host may be silent: as long as requests to an object store are tried again. The connection
 breaks when TCP tries again after that, which it does ever more rarely: mostly after two and a half minutes."""
 
+START_KEY = "penstock/start"
+"""Of a group's store: the name that the trainer's ranks gave this start, by which loaders' logs tell starts apart."""
+
 _CLIENT = re.compile(r"client=TCPClient\(SocketImpl\(fd=(\d+), ")
 
 

@@ -138,7 +138,8 @@ def _merge_rows(known: dict[str, Any] | None, about: dict[str, Any], fresh: list
     rows = sorted(kept + fresh, key=lambda row: place[row["name"]])
     if known is None or len(kept) < len(fresh):
         return about | {"also": [], "rows": rows}
-    return known | {"also": [*known.get("also", []), f"{about['command']} ({about['date'][:10]})"], "rows": rows}
+    run = {name: about[name] for name in ("command", "date", "machine")}
+    return known | {"also": [*known.get("also", []), run], "rows": rows}
 
 
 def make_parser() -> argparse.ArgumentParser:

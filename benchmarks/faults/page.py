@@ -217,9 +217,7 @@ Faults: {faults}. {outcome}
 
 
 def _describe_run(cases: dict[str, Any]) -> str:
-    machine = cases["machine"]
-    also = "".join(f", `{command}`" for command in cases.get("also", []))
-    on = f"{machine['cores']} cores of {machine['cpu']} with a load average of {machine['load_1m']:.0f}"
+    runs = "; ".join(map(_describe_command, [cases, *cases.get("also", [])]))
     return f"""## Make it yourself
 
 ```console
@@ -228,8 +226,14 @@ python -m penstock.benchmarks.faults --only drip cache      # some of them
 python -m penstock.benchmarks.faults --soak 30m --ranks 3   # random faults
 ```
 
-These numbers: `{cases["command"]}`{also}, {cases["date"][:10]}, on {on};
+These numbers: {runs};
 [all of them](../benchmarks/results/faults.json). Cases that mount a small disk, limit a cgroup
 or make hosts need root. Clock jumps move Python's clock of the process, not the machine's. Not played: NCCL between
 hosts, and stores other than S3.
 """  # fmt: skip
+
+
+def _describe_command(run: dict[str, Any]) -> str:
+    machine = run["machine"]
+    load = f" with a load average of {machine['load_1m']:.0f}" if "load_1m" in machine else ""
+    return f"`{run['command']}`, {run['date'][:10]}, on {machine['cores']} cores of {machine['cpu']}{load}"

@@ -21,7 +21,7 @@ Lend = Callable[[memoryview], memoryview | None]
 
 _INLINE_BYTES = 12  # values up to this long stand in Arrow's view itself
 _MOST_BYTES = (1 << 31) - 1
-# So many are copied in the memory that the batch before has left, in half of Arrow's time, and the GIL is soon free.
+# So many are copied into the memory that the batch before has left, which Arrow does not do, and the GIL is soon free.
 _JOINED_BYTES = 8 << 20
 _VIEW = np.dtype([("length", "<i4"), ("prefix", "<u4"), ("buffer", "<i4"), ("offset", "<i4")])
 # A field whose values take less of its chunk than this is copied: a view of it would keep all of the chunk alive.
@@ -144,10 +144,10 @@ class ByteViews:
         return [None if value is None else value.tobytes() for value in self]
 
     def gather(self) -> GatheredBytes:
-        """One tensor of all bytes and int64 offsets: one copy, that keeps no chunk alive. Large ones need no GIL.
+        """One tensor of all bytes and int64 offsets: one copy that keeps no chunk alive, of large ones without the GIL.
 
         Raises:
-            ConfigError: a value is longer than 2 GiB, among values that are large together.
+            ConfigError: a value is longer than 2 GiB.
         """
         import torch
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
-from ...storage.store_link import SILENT_S, clone_store, is_cut_off, place_of
+from ...storage.store_link import SILENT_S, START_KEY, clone_store, is_cut_off, place_of
 from ...storage.threads.interruptible import Condition, Thread
 from ..dataset.exchange import RemoteError
 from ..errors import RankStoppedError
@@ -35,7 +35,6 @@ RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds lo
 _AGAIN_S = 0.02
 TOLD_WITHIN_S = 2.0  # how long an error is held back until the others have seen it
 _NAMESPACE = "penstock/stop"
-START_KEY = "penstock/start"  # set by the trainer
 _LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")

@@ -103,9 +103,10 @@ def test_results_of_hosts_come_beside_those_of_the_others() -> None:
     rows = [{"name": case.name} for case in CASES if not isinstance(case, HostCase)]
     known = {"command": "all", "date": "2026-01-01", "machine": {}, "rows": rows}
     fresh = [{"name": case.name} for case in HOST_CASES]
-    merged = _merge_rows(known, {"command": "--only host-", "date": "2026-02-02T00:00"}, fresh)
+    run = {"command": "--only host-", "date": "2026-02-02T00:00", "machine": {"cores": 2}}
+    merged = _merge_rows(known, run | {"versions": {}}, fresh)
     assert [row["name"] for row in merged["rows"]] == [case.name for case in CASES]
-    assert (merged["command"], merged["also"]) == ("all", ["--only host- (2026-02-02)"])
+    assert (merged["command"], merged["also"]) == ("all", [run])
 
 
 def test_what_a_case_between_hosts_expects_fails_it_where_it_does_not_come() -> None:

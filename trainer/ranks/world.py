@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from ...storage.store_link import limit_silence
+from ...storage.store_link import START_KEY, limit_silence
 from ..errors import WorldError
 from .rendezvous import agree_on_start
 
@@ -112,7 +112,7 @@ def _join(world: World, timeout_s: float) -> None:
             start = agree_on_start(store, rank, world_size, timeout_s=timeout_s)
             store = PrefixStore(f"penstock/{start}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-            _get_default_store().set("penstock/start", start)  # loaders' logs of deliveries tell starts apart by it
+            _get_default_store().set(START_KEY, start)
         elif world.world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
