@@ -104,9 +104,9 @@ What torch decides here, and what to set:
 
 - **torchrun itself hangs on a host that cannot reach `--rdzv-endpoint`**, though its ranks have ended: its request to
   the rendezvous waits until TCP gives up, after a quarter of an hour, or with `sysctl net.ipv4.tcp_retries2=8` on each
-  host after two minutes (measured: 109 s). So it does where a host is cut off after its ranks have ended well, with
-  code 1, while torchrun on the others waits five minutes for it and ends with 0. Whoever watches processes should watch
-  the ranks.
+  host after two minutes (measured: 109 s). It also hangs on a host that is cut off after its ranks have ended well, and
+  then exits with 1, while torchrun on the others waits five minutes for it and exits with 0. Whoever watches processes
+  should watch the ranks.
 - **Before the ranks have met** nobody watches: `open_world(timeout_s=)`, 1,800 s by default, bounds how long they wait
   for one another; the error names the ranks that did not come. Between that and the trainer a rank that is cut off
   from the store ends within three minutes, and the others wait for it as long as `timeout_s`.
@@ -133,7 +133,7 @@ def write_page(results: Path, page: Path) -> None:
         cases = found["cases"]
     except (OSError, KeyError) as exc:
         raise ConfigError(f"{results}: no results; make them with --results {results.parent}") from exc
-    text = _HEAD + "".join(_list_tables(cases["rows"])) + "".join(_list_hosts(cases["rows"])) + _ONE_RANK
+    text = _HEAD + _ONE_RANK + "".join(_list_tables(cases["rows"])) + "".join(_list_hosts(cases["rows"]))
     if "soak" in found:
         text += _describe_soak(found["soak"])
     text += _describe_run(cases)

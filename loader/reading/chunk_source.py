@@ -1,4 +1,4 @@
-"""One chunk, read from its store and opened as columns: checked, and read once more where its bytes are wrong."""
+"""One chunk, read from its store and opened as columns: checked, and read anew where its bytes are wrong."""
 
 from __future__ import annotations
 
