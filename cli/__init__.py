@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ..storage.telling.outputs import replace_closed_outputs
+
 # A command is a module of this folder with ``run(arguments) -> exit code``; the text is its line in the overview.
 COMMANDS = {
     "index": "find the samples of a data set and store the index beside it",
@@ -31,9 +33,7 @@ OK, FOUND_BAD, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> None:
     """The entry point. After Ctrl-C the process exits at once, and breaks off requests in flight."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed, as `>&-` does
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the whole process
+    replace_closed_outputs()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal of Latin-1 or ASCII has no sign for some that are printed; names of files may be no Unicode.
         sys.stdout.reconfigure(errors="backslashreplace" if sys.stdout.encoding.lower() == "utf-8" else "replace")

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..storage.errors import PenstockError
+from ..storage.telling.outputs import replace_closed_outputs
 from .errors import RecipeError, StallError
 from .evaluation.evaluate import Evaluation
 from .randomness import seed_all
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 if trained or asked to stop, 2 for an error to fix, and 75 if training can continue when
     started again: a rank stalled or died, or only another node was asked to stop.
     """
+    replace_closed_outputs()
     try:
         with _may_be_cut_off():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
@@ -58,8 +60,7 @@ def _may_be_cut_off() -> Iterator[None]:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # it is None where it was closed, as by `>&-`
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at exit
         raise SystemExit(0) from None

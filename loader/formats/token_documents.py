@@ -53,7 +53,8 @@ class TokenDocumentsFormat(BaseFormat):
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if self.eos is not None and (isinstance(self.eos, bool) or not isinstance(self.eos, int) or self.eos < 0):
-            raise ConfigError(f"eos={self.eos!r}: token ids are whole numbers from 0 on; None reads Megatron's .idx")
+            told = "left out, Megatron's .idx files tell where documents end"
+            raise ConfigError(f"eos={self.eos!r}: token ids are whole numbers from 0 on; {told}")
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """Token files; the hint is the Megatron index beside one, if there is one."""
