@@ -81,8 +81,12 @@ def prepare_index(
         place = places.get(task.info.key)
         if place is None or saved.shards[place].size != task.info.size:
             continue
+        told_by, companion = saved.companions.get(task.info.key), task.companion
+        if companion is not None and (told_by is None or told_by.size != companion.size):
+            continue  # what says how it is read came, or changed, since; of one that is gone the manifest knows
         alike.append(place)
-        if same_object(saved.shards[place], task.info):
+        is_same = companion is None or told_by is None or same_object(told_by, companion)
+        if is_same and same_object(saved.shards[place], task.info):
             kept[position] = place
     if len(kept) == len(tasks):
         if selection.chosen is None and len(kept) < len(saved.shards):
@@ -93,7 +97,8 @@ def prepare_index(
         copied = replace(take_shards(saved, alike), shards=tuple(task.info for task in tasks))
     indexes = shard_indexes(saved)
     known = {position: indexes[place] for position, place in kept.items()}
-    return replace(pending, known=known, schema=saved.schema, outdated=saved, copied=copied)
+    # Of a data set that was written anew the old fields are none.
+    return replace(pending, known=known, schema=saved.schema if known else None, outdated=saved, copied=copied)
 
 
 def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat | None) -> Manifest | None:
@@ -259,7 +264,13 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
                 elif index.schema != schema:
                     schema = pending.shard_format.merge_schema(schema, index.schema, task.info.key)
         shards.append((task.info, index))
-    return Manifest.build(pending.url, pending.shard_format.name, pending.shard_format.config(), schema or {}, shards)
+    manifest = Manifest.build(
+        pending.url, pending.shard_format.name, pending.shard_format.config(), schema or {}, shards
+    )
+    told_by = {} if pending.outdated is None else dict(pending.outdated.companions)
+    told_by |= {task.info.key: task.companion for task in pending.tasks if task.companion is not None}
+    companions = {shard.key: told_by[shard.key] for shard in manifest.shards if shard.key in told_by}
+    return replace(manifest, companions=companions)
 
 
 def warn_outdated(pending: PendingIndex, manifest: Manifest) -> None:

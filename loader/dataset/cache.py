@@ -10,9 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from ...storage import ObjectInfo
 from ..errors import DatasetError
-from ..formats.shard import ShardFormat
+from ..formats.shard import ShardFormat, ShardTask
 from .manifest import Manifest
 from .sealed_folder import SealedFolder
 
@@ -32,18 +31,29 @@ class IndexCache:
         return self._files.path
 
     def key(
-        self, url: str, shards: Sequence[ObjectInfo], shard_format: ShardFormat, copied: Manifest | None = None
+        self,
+        url: str,
+        tasks: Sequence[ShardTask],
+        shard_format: ShardFormat,
+        *,
+        outdated: Manifest | None = None,
+        copied: Manifest | None = None,
     ) -> str | None:
-        """Identifies a listing read as a format; None if a shard has no ETag, because it could change unnoticed.
+        """Identifies a listing read as a format; None if an object has no ETag, because it could change unnoticed.
 
-        ``copied``: the manifest whose checksums the shards may have.
+        ``outdated``: the manifest that some shards are known by. ``copied``: that whose checksums they may have.
         """
-        if any(info.etag is None for info in shards):
+        objects = [info for task in tasks for info in (task.info, task.companion) if info is not None]
+        if any(info.etag is None for info in objects):
             return None
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([_ESTIMATES, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
-        for info in shards:
-            digest.update(f"{info.key}\0{info.size}\0{info.etag}\n".encode())
+        for task in tasks:
+            digest.update(f"{task.info.key}\0{task.info.size}\0{task.info.etag}\n".encode())
+            if task.hint is not None:
+                digest.update(f"{task.hint!r}\n".encode())
+        if outdated is not None:
+            digest.update(f"outdated\0{outdated.fingerprint}\0{json.dumps(dict(outdated.schema))}\n".encode())
         if copied is not None and copied.checksums is not None:
             digest.update(f"copied\0{copied.fingerprint}\n".encode())
             digest.update(copied.checksums.tobytes())

@@ -142,7 +142,8 @@ class _Opening:
         if isinstance(prepared, Manifest):
             return prepared, None
         copied = prepared.copied if self.trusts_copies else None
-        key = self.cache.key(prepared.url, [task.info for task in prepared.tasks], prepared.shard_format, copied)
+        known_by = prepared.outdated if prepared.known else None
+        key = self.cache.key(prepared.url, prepared.tasks, prepared.shard_format, outdated=known_by, copied=copied)
         manifest = self._find(store, prepared, copied, key)
         if manifest.checksums is None:
             warn_outdated(prepared, manifest)

@@ -29,7 +29,8 @@ class Manifest:
 
     ``url`` is the root that shard keys are relative to. It, ``checksums`` and ``parts`` (checksums of what may be read
     of a chunk without the whole, or None) are not part of the fingerprint, so a copy of a data set elsewhere can
-    continue from a state taken here.
+    continue from a state taken here. ``companions``: by the keys of shards, the objects that said how those are read,
+    such as an ``.idx``, where there were any.
 
     Arrays, one element per chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
     ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
@@ -48,6 +49,7 @@ class Manifest:
     memory: IntArray
     checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = field(default=None)
     parts: PartSums | None = field(default=None)
+    companions: Mapping[str, ObjectInfo] = field(default_factory=dict)
 
     def __repr__(self) -> str:  # of millions of chunks, too
         return (
@@ -137,10 +139,15 @@ class Manifest:
         """32 hex digits over what is stored but not part of the fingerprint."""
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([dict(self.schema), [shard.etag for shard in self.shards]]).encode())
+        if self.companions:
+            digest.update(json.dumps(self._list_companions()).encode())
         digest.update(np.ascontiguousarray(self.memory, dtype="<i8").tobytes())
         if self.checksums is not None:
             digest.update(np.ascontiguousarray(self.checksums, dtype="<u8").tobytes())
         return digest.hexdigest()
+
+    def _list_companions(self) -> list[list[Any]]:
+        return [[shard, info.key, info.size, info.etag] for shard, info in self.companions.items()]
 
     @staticmethod
     def build(
@@ -197,6 +204,8 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "checksum": self._checksum(),
         }
+        if self.companions:
+            metadata["companions"] = json.dumps(self._list_companions())
         columns = {
             "shard": pa.array(self.shard_index),
             "offset": pa.array(self.offsets),
@@ -249,6 +258,10 @@ class Manifest:
                 samples=columns["samples"],
                 memory=columns["memory"],
                 checksums=columns.get("checksum"),
+                companions={
+                    shard: ObjectInfo(key, size, etag)
+                    for shard, key, size, etag in json.loads(metadata.get("companions", "[]"))
+                },
             )
             misfit = find_misfit(
                 manifest.shards,

@@ -25,6 +25,11 @@ class ShardTask:
     info: ObjectInfo
     hint: Any = None
 
+    @property
+    def companion(self) -> ObjectInfo | None:
+        """The object that says how the shard is read, such as an ``.idx``."""
+        return self.hint if isinstance(self.hint, ObjectInfo) else None
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:

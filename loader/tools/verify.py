@@ -146,6 +146,10 @@ def _compare_listing(
     known = {shard.key for shard in saved.shards}
     for task in shard_format.shards(store, listing):
         if task.info.key in known:
+            companion, told_by = task.companion, saved.companions.get(task.info.key)
+            if companion is not None and (told_by is None or told_by.size != companion.size):
+                problem = f"is read by {companion.key}, which came or changed since; run `penstock index`"
+                flaws.append(shard_flaw(task.info.key, "ObjectChangedError", problem))
             continue
         try:
             samples = sum(span.samples for span in index_one(store, shard_format, task).chunks)

@@ -23,6 +23,7 @@ from penstock.loader import (
 )
 from penstock.loader.dataset.cache import IndexCache
 from penstock.loader.dataset.manifest import MANIFEST_NAME
+from penstock.loader.formats.shard import ShardTask
 from penstock.storage import MemoryStore
 
 
@@ -217,7 +218,9 @@ def test_a_store_without_etags_is_not_cached(memory_store: MemoryStore, put_shar
     from penstock import ParquetFormat
     from penstock.storage import ObjectInfo
 
-    assert IndexCache().key("u", [ObjectInfo("a", 1, "e"), ObjectInfo("b", 1, None)], ParquetFormat()) is None
+    tasks = [ShardTask(ObjectInfo("a", 1, "e")), ShardTask(ObjectInfo("b", 1))]
+    assert IndexCache().key("u", tasks, ParquetFormat()) is None
+    assert IndexCache().key("u", [ShardTask(tasks[0].info, ObjectInfo("a.idx", 1))], ParquetFormat()) is None
 
 
 def test_an_empty_shard_beside_a_saved_manifest_is_no_staleness(
