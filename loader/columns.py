@@ -99,6 +99,10 @@ class ObjectColumn:
     def nbytes(self) -> int:
         return int(self.values.nbytes)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
     def take(self, rows: IntArray) -> list[Any]:
         """The values of ``rows`` as Python objects; None where null."""
         taken: list[Any] = self.values.take(pa.array(rows)).to_pylist()

@@ -98,6 +98,10 @@ class PiecesColumn(ObjectColumn):
     def nbytes(self) -> int:
         return 0
 
+    @property
+    def num_rows(self) -> int:
+        return int(self.firsts[-1]) + len(self.pieces[-1])
+
     def take(self, rows: IntArray) -> list[Any]:
         # pyarrow would join the pieces in memory first.
         found: list[Any] = [None] * len(rows)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from ...storage import open_store
-from ..columns import ArrayColumn, Block, BytesColumn, Column
+from ..columns import ArrayColumn, Block, BytesColumn, Column, ObjectColumn
 from ..dataset.cost_index import cost_key, costs_to_bytes
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
@@ -195,6 +195,9 @@ def _lengths(column: Column, wanted: CostExpression) -> Any:
                 f"cost={wanted.text!r}: the field holds single numbers, which have no length; leave out len:"
             )
         return np.full(len(column.values), column.values.shape[1])
+    if type(column) is not ObjectColumn:  # its array is of encoded values, or of some
+        values = column.take(np.arange(column.num_rows))
+        return np.array([_length(value, wanted) for value in values], np.float64)
     array = column.values
     if pt.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -207,6 +210,16 @@ def _lengths(column: Column, wanted: CostExpression) -> Any:
     else:
         raise ConfigError(f"cost={wanted.text!r}: values of type {array.type} have no length")
     return _to_numbers(lengths)
+
+
+def _length(value: Any, wanted: CostExpression) -> float:
+    """Items of a list, array or object, characters of a text, bytes."""
+    if value is None:
+        return float("nan")
+    try:
+        return float(len(value))
+    except TypeError as exc:
+        raise ConfigError(f"cost={wanted.text!r}: a value of type {type(value).__name__} has no length") from exc
 
 
 def _values(column: Column, wanted: CostExpression) -> Any:

@@ -6,13 +6,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
 
+import numpy as np
 import pyarrow as pa
 
 from ...storage import Store
 from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block, BytesColumn, ObjectColumn
 from ..dataset.manifest import Manifest
-from ..errors import FormatError
+from ..errors import DecodeError, FormatError
 from ..formats.detect import make_format
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_memory
@@ -23,6 +24,7 @@ from ..reading.header_cache import HeaderCache
 from .flaws import Flaw, error_flaw
 
 _HEADER_BYTES = 128 << 20
+_DECODED_AT_ONCE = 256  # values
 
 
 def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool, flaws: list[Flaw]) -> None:
@@ -77,15 +79,19 @@ def _check_chunk(
 
 
 def _touch_values(block: Block, chunk: ChunkRef) -> None:
-    """Check what opening a chunk defers: decode text, validate Arrow arrays in full."""
+    """Check what opening a chunk defers: decode text and what is kept encoded, validate Arrow arrays in full."""
     for name, column in block.columns.items():
         try:
             if isinstance(column, ObjectColumn):
-                for array in getattr(column, "pieces", (column.values,)):
+                pieces = getattr(column, "pieces", None)
+                for array in pieces or (column.values,):
                     array.validate(full=True)
+                if pieces is None and type(column) is not ObjectColumn:  # values are kept encoded
+                    for first in range(0, column.num_rows, _DECODED_AT_ONCE):
+                        column.take(np.arange(first, min(first + _DECODED_AT_ONCE, column.num_rows)))
             elif isinstance(column, BytesColumn) and column.text:
                 for start, stop in zip(column.starts.tolist(), column.stops.tolist(), strict=True):
                     if start >= 0:
                         str(column.buffer[start:stop], "utf-8")
-        except (pa.ArrowException, UnicodeDecodeError) as exc:
+        except (pa.ArrowException, UnicodeDecodeError, DecodeError) as exc:
             raise FormatError(chunk.shard.key, f"column {name!r}: {exc}", offset=chunk.offset) from exc

@@ -40,7 +40,9 @@ def find_rows(column: Column, value: Any, field: str) -> list[int]:
         return _find_scalar(column, value, field)
     if isinstance(column, BytesColumn):
         return _find_bytes(column, _as_stored(value, field))
-    values = column.values.to_pylist()
+    values = column.take(np.arange(column.num_rows))
+    if any(isinstance(found, np.ndarray) for found in values):
+        raise ConfigError(f"field {field!r} holds arrays, which cannot be searched")
     return [row for row, found in enumerate(values) if found is not None and (found == value or str(found) == value)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -146,3 +147,16 @@ def test_what_is_no_index_is_not_written(tmp_path, values):
     with pytest.raises(ConfigError, match=r"give one cost a sample, \(3,\) uint16 or uint32"):
         write_costs(manifest, CostExpression.parse("c"), values)
     assert not list(tmp_path.glob("*.costs"))
+
+
+def test_lengths_are_those_of_values_not_of_what_encodes_them(tmp_path: Path) -> None:
+    arrays, mixed = tmp_path / "arrays", tmp_path / "mixed"
+    samples = [{"tokens": np.arange(n, dtype=np.int32)} for n in (1, 100)]
+    pack(samples, arrays, format="mds")
+    assert index_costs(open_manifest(arrays), "len:tokens").tolist() == [1, 100]
+    mixed.mkdir()
+    (mixed / "m.jsonl").write_text('{"m": [1, 2, 3]}\n{"m": [1, "x"]}\n{"m": "text"}\n')
+    assert index_costs(open_manifest(mixed), "len:m").tolist() == [3, 2, 4]
+    (mixed / "n.jsonl").write_text('{"m": 7}\n{"m": [1, "x"]}\n')
+    with pytest.raises(ConfigError, match="of type int has no length"):
+        index_costs(open_manifest(mixed), "len:m")
