@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from .caching.cache import CacheStore
 from .clients.bridge import BridgeStore
 from .clients.local import LocalStore
-from .clients.remote import CLOUD_SCHEMES, HTTP_SCHEMES, RemoteStore
+from .clients.remote import CLOUD_SCHEMES, RemoteStore
 from .encryption.store import EncryptedStore
 from .errors import UnsupportedURLError
 from .memory import MemoryStore
@@ -20,8 +20,10 @@ from .options import ENCRYPTION_OPTION, MAPPED_OPTION
 from .retrying.config import RetryConfig
 from .retrying.retry import RetryStore
 from .store import Store
+from .urls import WEB_SCHEMES
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+_SIGNATURE = re.compile(r"&(sig|signature|x-amz-signature|x-goog-signature|x-amz-credential)=", re.IGNORECASE)
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
@@ -45,12 +47,13 @@ def check_query(url: str) -> None:
     """Refuse a presigned URL before its signature becomes part of a key, and of messages.
 
     Raises:
-        UnsupportedURLError: a web URL has a query.
+        UnsupportedURLError: a web URL has a query, or a cloud's one with a signature.
     """
     found = _SCHEME.match(url)
-    if (
-        found and found.group(1).lower() in HTTP_SCHEMES and "=" in url.partition("?")[2]
-    ):  # without one it may be a glob
+    scheme, query = found.group(1).lower() if found else "", url.partition("?")[2]
+    # Without an '=' it may be a glob, and in a cloud also with one, as of '?/k=v/*'.
+    is_signed = scheme in CLOUD_SCHEMES and _SIGNATURE.search(f"&{query}") is not None
+    if found and (is_signed or (scheme in WEB_SCHEMES and "=" in query)):
         host = url[found.end() :].partition("?")[0].partition("/")[0].rpartition("@")[2]
         raise UnsupportedURLError(
             f"a URL at {host} has a query; presigned URLs are not read, because their signatures would be kept with "
@@ -70,7 +73,7 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
         raise UnsupportedURLError(f"{ENCRYPTION_OPTION} is an option of open_store; a bare client reads what is stored")
     found = _SCHEME.match(text)
     scheme = found.group(1).lower() if found else "file"
-    if scheme in CLOUD_SCHEMES | HTTP_SCHEMES:
+    if scheme in CLOUD_SCHEMES | WEB_SCHEMES:
         return RemoteStore(text, storage_options)
     options = dict(storage_options or {})
     maps = options.pop(MAPPED_OPTION, True) if scheme == "file" else True

@@ -29,7 +29,7 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}}
 FLOORS = {
     "storage": (
         {"errors", "store", "store_link", "threads"},
-        {"checks", "hashing", "pages", "ranges"},
+        {"checks", "hashing", "pages", "ranges", "urls"},
         {"files"},
         {"memory", "own_folder"},
         {"retrying"},

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from ...storage.resolve import check_query
+from ...storage.urls import decode_path, encode_name
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.names import is_hidden
@@ -101,7 +102,7 @@ def resolve_split(
     store.close()
     if selection.chosen is None:
         return selection.url + ("**" if split == ALL else "")
-    return [selection.url + key for key in selection.chosen]
+    return [selection.url + encode_name(selection.url, key) for key in selection.chosen]
 
 
 def absolute_urls(source: Source) -> list[str]:
@@ -141,14 +142,14 @@ def _local(path: str) -> str:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Scheme and authority ('s3://bucket/', or '/' for local paths), and the rest."""
+    """Scheme and authority ('s3://bucket/', or '/' for local paths), and the name of what lies there."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return "/", url.lstrip("/")
     if scheme == "file":
         return "file:///", rest.lstrip("/")
     authority, _, path = rest.partition("/")
-    return f"{scheme}://{authority}/", path
+    return f"{scheme}://{authority}/", decode_path(url, path)
 
 
 def _select_one(
@@ -161,7 +162,7 @@ def _select_one(
     is_prefix = base not in {"/", "file:///"} and "." not in name  # probably; local ones are asked at once
     ahead = Prefix(url, storage_options, with_manifest=not is_split) if is_prefix else None
     if may_be_object:
-        root = f"{base}{folder}/" if folder else base
+        root = f"{base}{encode_name(base, folder)}/" if folder else base
         store = open_store(root, storage_options=storage_options)
         try:
             info = store.head(name)
@@ -205,7 +206,7 @@ def _common_root(urls: Sequence[str]) -> tuple[str, list[str]]:
     paths = [_split(url)[1] for url in urls]
     fixed = [fixed_prefix(path) if is_glob(url) else path for url, path in zip(urls, paths, strict=True)]
     folder = _shared_folder(fixed)
-    return base + folder, [path[len(folder) :] for path in paths]
+    return base + encode_name(base, folder), [path[len(folder) :] for path in paths]
 
 
 def _shared_folder(paths: Sequence[str]) -> str:
@@ -299,7 +300,7 @@ def _select_split(
     told = {split_folder(key, names[key]) for key in keys}
     folder = told.pop() if len(told) == 1 and told != {""} else _shared_folder(keys)
     store.close()
-    url = selection.url + folder
+    url = selection.url + encode_name(selection.url, folder)
     store = open_store(url, storage_options=storage_options)
     inside = tuple(replace(info, key=info.key[len(folder) :]) for info in listing if info.key.startswith(folder))
     is_whole = len(wanted) == 1 and not any(key.startswith(folder) for key in others)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +18,9 @@ from ..ranges import read_ranges
 from ..store import ByteRange, ObjectInfo
 
 _KNOWN = "known are file, s3, gs, az, http(s), mem, and what fsspec reads with the packages installed here"
-_PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
+# Up to the last @ of the authority; a password may itself have one, or a slash.
+_PASSWORD = re.compile(r"://[^/@:]*:(?:[^/]*|[^@]*)@")
+_LEAST_SECRET = 6  # characters: shorter ones are parts of any text
 
 # Fields in which fsspec file systems keep what identifies a version of a file, best first.
 _ETAG_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "checksum", "uid", "mtime", "LastModified", "last_modified",
@@ -24,7 +28,10 @@ _ETAG_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "checksum", "uid", "mtime"
 
 
 class BridgeStore:
-    """Files of any fsspec file system. The only state is that file system, which fsspec shares between its users."""
+    """Files of any fsspec file system.
+
+    Mutable state: that file system, which fsspec shares between its users, and under a lock the place that is read.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         """Open the root with fsspec; ``storage_options`` are those of the file system itself.
@@ -36,9 +43,9 @@ class BridgeStore:
         shown = _PASSWORD.sub("://", url)
         self._url = shown.rstrip("/") if not shown.endswith("://") else shown
         self._options = dict(storage_options or {})
-        self._secrets = find_secrets(self._options, environment_secrets()) | {
-            text[3:-1] for text in _PASSWORD.findall(url)
-        }
+        given = {text[3:-1] for text in _PASSWORD.findall(url)}
+        passwords = {secret for text in given if len(secret := text.partition(":")[2]) >= _LEAST_SECRET}
+        self._secrets = find_secrets(self._options, environment_secrets()) | given | passwords
         scheme = url.partition("://")[0]
         try:
             self._fs, root = url_to_fs(url, **self._options)
@@ -48,6 +55,8 @@ class BridgeStore:
         except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
             raise self._translate(exc, "") from self._cause(exc)
         self._root = str(root).rstrip("/")
+        self._lock = threading.Lock()
+        self._read_from: str | None = None
 
     def __reduce__(self) -> tuple[type[BridgeStore], tuple[str, dict[str, Any]]]:
         return (BridgeStore, (self._source, self._options))
@@ -59,10 +68,21 @@ class BridgeStore:
     def url(self) -> str:
         return self._url
 
+    def _find_root(self) -> str:
+        """Where to read: on the Hugging Face Hub at one commit, since what is known of a branch's files is kept there.
+
+        Raises what the file system raises.
+        """
+        with self._lock:
+            if self._read_from is None:
+                self._read_from = _pin(self._fs, self._root)
+            return self._read_from
+
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         check_key(self._url, key)
-        path = f"{self._root}/{key}"
         try:
+            root = self._find_root()
+            path = f"{root}/{key}"
             if byte_range is None:
                 data = self._fs.cat_file(path)
             elif len(byte_range):
@@ -72,6 +92,8 @@ class BridgeStore:
         except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
             raise self._translate(exc, key, byte_range) from self._cause(exc)
         if etag is not None or byte_range is None or len(data) != len(byte_range) or not data:
+            if root == self._root:  # else nothing changes there
+                self._fs.invalidate_cache(path.rpartition("/")[0])
             info = self.head(key)  # after the read, to notice a change during it
             check_etag(self._url, key, etag, info.etag)
             if byte_range is not None:
@@ -84,9 +106,8 @@ class BridgeStore:
 
     def head(self, key: str) -> ObjectInfo:
         check_key(self._url, key)
-        path = f"{self._root}/{key}"
         try:
-            info = self._fs.info(path)
+            info = self._fs.info(f"{self._find_root()}/{key}")
         except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
             raise self._translate(exc, key) from self._cause(exc)
         if info.get("type") == "directory":
@@ -97,11 +118,12 @@ class BridgeStore:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_key(self._url, folder)
-        top = f"{self._root}/{folder}" if folder else self._root
         try:
+            root = self._find_root()
+            top = f"{root}/{folder}" if folder else root
             self._fs.invalidate_cache()
             if not self._fs.isdir(top):
-                if folder and self._fs.isdir(self._root or "/"):
+                if folder and self._fs.isdir(root or "/"):
                     return iter(())
                 raise NotFoundError(f"there is no folder {self._url}; check the URL")
             entries = self._fs.find(top, detail=True)
@@ -109,7 +131,7 @@ class BridgeStore:
             raise
         except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
             raise self._translate(exc, folder) from self._cause(exc)
-        cut = len(self._root) + 1
+        cut = len(root) + 1
         found = [_describe(path[cut:], info) for path, info in entries.items() if path[cut:].startswith(prefix)]
         return iter(sorted(found, key=lambda info: info.key))
 
@@ -122,6 +144,8 @@ class BridgeStore:
             self._fs.pipe_file(path, bytes(data))
         except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
             raise self._translate(exc, key) from self._cause(exc)
+        with self._lock:
+            self._read_from = None
         return self.head(key)
 
     def put_if(self, key: str, data: bytes | bytearray | memoryview, *, etag: str | None) -> ObjectInfo:
@@ -175,6 +199,20 @@ class BridgeStore:
         if isinstance(exc, (ConnectionError, TimeoutError, OSError)):
             return StoreUnavailableError(f"{name}: {said}")
         return StorageError(f"{name}: {type(exc).__name__}: {said}")
+
+
+def _pin(fs: Any, root: str) -> str:
+    """The same place at the commit that a branch is at now, where the file system has branches as the Hub has."""
+    if not hasattr(fs, "resolve_path"):
+        return root
+    from huggingface_hub import HfApi
+
+    place = fs.resolve_path(root)
+    info = HfApi(endpoint=fs.endpoint, token=fs.token).repo_info(
+        place.repo_id, repo_type=place.repo_type, revision=place.revision
+    )
+    pinned: str = replace(place, revision=info.sha, _raw_revision=None).unresolve()
+    return pinned.rstrip("/")
 
 
 def _describe(key: str, info: Mapping[str, Any]) -> ObjectInfo:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import obstore
 import obstore.exceptions
@@ -31,6 +30,7 @@ from ..options import DIRECT_OPTION, configure, environment_secrets, find_secret
 from ..ranges import read_ranges
 from ..retrying.patience import TimeLimit
 from ..store import ByteRange, ObjectInfo, byte_view
+from ..urls import WEB_SCHEMES, decode_path, split_root
 from .autoindex import list_index
 from .direct import DirectReads, plain_urls, sign_with, times_of, why_not
 from .remote_errors import Translator
@@ -38,12 +38,11 @@ from .shared import open_shared
 from .web import WebClient
 
 CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
-HTTP_SCHEMES = frozenset({"http", "https"})
 
 # Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
 # listing shows, and costs money.
 MULTIPART_BYTES = 64 << 20
-_PORT = re.compile(r"[^:\[\]]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
+_AUTHORITY = re.compile(r"[^:\[\]?#]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 # What obstore raises: its own errors, and Python's for bad arguments and missing objects.
@@ -81,26 +80,29 @@ class RemoteStore:
         Raises:
             UnsupportedURLError: the URL or an option is not understood.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in CLOUD_SCHEMES | HTTP_SCHEMES or not parts.netloc:
+        scheme, authority, path = split_root(url)
+        if scheme not in CLOUD_SCHEMES | WEB_SCHEMES or not authority:
             raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
-        # Azure's abfs writes 'container@account'; a ':' before an '@' is a password, or a part of one.
-        if ":" in parts.netloc.rpartition("@")[0] or parts.query or not _PORT.fullmatch(parts.netloc):
+        user, mark, _ = authority.rpartition("@")
+        has_user = bool(mark) and (not scheme.startswith("abfs") or ":" in user)  # which writes 'container@account'
+        if has_user or path.partition("?")[2] or not _AUTHORITY.fullmatch(authority):
             raise UnsupportedURLError(
-                f"the {parts.scheme} URL carries credentials or a query, or its port is no number; "
+                f"the {scheme} URL carries credentials or a query, or its port is no number; "
                 "use storage_options= for credentials"
             )
+        if scheme in WEB_SCHEMES and "#" in path:
+            raise UnsupportedURLError(f"{url!r} has a fragment, which no server gets; write %23 for a '#' in a name")
         self._options = dict(storage_options or {})
         self._lock = threading.Lock()
         self._limited: dict[TimeLimit, RemoteStore] = {}
-        self._is_http = parts.scheme in HTTP_SCHEMES
+        self._is_http = scheme in WEB_SCHEMES
         self._url = url.rstrip("/")
-        prefix = unquote(parts.path).strip("/")
+        prefix = decode_path(url, path).strip("/")
         self._prefix = prefix + "/" if prefix else ""
-        self._origin = origin = f"{parts.scheme}://{parts.netloc}"
+        self._origin = origin = f"{scheme}://{authority}"
         config: Any
         client: Any
-        config, client = configure(parts.scheme, self._options)
+        config, client = configure(scheme, self._options)
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
         self._errors = Translator(self._url, find_secrets(self._options, config, environment_secrets()))
         self._open = partial(open_shared, origin, config, client, is_http=self._is_http)
@@ -116,7 +118,7 @@ class RemoteStore:
         self._carrier = self._web if client.get("default_headers") else None
         self.indirect: str | None = f"{DIRECT_OPTION}=False"
         if self._options.get(DIRECT_OPTION) is None or is_true(self._options[DIRECT_OPTION]):
-            self.indirect = why_not(parts.scheme, origin, config, client)
+            self.indirect = why_not(scheme, origin, config, client)
         self._direct = direct
         if self.indirect is None:
             self._times = times_of(client)

@@ -10,11 +10,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
 
 from ..checks import check_etag, check_inside, check_key, check_length, where
 from ..errors import DecryptionError, StorageError
 from ..store import ByteRange, DiscardingStore, ObjectInfo, Store, byte_view
+from ..urls import decode_path, split_root
 from .key import KeySource, load_key
 from .layout import (
     ENCRYPTED_SUFFIX,
@@ -45,7 +45,7 @@ class EncryptedStore:
         self._inner = inner
         self._source = key
         self._keys = Keys.derive(load_key(key))
-        path = inner.url if inner.url.startswith("file://") else unquote(urlsplit(inner.url).path)
+        path = inner.url if inner.url.startswith("file://") else "/" + decode_path(inner.url, split_root(inner.url)[2])
         self._path = path.rstrip("/")
         self._headers: OrderedDict[tuple[str, str], Opened] = OrderedDict()
         self._lock = threading.Lock()
