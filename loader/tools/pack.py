@@ -23,6 +23,7 @@ from ..errors import ConfigError, DatasetError
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
 from ..progress import show_progress
+from .packing.identity import describe_function
 from .packing.jsonl import JsonlWriter
 from .packing.mapping import MapFunction, Mapped, Transform, transformed
 from .packing.mds import MdsWriter
@@ -131,23 +132,11 @@ class _Job:
 
     def fingerprint(self, identity: Any) -> str | None:
         """What tells this job, source and functions included, from others; None if that cannot be told."""
-        functions = [_describe(function) for function in (self.tokenizer, self.map) if function is not None]
+        functions = [describe_function(function) for function in (self.tokenizer, self.map) if function is not None]
         if identity is None or None in functions:
             return None
         settings = [self.format, self.shard_bytes, self.seq_len, self.dtype, self.field, self.checksums]
         return hashlib.sha256(json.dumps([identity, functions, settings]).encode()).hexdigest()
-
-
-def _describe(function: Callable[..., Any]) -> list[str] | None:
-    """A function's name and a hash of the file that defines it; None for what is no plain function."""
-    try:
-        file = inspect.getsourcefile(function)
-        text = Path(file).read_bytes() if file else None
-    except (TypeError, OSError):
-        return None
-    if text is None or not inspect.isfunction(function) or function.__closure__:
-        return None
-    return [function.__module__, function.__qualname__, hashlib.sha256(text).hexdigest()]
 
 
 def pack(

@@ -144,6 +144,13 @@ def stop_at(bad_shard: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], o
             run()
 
 
+MARK: Any = b"one"
+
+
+def marked(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"mark": MARK}
+
+
 def _plain(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: np.asarray(value).tolist() for name, value in sample.items()} for sample in samples]
 
@@ -152,6 +159,30 @@ def test_another_job_starts_anew(rows: Path, memory_store: MemoryStore, monkeypa
     stop_at(5, monkeypatch, lambda: pack(rows, memory_store.url, map=thin, shard_bytes=8_000))
     assert pack(rows, memory_store.url, shard_bytes=8_000).kept_shards == 0
     assert [sample["n"] for sample in read_samples(memory_store.url)] == [str(n).encode() for n in range(500)]
+
+
+def test_a_function_of_other_constants_is_another_job(
+    rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(5, monkeypatch, lambda: pack(rows, memory_store.url, map=marked, shard_bytes=8_000))
+    monkeypatch.setitem(marked.__globals__, "MARK", b"other")
+    assert pack(rows, memory_store.url, map=marked, shard_bytes=8_000).kept_shards == 0
+    assert {bytes(sample["mark"]) for sample in read_samples(memory_store.url)} == {b"other"}
+
+
+def test_a_function_of_the_same_constants_is_the_same_job(
+    rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(5, monkeypatch, lambda: pack(rows, memory_store.url, map=marked, shard_bytes=8_000))
+    assert pack(rows, memory_store.url, map=marked, shard_bytes=8_000).kept_shards > 0
+
+
+def test_a_function_that_uses_an_object_of_its_module_is_never_known_again(
+    rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(marked.__globals__, "MARK", memoryview(b"a tokenizer, say"))
+    stop_at(5, monkeypatch, lambda: pack(rows, memory_store.url, map=marked, shard_bytes=8_000))
+    assert pack(rows, memory_store.url, map=marked, shard_bytes=8_000).kept_shards == 0
 
 
 _KILLED = """
