@@ -14,10 +14,18 @@ from ...storage import NotFoundError, ObjectInfo, Store
 from ..columns import AnyArray, Block, IntArray, ObjectColumn
 from ..errors import ConfigError, FormatError
 from .base import BaseFormat, refuse_change, refuse_empty, whole_part
-from .names import find_shards
 from .schema import choose_columns
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
-from .tokens import DTYPES, INDEX_AGAIN, SUFFIX_DTYPES, TokensFormat, index_keys, read_bounds, read_megatron_index
+from .tokens import (
+    DTYPES,
+    INDEX_AGAIN,
+    SUFFIX_DTYPES,
+    find_token_shards,
+    index_keys,
+    read_bounds,
+    read_megatron_index,
+    refuse_header,
+)
 from .windows import ShardWindows
 
 
@@ -58,11 +66,7 @@ class TokenDocumentsFormat(BaseFormat):
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """Token files; the hint is the Megatron index beside one, if there is one."""
-        by_key = {info.key: info for info in listing}
-        return [
-            ShardTask(info, next((by_key[key] for key in index_keys(info.key) if key in by_key), None))
-            for info in find_shards(listing, TokensFormat.suffixes, named)
-        ]
+        return find_token_shards(listing, named)
 
     def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
         refuse_empty(task.info)
@@ -141,6 +145,7 @@ class TokenDocumentsFormat(BaseFormat):
                 chunk.shard.key, f"its index says that its tokens are {stored!r}; {INDEX_AGAIN}", offset=chunk.offset
             )
         data = whole_part(chunk, parts)
+        refuse_header(chunk, data)
         tokens = np.frombuffer(data, np.dtype(stored).newbyteorder("<"))
         if header is None:
             bounds = split(tokens, self.eos)

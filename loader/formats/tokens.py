@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -27,6 +28,9 @@ _HEADER_BYTES = 34
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 INDEX_AGAIN = "index the data set again"
 _MEGATRON_FLOATS = {6: "float64", 7: "float32"}
+# The first int32 of llm.c's token files, GPT-2's and Llama 3's, before a version of 1; tokens begin after 1,024 bytes.
+_LLM_C_MAGICS = (20240520, 20240801)
+_LITDATA_CHUNK = re.compile(r"chunk-\d+-\d+(\.\w+)?\.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,7 @@ class TokensFormat(BaseFormat):
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """Token files; the hint is the Megatron index beside one, if there is one."""
-        by_key = {info.key: info for info in listing}
-        return [
-            ShardTask(info, next((by_key[key] for key in index_keys(info.key) if key in by_key), None))
-            for info in find_shards(listing, self.suffixes, named)
-        ]
+        return find_token_shards(listing, named)
 
     def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
         info = task.info
@@ -126,6 +126,7 @@ class TokensFormat(BaseFormat):
             sequences = f"{chunk.samples} sequences of {self.seq_len} tokens"
             problem = f"{sequences} take {needed} bytes, but its chunk has {data.nbytes}"
             raise FormatError(chunk.shard.key, f"{problem}; {INDEX_AGAIN}", offset=chunk.offset)
+        refuse_header(chunk, data)
         tokens = np.frombuffer(data, dtype)
         # (samples * stride + overlap,) -> (samples, seq_len); rows share their overlap, so the view is read-only.
         rows = np.lib.stride_tricks.as_strided(
@@ -135,6 +136,41 @@ class TokensFormat(BaseFormat):
             writeable=False,
         )
         return Block(chunk.samples, data.nbytes, {"tokens": ArrayColumn(rows)} if names else {})
+
+
+def find_token_shards(listing: Sequence[ObjectInfo], named: Collection[str]) -> list[ShardTask]:
+    """Token files; the hint is the Megatron index beside one, if there is one.
+
+    Raises:
+        FormatError: they are litdata's chunks, which have other things than tokens in them.
+    """
+    by_key = {info.key: info for info in listing}
+    found = find_shards(listing, TokensFormat.suffixes, named)
+    for info in found:
+        folder, slash, name = info.key.rpartition("/")
+        if _LITDATA_CHUNK.fullmatch(name) and f"{folder}{slash}index.json" in by_key:
+            raise FormatError(
+                info.key,
+                "is a chunk of litdata's by its name and the index.json beside it, with a table of offsets before the "
+                "tokens; read it with litdata's StreamingDataset, and pack() what that yields",
+            )
+    return [
+        ShardTask(info, next((by_key[key] for key in index_keys(info.key) if key in by_key), None)) for info in found
+    ]
+
+
+def refuse_header(chunk: ChunkRef, data: memoryview) -> None:
+    """Raise FormatError where a shard begins with the header of llm.c's token files, which would be read as tokens."""
+    if chunk.offset or data.nbytes < 8:
+        return
+    magic, version = np.frombuffer(data[:8], "<i4").tolist()
+    if magic in _LLM_C_MAGICS and version == 1:
+        raise FormatError(
+            chunk.shard.key,
+            f"begins with a header of llm.c's ({magic}, version {version}), which would be read as tokens; write what "
+            "follows its 1,024 bytes as a file of its own",
+            offset=0,
+        )
 
 
 def has_free_dtype(key: str) -> bool:

@@ -28,6 +28,7 @@ from .messages import (
     metadata_length,
     parse_message,
 )
+from .saved import pick_saved
 from .string_views import views_are_inside
 
 # What a compressed body grows to is not in the metadata; a guess for the estimate of memory.
@@ -63,10 +64,8 @@ class ArrowFormat(BaseFormat):
     chunk_bytes: int = CHUNK_BYTES
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
-        """All Arrow files, but the results of ``map`` that datasets keeps beside what ``save_to_disk`` wrote."""
-        saved = {info.key.removesuffix("state.json") for info in listing if info.key.rpartition("/")[2] == "state.json"}
-        found = BaseFormat.shards(self, store, listing, named)
-        return [task for task in found if task.info.key in named or not _is_result(task.info.key, saved)]
+        """All Arrow files; of folders that ``save_to_disk`` of datasets wrote, those that are its data."""
+        return pick_saved(store, listing, BaseFormat.shards(self, store, listing, named), named)
 
     def index_shard(self, store: Store, task: ShardTask) -> ShardIndex:
         shard = task.info
@@ -216,8 +215,3 @@ def _count_nodes(kind: pa.DataType) -> int:
     if pt.is_dictionary(kind):
         return 1
     return 1 + sum(_count_nodes(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _is_result(key: str, saved_folders: Collection[str]) -> bool:
-    folder, slash, name = key.rpartition("/")
-    return name.startswith("cache-") and folder + slash in saved_folders
