@@ -7,12 +7,14 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
 from ...errors import DatasetError
 from ...formats.shard import CHUNK_BYTES
 from .exact_arrays import InexactError, is_kin, to_array
+from .fixed_arrays import ArrayShape, array_shape, stack_arrays
 from .values import arrow_value
 from .writer import SampleWriter, Shard
 
@@ -23,7 +25,8 @@ _TABLE_ROWS = 256
 class TableWriter(SampleWriter):
     """Takes dicts, or record batches of many samples; cuts them into groups of about a chunk's size.
 
-    A record batch, or the first rows, determine the schema; ``hints`` are types that the source knows. With
+    A record batch, or the first rows, determine the schema; ``hints`` are types that the source knows. Where the first
+    rows have arrays of one shape and dtype, the column is of lists of one length, which readers make tensors of. With
     ``is_whole`` rows are as the source has them, so that a column of it that the first ones lack comes later.
     """
 
@@ -40,6 +43,7 @@ class TableWriter(SampleWriter):
         self._group_bytes = min(CHUNK_BYTES, shard_bytes)
         self._schema: pa.Schema | None = None
         self._rows: list[dict[str, Any]] = []
+        self._shapes: dict[str, set[ArrayShape | None]] = {}  # of the first rows
         self._tables: list[pa.Table] = []
         self._written = 0
         self._sink: io.BytesIO | None = None
@@ -69,6 +73,10 @@ class TableWriter(SampleWriter):
             return full + self._add_table(self._fit(pa.Table.from_batches([item])))
         if not isinstance(item, Mapping):
             raise DatasetError(f"sample {self.added} is a {type(item).__name__}; tables need dicts")
+        if self._schema is None:
+            for name, value in item.items():
+                if value is not None:
+                    self._shapes.setdefault(str(name), set()).add(array_shape(value))
         self._rows.append({str(name): arrow_value(value) for name, value in item.items()})
         self.added += 1
         return self._add_table(self._take_rows()) if len(self._rows) >= _TABLE_ROWS else []
@@ -92,9 +100,14 @@ class TableWriter(SampleWriter):
             fields = [(field.name, field.type) for field in self._schema]
         else:
             names += [name for name in self._hints if name not in names] if self._is_hinted(names) else []
-            fields = [(name, self._hints.get(name)) for name in names]
+            fields = [(name, self._hints.get(name) or self._fixed_type(name)) for name in names]
         columns = {name: self._array(name, [row.get(name) for row in rows], kind, first) for name, kind in fields}
         return self._fit(pa.table(columns))
+
+    def _fixed_type(self, name: str) -> pa.DataType | None:
+        shapes = self._shapes.get(name, set())
+        shape = next(iter(shapes)) if len(shapes) == 1 else None
+        return None if shape is None else shape.arrow_type
 
     def _is_hinted(self, names: list[str]) -> bool:
         """Whether the rows are those of the source, some of whose columns may come later."""
@@ -102,6 +115,10 @@ class TableWriter(SampleWriter):
 
     def _array(self, name: str, values: list[Any], kind: pa.DataType | None, first: int) -> pa.Array:
         """A column of samples from number ``first`` on; until there is a schema, ``kind`` is only what was hinted."""
+        stacked = None if kind is None else stack_arrays(values, kind)
+        if stacked is not None:
+            return stacked
+        values = [value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value for value in values]
         try:
             try:
                 return to_array(values, kind)

@@ -61,8 +61,6 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def arrow_value(value: Any) -> Any:
     """A value as Arrow takes it."""
-    if isinstance(value, np.ndarray):
-        return value if value.ndim == 1 else value.tolist()
     if isinstance(value, memoryview):
         return bytes(value)
     if not isinstance(value, np.generic):
