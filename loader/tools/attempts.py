@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import DatasetError
+from .coverage import Standing
 from .delivery_records import Delivered, Log
 
 
@@ -16,16 +17,14 @@ def sort_attempts(logs: Sequence[Log]) -> list[list[Log]]:
         DatasetError: processes of one rank, which hold parts of one model, got different samples.
     """
     groups: list[list[Log]] = []
+    newest: dict[str, list[Log]] = {}  # by launch, also where others came in between: hosts' clocks may differ
     for log in sorted(logs, key=lambda log: int(log.header["started_ns"])):
-        fits = (
-            groups
-            and all(groups[-1][0].header[name] == log.header[name] for name in ("launch", "world_size"))
-            and all(_place(other) != _place(log) for other in groups[-1])
-        )
-        if fits:
-            groups[-1].append(log)
-        else:
-            groups.append([log])
+        launch, group = log.header["launch"], newest.get(log.header["launch"], [])
+        is_same = all(other.header["world_size"] == log.header["world_size"] for other in group)
+        if not group or not is_same or any(_place(other) == _place(log) for other in group):
+            group = newest[launch] = []
+            groups.append(group)
+        group.append(log)
     return [_without_peers(group) for group in groups]
 
 
@@ -56,15 +55,15 @@ def _without_peers(group: Sequence[Log]) -> list[Log]:
     return list(kept.values())
 
 
-def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Delivered], list[Delivered]]:
+def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Standing], list[Delivered]]:
     """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
 
     A rank may go back alone, as one that looks at a batch before it trains.
     """
-    counted: list[Delivered] = []
+    counted: list[Standing] = []
     replayed: list[Delivered] = []
     later: list[tuple[int, int]] = []  # where the later attempts began
-    for group in reversed(groups):
+    for number, group in reversed(list(enumerate(groups))):
         began = []
         for log in group:
             until = min(later, default=None)
@@ -73,7 +72,11 @@ def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Delivered], list[Deliv
                 stands = until is None or here < until
                 if stands and record.is_skip and until is not None and until[0] == record.epoch:
                     record = replace(record, stop=min(record.stop, until[1]))
-                (counted if stands else replayed).append(record)
+                if stands:
+                    header = log.header
+                    counted.append(Standing(number, int(header["rank"]), int(header["world_size"]), record))
+                else:
+                    replayed.append(record)
                 until = here if stands else until
             began += [min((record.epoch, record.start) for record in log.records)] if log.records else []
         later += began

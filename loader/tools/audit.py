@@ -20,6 +20,7 @@ from ..errors import DatasetError
 from ..order.distinct import distinct
 from ..pipeline.delivery_log import SUFFIX
 from .attempts import settle, sort_attempts, split_passes
+from .coverage import Standing, count_lost, refuse_other_order
 from .delivery_records import Delivered, Log, read_log
 from .members import Members, read_members
 from .mixed_audit import MixtureAccount, account_mixture, read_sources, to_common
@@ -106,9 +107,10 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
         raise DatasetError(f"{os.fspath(folder)}: logs of several subsets; use one audit_dir= for each")
     members = read_members(started[0].header)
     groups = sort_attempts(started)
-    attempts = [attempt for group in groups for attempt in split_passes(group)]
-    starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
-    counted, replayed = settle(groups)
+    attempts = _list_attempts(groups)
+    standing, replayed = settle(groups)
+    lost = count_lost(standing)
+    counted = [each.record for each in standing]
     by_epoch, again = _by_epoch(counted), _by_epoch(replayed)
     epochs = range(min(by_epoch), max(by_epoch) + 1)
     absent = len(epochs) - len(by_epoch)
@@ -117,10 +119,9 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
             f"{os.fspath(folder)}: logs of epochs {epochs[0]} to {epochs[-1]}, of which {absent:,} are absent; a log "
             "is damaged, or is of another run"
         )
-    sizes = sorted({size for log in started for size in log.sizes})
-    usual_batch = max((record.batch for record in counted), default=0) or 1
+    last_batches = _last_batches(standing, groups)
     return AuditReport(
-        attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
+        attempts=attempts,
         epochs=[
             _account(
                 epoch,
@@ -128,13 +129,45 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
                 by_epoch[epoch],
                 again[epoch],
                 is_last=epoch == epochs[-1],
-                usual_batch=usual_batch,
-                set_batch=next((size for at, _, size in reversed(sizes) if at <= epoch), None),
+                batch=last_batches.get(epoch, max(last_batches.values(), default=1)),
+                lost=lost.get(epoch, 0),
             )
             for epoch in epochs
         ],
-        batch_sizes=sizes,
+        batch_sizes=sorted({size for log in started for size in log.sizes}),
     )
+
+
+def _list_attempts(groups: Sequence[Sequence[Log]]) -> list[tuple[int, int, int]]:
+    """World size, epoch and position of the beginning of each attempt, or of each pass in one.
+
+    Raises:
+        DatasetError: they cannot have come in this order.
+    """
+    attempts = [attempt for group in groups for attempt in split_passes(group)]
+    starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
+    ends = [max((record.epoch, record.stop) for record in records) for _, records in attempts]
+    refuse_other_order(starts, ends)
+    return [(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)]
+
+
+def _last_batches(standing: Sequence[Standing], groups: Sequence[Sequence[Log]]) -> dict[int, int]:
+    """By epoch, how many samples a batch had at its end: of the attempt that came furthest, as it was set or taken.
+
+    The last batch itself may be smaller.
+    """
+    largest: defaultdict[int, int] = defaultdict(int)
+    furthest: dict[int, tuple[int, int]] = {}
+    for each in standing:
+        largest[each.attempt] = max(largest[each.attempt], each.record.batch)
+        at = each.record.stop, each.attempt
+        furthest[each.record.epoch] = max(furthest.get(each.record.epoch, at), at)
+    batches = {}
+    for epoch, (_, attempt) in furthest.items():
+        sizes = sorted({size for log in groups[attempt] for size in log.sizes})
+        set_last = next((size for of_epoch, _, size in reversed(sizes) if of_epoch <= epoch), None)
+        batches[epoch] = set_last or largest[attempt] or 1
+    return batches
 
 
 def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> AuditReport:
@@ -152,20 +185,15 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             for record in log.records
         ]
     groups = sort_attempts(logs)
-    attempts = [attempt for group in groups for attempt in split_passes(group)]
-    starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
-    counted, replayed = settle(groups)
-    batches: dict[tuple[int, int, int], int] = {}
-    for record in counted:
-        if not record.is_skip and not record.is_packed:  # else rows are sequences, of any number of samples
-            at = (record.epoch, record.start, record.stop)
-            batches[at] = batches.get(at, 0) + len(record.ids)
+    attempts = _list_attempts(groups)
+    standing, replayed = settle(groups)
+    counted = [each.record for each in standing]
     skips: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for record in counted:
         if record.is_skip:
             skips[record.epoch].append((record.start, record.stop))
     return AuditReport(
-        attempts=[(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)],
+        attempts=attempts,
         batch_sizes=sorted({size for log in logs for size in log.sizes}),
         mixture=account_mixture(
             sources,
@@ -173,7 +201,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in replayed)]),
             np.concatenate([np.empty(0, np.int64), *(record.dropped for record in counted)]),
             mixtures=set(map(frozenset, lists)),
-            lost=sum(max(0, stop - start - rows) for (_, start, stop), rows in batches.items()),
+            lost=sum(count_lost(standing, by_rows=True).values()),
             skipped=sum(_length_of_union(ranges) for ranges in skips.values()),
         ),
     )
@@ -193,15 +221,15 @@ def _account(
     replayed: Sequence[Delivered],
     *,
     is_last: bool,
-    usual_batch: int,
-    set_batch: int | None,
+    batch: int,
+    lost: int,
 ) -> EpochAccount:
+    """``batch``: samples of the epoch's last batches; ``lost``: positions that records lack."""
     if any(record.may_drop for record in records):
-        return _account_of_dropping(epoch, members, records, replayed, is_last=is_last)
+        return _account_of_dropping(epoch, members, records, replayed, is_last=is_last, lost=lost)
     ids = np.concatenate([np.empty(0, np.int64), *(record.ids for record in records)])
     num_samples = members.count
     reached = max((record.stop for record in records if not record.is_drop), default=0)
-    batch = set_batch or max((record.batch for record in records), default=1) or usual_batch
     is_dropped = any(record.is_drop and record.start == reached for record in records)
     if not is_last and not is_dropped and num_samples - reached >= batch:
         reached = num_samples - num_samples % batch
@@ -227,7 +255,13 @@ def _account(
 
 
 def _account_of_dropping(
-    epoch: int, members: Members, records: Sequence[Delivered], replayed: Sequence[Delivered], *, is_last: bool
+    epoch: int,
+    members: Members,
+    records: Sequence[Delivered],
+    replayed: Sequence[Delivered],
+    *,
+    is_last: bool,
+    lost: int,
 ) -> EpochAccount:
     none = np.empty(0, np.int64)
     delivered = np.concatenate([none, *(record.ids for record in records)])
@@ -240,7 +274,7 @@ def _account_of_dropping(
     has_ended = not is_last or any(record.left is not None for record in records)
     # Until an epoch has ended, it is known how many samples have been delivered, and not how many are to be dropped.
     is_packed = any(record.is_packed for record in records)  # then positions are those of sequences
-    missing = members.count - unique if has_ended else 0 if is_packed else reached - len(distinct(delivered))
+    missing = members.count - unique if has_ended else lost if is_packed else reached - len(distinct(delivered))
     stray = len(ids) - int(np.count_nonzero(here))
     bad = sum(record.bad for record in records)
     return EpochAccount(

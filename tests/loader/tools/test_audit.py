@@ -262,3 +262,68 @@ def test_an_epoch_left_for_the_next_one_is_missing_what_it_did_not_deliver(tmp_p
 def test_what_does_not_fill_a_batch_is_not_missing(tmp_path: Path) -> None:
     log_attempt(tmp_path, 2, (0, 0, 90), (1, 0, 30), batch=30)
     assert audit(tmp_path).is_exact
+
+
+@pytest.mark.parametrize("skew", [-(10**10), 10**10], ids=["behind", "ahead"])
+def test_nodes_whose_clocks_differ_are_one_attempt_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None], skew: int
+) -> None:
+    now = delivery_log.time.time_ns
+    for restart, (start, stop) in enumerate([(0, 60), (40, 100)]):
+        launch(1, restart)
+        logs = []
+        for rank in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(delivery_log.time, "time_ns", lambda rank=rank: now() + rank * skew)
+                logs.append(DeliveryLog(tmp_path, manifest=MANIFEST, rank=rank, world_size=2))
+        for low in range(start, stop, 10):
+            for log, share in zip(logs, np.array_split(order_of(0)[low : low + 10], 2), strict=True):
+                log.record(0, low, low + 10, share.astype(np.int64))
+        for log in logs:
+            log.close()
+    report = audit(tmp_path)
+    assert report.attempts == [(2, 0, 0), (2, 0, 40)]
+    assert report.is_exact
+    assert report.epochs[0].replayed == 20
+
+
+def test_attempts_in_an_order_that_cannot_be_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]
+) -> None:
+    launch(1)
+    log_attempt(tmp_path, 1, (0, 0, 50))
+    launch(2)
+    monkeypatch.setattr(delivery_log.time, "time_ns", iter(range(10**9, 2 * 10**9)).__next__)  # a host that is behind
+    log_attempt(tmp_path, 1, (0, 30, 100))
+    with pytest.raises(DatasetError, match="clocks of hosts differ"):
+        audit(tmp_path)
+
+
+def test_a_run_that_began_elsewhere_and_was_begun_anew_is_in_order(tmp_path: Path, launch: Callable[..., None]) -> None:
+    launch(1)
+    log_attempt(tmp_path, 1, (0, 60, 80))
+    launch(2)
+    log_attempt(tmp_path, 1, (0, 0, 50))
+    assert [attempt[2] for attempt in audit(tmp_path).attempts] == [60, 0]
+
+
+def test_what_fills_no_batch_is_told_by_the_batches_of_the_attempt_that_ended_the_epoch(
+    tmp_path: Path, launch: Callable[..., None]
+) -> None:
+    launch(1)
+    log_attempt(tmp_path, 1, (0, 0, 60), batch=30)
+    launch(2)
+    log_attempt(tmp_path, 1, (0, 60, 80), (1, 0, 100), batch=10)
+    report = audit(tmp_path)
+    assert [epoch.missing for epoch in report.epochs] == [20, 0]  # two batches of 10, though 20 fill none of 30
+
+
+def test_a_size_that_another_attempt_set_counts_no_more(tmp_path: Path, launch: Callable[..., None]) -> None:
+    launch(1)
+    log = DeliveryLog(tmp_path, manifest=MANIFEST, rank=0, world_size=1)
+    log.record_batch_size(0, 0, 10)
+    log.record(0, 0, 10, order_of(0)[:10].astype(np.int64))
+    log.close()
+    launch(2)
+    log_attempt(tmp_path, 1, (0, 10, 70), (1, 0, 60), (2, 0, 60), batch=60)
+    assert [epoch.missing for epoch in audit(tmp_path).epochs] == [0, 0, 0]
