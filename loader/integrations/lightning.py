@@ -40,7 +40,8 @@ class LightningCallback(Callback):
 
     Raises, when training starts:
         ConfigError: the checkpoint has another number of loaders, or is in mid-epoch with another number of batches;
-            or Lightning would fetch a batch ahead, which a checkpoint would lose; or batches are cut by batch_tokens.
+            or Lightning would fetch a batch ahead, which a checkpoint would lose; or batches are cut by batch_tokens;
+            or a shorter loader waits for the epoch's end, and would not after a resume.
         StateMismatchError: the checkpoint belongs to another data set, seed or order.
     """
 
@@ -157,6 +158,13 @@ def _check_counts(loaders: list[DistributedDataLoader[Any]], trainer: Trainer) -
         raise ConfigError(
             "LightningCallback: with batch_tokens= each epoch has a number of batches of its own, and Lightning ends "
             "all of them after as many as the first has; give the loader batch_size=, with bucket= against padding"
+        )
+    mode = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "_mode", None)
+    if mode == "max_size" and len({len(loader) for loader in loaders}) > 1:
+        raise ConfigError(
+            "LightningCallback: with CombinedLoader(mode='max_size') a loader that has ended gives None until the "
+            "epoch ends, and after a resume in mid-epoch Lightning would begin its next epoch instead; use "
+            "mode='max_size_cycle' or 'min_size'"
         )
     if loaders and math.isinf(trainer.num_training_batches):
         raise ConfigError(

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 
 from penstock import DistributedDataLoader
 from penstock.loader.integrations import LightningCallback, TorchLoader
@@ -80,6 +81,13 @@ class Several(Module):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.short = [*getattr(self, "short", []), batch["short"]["__id__"].tolist()]
         return super().training_step(batch["long"], index)
+
+
+class Waiting(Several):
+    """Its shorter loader waits for the end of the epoch."""
+
+    def train_dataloader(self) -> Any:
+        return CombinedLoader(super().train_dataloader(), mode="max_size")
 
 
 class Endless(Module):

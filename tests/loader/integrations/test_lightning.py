@@ -197,6 +197,11 @@ def test_a_batch_fetched_ahead_by_lightning_is_refused(lightning: Any, folder: P
         lightning.fit(lightning.Endless(folder), folder)
 
 
+def test_a_shorter_loader_that_would_not_wait_after_a_resume_is_refused(lightning: Any, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="max_size_cycle"):
+        lightning.fit(lightning.Waiting(folder), folder)
+
+
 def test_loaders_whose_epochs_have_no_fixed_number_of_batches_are_refused(lightning: Any, folder: Path) -> None:
     manifest = open_manifest(str(folder / "rows"))
     expression = CostExpression.parse("tokens=x*120")
