@@ -10,6 +10,7 @@ from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STATM, _STATUS, _IO, _NETWORK = "/proc/self/statm", "/proc/self/status", "/proc/self/io", "/proc/net/dev"
+_DEVICES = "/sys/class/net"
 _RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -51,7 +52,10 @@ def read_traffic() -> dict[str, int]:
         pass  # no /proc, or a sandbox without this file
     try:
         lines = [line.split(":", 1) for line in Path(_NETWORK).read_text().splitlines()[2:]]
-        devices = [numbers.split() for name, numbers in lines if name.strip() != "lo"]
+        named = {name.strip(): numbers.split() for name, numbers in lines if name.strip() != "lo"}
+        # What a bond, a bridge or a VLAN counts, the device below it has counted; a container has none with hardware.
+        hardware = [numbers for name, numbers in named.items() if (Path(_DEVICES) / name / "device").exists()]
+        devices = hardware or list(named.values())
         found["network_received_bytes"] = sum(int(numbers[0]) for numbers in devices)
         found["network_sent_bytes"] = sum(int(numbers[8]) for numbers in devices)
     except (OSError, IndexError, ValueError):

@@ -11,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from penstock.storage import Fault, MemoryStore, ThrottledError, open_store
+from penstock.storage.telling import process_usage
 from penstock.storage.telling.counts import StoreCounts, count_running, count_store
 from penstock.storage.telling.process_usage import peak_resident_bytes, read_traffic, resident_bytes
 
@@ -72,3 +73,20 @@ def test_memory_and_traffic_of_the_process_are_read(tmp_path: Path) -> None:
         "network_received_bytes",
         "network_sent_bytes",
     }
+
+
+@pytest.mark.parametrize(
+    ("hardware", "expected"), [(("eth0", "eth1"), (30, 300)), ((), (165, 1650))], ids=["a host", "a container"]
+)
+def test_traffic_is_counted_once_where_a_device_stands_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hardware: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    numbers = {"lo": 7, "eth0": 10, "eth1": 20, "bond0": 30, "bond0.5": 5, "docker0": 100}
+    lines = [f"{name}: {n} 0 0 0 0 0 0 0 {10 * n} 0 0 0 0 0 0 0" for name, n in numbers.items()]
+    (tmp_path / "dev").write_text("\n".join(["Inter-|", " face |", *lines]) + "\n")
+    for name in hardware:
+        (tmp_path / "net" / name / "device").mkdir(parents=True)
+    monkeypatch.setattr(process_usage, "_NETWORK", str(tmp_path / "dev"))
+    monkeypatch.setattr(process_usage, "_DEVICES", str(tmp_path / "net"))
+    found = read_traffic()
+    assert (found["network_received_bytes"], found["network_sent_bytes"]) == expected
