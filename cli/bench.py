@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -20,8 +19,10 @@ from ..benchmarks.harness.plot import plot_ratios, require_plotting
 from ..benchmarks.harness.report import print_result
 from ..loader.dataset.source import resolve_split
 from ..loader.errors import ConfigError
+from ..storage.files import write_output
+from ..storage.urls import without_password
 from . import bench_field
-from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json
+from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
     with _status() as say:
         result = bench(config, command=_without_secrets(arguments), say=say)
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=2) + "\n")
+        write_output(given.out, f"{to_json(result)}\n".encode())
     if given.plot is not None:
         plot_ratios([result], given.plot)
     if given.json:
@@ -160,7 +161,7 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The command line as given, without the values of storage options."""
+    """The command line as given, without the values of storage options and the passwords of URLs."""
     words = ["penstock", "bench"]
     hide = False
     for word in arguments:
@@ -170,5 +171,5 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
         elif word.startswith(("--storage-option=", "--storage_option=")):
             word = f"{'='.join(word.split('=')[:2])}=..."
         hide = word in ("--storage-option", "--storage_option")
-        words.append(shlex.quote(word))
+        words.append(shlex.quote(without_password(word)))
     return words

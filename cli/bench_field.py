@@ -31,6 +31,9 @@ _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=
 _Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
+_OF_FULL = ("workloads", "stores", "ranks", "rounds", "seconds", "scale", "delay_ms")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FieldArguments:
     """Compare penstock with its peers on generated data: first passes, steady state, first batch, resume, CPU, memory.
@@ -146,8 +149,16 @@ def configure(given: FieldArguments) -> FieldConfig:
         drop_slower=given.drop_slower,
     )
     if not given.quick:
+        if not cells_of(config):
+            raise ConfigError(
+                "nothing to measure: on several ranks, and with the delay, one at a time, only "
+                f"{', '.join(name for name, case in CASES.items() if case.everywhere)} are; choose other --workloads, "
+                "--stores or --ranks"
+            )
         return config
-    chosen = [name for name in ("workloads", "stores", "ranks") if getattr(given, name) is not None]
+    default = FieldArguments()
+    chosen = [name.replace("_", "-") for name in _OF_FULL if getattr(given, name) != getattr(default, name)]
+    chosen += [] if given.resume else ["no-resume"]
     if chosen:
         raise ConfigError(f"--quick measures a set of its own; take --full with --{' and --'.join(chosen)}")
     return quick(config)
@@ -214,7 +225,7 @@ def _show(found: Mapping[str, Any], report: Path, given: FieldArguments) -> int:
         screen.print()
         screen.print(f"page    {page}")
         screen.print(f"report  {report}")
-    return 0 if all("penstock" in cell["contenders"] for cell in found["cells"]) else 1
+    return 0 if found["cells"] and all("penstock" in cell["contenders"] for cell in found["cells"]) else 1
 
 
 @contextmanager

@@ -171,9 +171,13 @@ def parse_options(pairs: Sequence[str], option: str = "--storage-option") -> dic
 
 
 def print_json(value: Any) -> None:
+    print(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """A value, or a dataclass, as JSON that every reader takes."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-    json_text.dump(_without_nan(plain), sys.stdout, indent=2)
-    print()
+    return json_text.dumps(_without_nan(plain), indent=2)
 
 
 def _without_nan(value: Any) -> Any:

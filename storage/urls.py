@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote, unquote
 
 WEB_SCHEMES = frozenset({"http", "https"})
+# Up to the last @ of the authority; a password may itself have one, or a slash.
+PASSWORD = re.compile(r"://[^/@:]*:(?:[^/]*|[^@]*)@")
 _PLAIN = "/:@!$&'()*+,;="  # RFC 3986, section 3.3: what a path's segments may have as it is
 
 
@@ -23,6 +26,11 @@ def decode_path(url: str, path: str) -> str:
 def encode_name(url: str, name: str) -> str:
     """How such a URL writes the name of an object or folder."""
     return quote(name, safe=_PLAIN) if _is_web(url) else name
+
+
+def without_password(url: str) -> str:
+    """A URL as it may be shown: without user and password, where it has a password."""
+    return PASSWORD.sub("://", url)
 
 
 def _is_web(url: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...loader.dataset.index import open_manifest
 from ...loader.dataset.manifest import Manifest
+from ...loader.errors import ConfigError
 from ...loader.limits import usable_cores
 from ..contenders import OURS
 from ..machine import describe_machine, list_versions
@@ -33,6 +34,11 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
     """
     options = dict(config.storage_options)
     manifest = open_manifest(config.source, storage_options=options or None, format=config.format)
+    if config.epochs == 1 and manifest.num_samples <= config.batch_size:
+        raise ConfigError(
+            f"the {manifest.num_samples:,} samples of {manifest.url} make one batch of {config.batch_size}, and rates "
+            "are measured after the first; give a smaller --batch-size, or more --epochs"
+        )
     layout = find_layout(manifest, config.format, options or None)
     ours = Job(
         contender=OURS,

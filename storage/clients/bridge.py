@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +15,9 @@ from ..errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavai
 from ..options import environment_secrets, find_secrets
 from ..ranges import read_ranges
 from ..store import ByteRange, ObjectInfo
+from ..urls import PASSWORD, without_password
 
 _KNOWN = "known are file, s3, gs, az, http(s), mem, and what fsspec reads with the packages installed here"
-# Up to the last @ of the authority; a password may itself have one, or a slash.
-_PASSWORD = re.compile(r"://[^/@:]*:(?:[^/]*|[^@]*)@")
 _LEAST_SECRET = 6  # characters: shorter ones are parts of any text
 
 # Fields in which fsspec file systems keep what identifies a version of a file, best first.
@@ -40,10 +38,10 @@ class BridgeStore:
             UnsupportedURLError: no such scheme, or the package that reads it is missing.
         """
         self._source = url
-        shown = _PASSWORD.sub("://", url)
+        shown = without_password(url)
         self._url = shown.rstrip("/") if not shown.endswith("://") else shown
         self._options = dict(storage_options or {})
-        given = {text[3:-1] for text in _PASSWORD.findall(url)}
+        given = {text[3:-1] for text in PASSWORD.findall(url)}
         passwords = {secret for text in given if len(secret := text.partition(":")[2]) >= _LEAST_SECRET}
         self._secrets = find_secrets(self._options, environment_secrets()) | given | passwords
         scheme = url.partition("://")[0]

@@ -211,6 +211,15 @@ def test_the_command_refuses_what_contradicts_itself(capsys: pytest.CaptureFixtu
         assert part in told
 
 
+def test_no_option_of_the_command_is_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--rounds", "9"], ["--seconds", "30"], ["--scale", "2"], ["--delay-ms", "5"], ["--no-resume"]):
+        capsys.readouterr()
+        assert run(["bench", "--quick", *option]) == 2
+        assert f"take --full with {option[0]}" in capsys.readouterr().err
+    assert run(["bench", "--full", "--stores", "s3-delay", "--ranks", "2", "--against", "none"]) == 2
+    assert "nothing to measure" in capsys.readouterr().err
+
+
 def test_a_record_gives_back_its_sample() -> None:
     fields: dict[str, Any] = {
         "jpg": {"kind": "bytes"},

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from called_commands import call
 
+from penstock import pack
 from penstock.cli import COMMANDS, run
+from penstock.cli.bench import _without_secrets
 from penstock.loader.dataset.manifest import MANIFEST_NAME
 
 
@@ -263,3 +265,16 @@ def test_documents_of_token_files_are_packed_one_a_sample(
     assert (code, "--source-seq-len" in err, "--source-eos" in err) == (2, True, True)
     code, _, err = call(capsys, "pack", documents, tmp_path / "no", "--source-format", "token_documents")
     assert (code, "as in --source-eos 2" in err) == (2, True), err
+
+
+def test_bench_refuses_data_of_one_batch_and_keeps_no_password(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "few"
+    pack(({"n": n} for n in range(20)), folder, format="parquet", progress=False)
+    code, _, told = call(capsys, "bench", folder, "--batch-size", 32)
+    assert code == 2
+    assert "make one batch of 32" in told
+    words = _without_secrets(["sftp://user:SECRET@host/data", "--storage-option", "key=SECRET"])
+    assert "SECRET" not in " ".join(words)
+    assert "sftp://host/data" in words
