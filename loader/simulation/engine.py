@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from ..errors import ConfigError
 from ..order.permutation import IntArray
 from .schedule import Schedule
 from .settings import Machines, ReadAhead
@@ -112,7 +113,11 @@ class Engine:
         self._latency: list[float] = (self._machines.latency_s * np.exp(spread * draws - spread**2 / 2)).tolist()
 
     def run(self, advance: Callable[[int], None]) -> Timeline:
-        """Simulate all steps; ``advance`` is called with the number of steps done since."""
+        """Simulate all steps; ``advance`` is called with the number of steps done since.
+
+        Raises:
+            ConfigError: memory is full of chunks that are not needed yet, so that a loader would drop some of them.
+        """
         for rank in range(self._world_size):
             self._gather(rank, 0.0)
             self._fetch(rank, 0.0)
@@ -127,7 +132,12 @@ class Engine:
             if len(self._taken) > done:
                 advance(len(self._taken) - done)
                 done = len(self._taken)
-        assert len(self._taken) == self._steps, "a simulated rank waits for nothing that comes"
+        if len(self._taken) < self._steps:
+            raise ConfigError(
+                f"memory for {self._budget:,.0f} bytes of chunks is full of some that are not needed yet, at step "
+                f"{len(self._taken)}: chunks of unlike sizes would be read several times, which is not simulated. Give "
+                "twice the memory_limit, or fewer lanes or a smaller window"
+            )
         first = max(self._taken[0])
         return Timeline(self._ends, self._waits, self._computing, first, self.traffic)
 

@@ -213,7 +213,7 @@ def _summarise(
     # In few steps a job lives on what it read before them; in many, nothing is busy for more than all of the time.
     over = max(1.0, *(share for name, share in shares.items() if name != "threads"))
     requests, rate, took, idle = requests / over, rate / over, took * over, took * (over - 1.0) * world_size
-    shares = {name: share / over for name, share in shares.items()}
+    shares = {name: min(1.0, share / over) for name, share in shares.items()}
     lost = max(0.0, 1.0 - ideal / took)
     unhindered_s = machines.latency_s + mean_bytes / machines.request_bytes_per_s
     latency_share = shares["threads"] * min(1.0, unhindered_s / max(in_flight_s, 1e-12))

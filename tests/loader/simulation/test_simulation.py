@@ -207,6 +207,24 @@ def test_what_cannot_be_simulated_is_refused_by_name(
         run(replace(FAST, **changed), **more)
 
 
+def test_chunks_of_unlike_sizes_that_fill_memory_are_refused_and_no_share_is_above_one() -> None:
+    samples = [[2, 10, 100][(i + i // 20) % 3] for i in range(60)]
+    order = Order(lanes=2, window=2, shuffle=False)
+    size = np.array(samples, np.int64) * 100_000
+    stream = ListedChunks(EpochPlan(np.array(samples, np.int64), order, 0), size, size)
+    refused: list[str] = []
+    for limit in range(20_000_000, 100_000_000, 5_000_000):
+        machines = replace(FAST, memory_limit=limit, node_memory_bytes=1 << 40)
+        try:
+            told = simulate(stream, order, machines, world_size=1, global_batch_size=8)
+        except ConfigError as exc:
+            refused.append(str(exc))
+        else:
+            assert all(0 <= share <= 1 for share in told.shares.values())
+    assert refused
+    assert all("read several times" in message for message in refused)
+
+
 def test_thousands_of_ranks_of_a_petabyte_need_no_list_of_its_chunks() -> None:
     order = Order(lanes=auto_lanes(shuffle=True, world_size=4096), window=2)
     stream = UniformChunks(10**9, 10**15 // (4 * MIB), 10**15)
