@@ -7,6 +7,7 @@ from .encryption.store import EncryptedStore as EncryptedStore
 from .errors import AccessDeniedError as AccessDeniedError
 from .errors import CacheFullError as CacheFullError
 from .errors import DecryptionError as DecryptionError
+from .errors import NoCredentialsError as NoCredentialsError
 from .errors import NotFoundError as NotFoundError
 from .errors import ObjectChangedError as ObjectChangedError
 from .errors import PenstockError as PenstockError

@@ -33,6 +33,10 @@ class AccessDeniedError(StorageError):
     """The store does not know the caller, or refuses the request."""
 
 
+class NoCredentialsError(AccessDeniedError):
+    """There are no credentials, or the service that gives them does not answer."""
+
+
 class ObjectChangedError(StorageError):
     """The object is not the one that was listed or indexed: its ETag or size differs."""
 

@@ -24,6 +24,7 @@ NEW_FILE_MODE = 0o666
 # Linux reads and writes at most 2 GiB less a page per call.
 _MOST_BYTES = 1 << 30
 _POLL_S = (0.001, 0.02)
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 AnyPath = str | os.PathLike[str]
 
@@ -183,7 +184,12 @@ def lock_file(path: AnyPath, *, wait_s: float, dir_fd: int | None = None) -> Ite
 
 
 def try_flock(fd: int, wait_s: float) -> bool:
-    """Take an exclusive flock; returns False if another holds it for ``wait_s``, or the file system has no locks.
+    """Take an exclusive flock; returns False if another holds it for ``wait_s``, or the file system has no locks."""
+    return bool(ask_flock(fd, wait_s))
+
+
+def ask_flock(fd: int, wait_s: float) -> bool | None:
+    """As ``try_flock``, but None where the file system has no locks.
 
     It polls instead of blocking in the kernel, because the process that holds the lock may be suspended.
     """
@@ -195,8 +201,8 @@ def try_flock(fd: int, wait_s: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False
-        except OSError:
-            return False
+        except OSError as exc:
+            return None if exc.errno in _NO_LOCKS else False
         time.sleep(pause_s)
         pause_s = min(_POLL_S[1], pause_s * 1.5)
 

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from ..errors import AccessDeniedError, CacheFullError
-from ..files import read_at, try_flock, write_all
+from ..files import ask_flock, read_at, try_flock, write_all
 from ..hashing import xxh3_64
 from ..own_folder import OwnFolder
 
@@ -141,7 +141,7 @@ class CacheDisk:
         """
         fd = self._root.open(f"{_LOCKS}/sweep", os.O_RDWR | os.O_CREAT)
         try:
-            if not try_flock(fd, 0):
+            if ask_flock(fd, 0) is False:
                 return 0
             entries: list[tuple[float, int, str]] = []
             with self._root.scan(_ENTRIES) as shelves:
@@ -220,8 +220,8 @@ class CacheDisk:
         except OSError:
             return
         try:
-            if not try_flock(fd, ACCOUNT_WAIT_S):
-                return  # the holder is suspended, or there are no locks here; a sweep corrects the number
+            if ask_flock(fd, ACCOUNT_WAIT_S) is False:
+                return  # the holder is suspended; a sweep corrects the number, also one that was lost without locks
             raw = os.pread(fd, _USED.size, 0)
             used = total if total is not None else change + (_USED.unpack(raw)[0] if len(raw) == _USED.size else 0)
             os.pwrite(fd, _USED.pack(max(0, used)), 0)

@@ -61,14 +61,17 @@ def parse_index(page: bytes) -> list[str] | None:
         return None
     if not parser.title.strip().lower().startswith(("index of", "directory listing")):
         return None
-    names: list[str] = []
+    names: dict[str, None] = {}  # a page may have two links a file: its icon, too
     for link in parser.links:
-        parts = urlsplit(link)
+        try:
+            parts = urlsplit(link)
+        except ValueError:
+            continue
         name = unquote(parts.path).removeprefix("./")
         own = not (parts.scheme or parts.netloc or parts.query) and name not in {"", "/", ".", "..", "../"}
         if own and "/" not in name.rstrip("/"):
-            names.append(name)
-    return names
+            names[name] = None
+    return list(names)
 
 
 def list_index(

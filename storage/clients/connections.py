@@ -68,8 +68,25 @@ class _Socket(socket.socket):
             self._wait_s = seconds
 
 
+_MOST_INTERIM = 16
+
+
+class _Response(http.client.HTTPResponse):
+    """Passes over interim answers (RFC 9110, section 15.2), of which http.client knows one alone."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        for _ in range(_MOST_INTERIM):
+            version, status, reason = super()._read_status()  # type: ignore[misc]
+            if not 102 <= status < 200:
+                return version, status, reason
+            http.client.parse_headers(self.fp)
+        raise http.client.HTTPException("interim answers without end")
+
+
 class Connection(http.client.HTTPConnection):
     """One connection, for one request at a time. ``used``: it has answered one."""
+
+    response_class = _Response
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(host, port)

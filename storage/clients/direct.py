@@ -29,6 +29,7 @@ from .web import describe_answer, parse_content_range
 # temporary credentials, which obstore renews 5 minutes before they expire.
 SIGNED_FOR = timedelta(minutes=20)
 _SIGNATURE_S = 240.0
+_IDLE_TOO_LONG = 408  # what some proxies write before they close a connection that was idle
 _MOST_SIGNATURES = 10_000
 _ERROR_BYTES = 64 << 10
 # Memory for more than this is taken when the server has said that there are so many bytes.
@@ -121,7 +122,7 @@ class DirectAnswer:
 
     def close(self) -> None:
         """Keep the connection if the body was received to its end; give it up if not."""
-        if self._response.isclosed() and not self._response.will_close:
+        if self._response.isclosed() and not self._response.will_close and self.status >= 200:
             self._connections.give_back(self._connection)
         else:
             self._response.close()
@@ -233,6 +234,11 @@ class DirectReads:
                     connection = self._connections.take(fresh=True)
                     continue
                 raise _translate(exc) from None
+            if response.status == _IDLE_TOO_LONG and connection.used:
+                response.close()
+                connection.close()
+                connection = self._connections.take(fresh=True)
+                continue
             return DirectAnswer(self._connections, connection, response, buffer)
 
 

@@ -25,7 +25,7 @@ from ..checks import (
     past_the_end,
     where,
 )
-from ..errors import NotFoundError, ObjectChangedError, StorageError, UnsupportedURLError
+from ..errors import NotFoundError, ObjectChangedError, ShortReadError, StorageError, UnsupportedURLError
 from ..options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_true, limit_options
 from ..ranges import read_ranges
 from ..retrying.patience import TimeLimit
@@ -189,7 +189,9 @@ class RemoteStore:
         check_etag(self._url, key, etag, etag_of(answer.meta))
         start, stop = answer.range
         if byte_range is not None and (start, stop) != (byte_range.start, byte_range.stop):
-            raise past_the_end(self._url, key, byte_range, answer.meta["size"])
+            if start == byte_range.start and stop == answer.meta["size"] < byte_range.stop:
+                raise past_the_end(self._url, key, byte_range, answer.meta["size"])
+            raise ShortReadError(f"{where(self._url, key, byte_range)}: bytes {start} to {stop - 1} came instead")
         data = memoryview(answer.bytes()).toreadonly()
         check_length(self._url, key, byte_range, stop - start, len(data))
         return data

@@ -10,6 +10,7 @@ from obstore import exceptions as foreign
 from ..checks import past_the_end, where
 from ..errors import (
     AccessDeniedError,
+    NoCredentialsError,
     NotFoundError,
     ObjectChangedError,
     StorageError,
@@ -33,6 +34,8 @@ _HEADER = re.compile(
     r"(\s*:\s*)(?:(?:bearer|basic|aws4-hmac-sha256|sharedkey)\s+)?[^\s<>\"']+(?:,\s*\w+=[^\s<>\"']+)*"
 )
 _USERINFO = re.compile(r"(https?://)[^/\s@]+@")
+_PASSING_CODES = frozenset({"RequestTimeout", "OperationAborted"})
+_METADATA = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google")
 _THROTTLE_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
 # In the dump of obstore's errors.
 _UNREACHABLE = re.compile(r"kind: Connect\b|\bdns error\b")
@@ -71,6 +74,13 @@ class Translator:
         code = found.group(1) if found else ""
         name = where(self._url, key, byte_range)
         said = f" ({' '.join(str(part) for part in (status, code) if part)})" if status else f": {line}"
+        if _METADATA.search(text):
+            return NoCredentialsError(
+                f"{name}: no credentials found; set them in the environment or in storage_options=, "
+                "or give storage_options={'anonymous': True} for public data"
+            )
+        if status in {408, 425} or code in _PASSING_CODES:
+            return StoreUnavailableError(f"{name}: the store gave the request up{said}")
         if status in {429, 503} or code in _THROTTLE_CODES:
             return ThrottledError(f"{name}: the store asks for fewer requests{said}")
         if code == "NoSuchBucket" or (status == 404 and listing):
@@ -86,11 +96,6 @@ class Translator:
             return past_the_end(self._url, key, byte_range, None)
         if status in {401, 403, 407} or isinstance(exc, (foreign.PermissionDeniedError, foreign.UnauthenticatedError)):
             return AccessDeniedError(f"{name}: access denied{said}; {_cure_access(code)}")
-        if "169.254.169.254" in text or "169.254.170.2" in text or "metadata.google" in text:
-            return AccessDeniedError(
-                f"{name}: no credentials found; set them in the environment or in storage_options=, "
-                "or give storage_options={'anonymous': True} for public data"
-            )
         if status in {301, 307, 308} or "PermanentRedirect" in text:
             return StorageError(
                 f"{name}: the bucket is in another region{said}; give storage_options={{'region': ...}}"

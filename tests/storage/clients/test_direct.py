@@ -248,3 +248,48 @@ def test_the_connections_of_a_store_that_was_dropped_close_without_a_warning() -
             gc.collect()
             server.wait_until_left()
     assert [str(warning.message) for warning in told if issubclass(warning.category, ResourceWarning)] == []
+
+
+@pytest.mark.parametrize("interim", ["102 Processing", "103 Early Hints"])
+def test_interim_answers_are_passed_over_and_leave_the_connection_in_step(interim: str) -> None:
+    def respond(head: str) -> bytes:
+        return f"HTTP/1.1 {interim}\r\nLink: </a>\r\n\r\n".encode() * 2 + part(head)
+
+    with serving(respond) as server, closing(open_client(server.url)) as store:
+        for start in (0, 100, 200, 300):
+            assert bytes(store.get("a", ByteRange(start, start + 50))) == DATA[start : start + 50]
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize("refusal", ["408 Request Timeout", "425 Too Early", "400 Bad Request", "409 Conflict"])
+def test_refusals_that_pass_are_tried_again(refusal: str) -> None:
+    code = "OperationAborted" if refusal.startswith("409") else "RequestTimeout"
+    body = f"<Error><Code>{code}</Code></Error>".encode()
+    with (
+        serving(lambda head: Last(answer(refusal, body))) as server,
+        closing(open_client(server.url)) as store,
+        pytest.raises(StoreUnavailableError),
+    ):
+        store.get("a", ByteRange(0, 50))
+
+
+def test_interim_answers_without_end_are_an_error() -> None:
+    with (
+        serving(lambda head: b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100) as server,
+        closing(open_client(server.url)) as store,
+        pytest.raises(StoreUnavailableError),
+    ):
+        store.get("a", ByteRange(0, 50))
+
+
+def test_a_connection_that_was_idle_too_long_by_a_408_costs_no_read() -> None:
+    answered: list[str] = []
+
+    def respond(head: str) -> bytes:
+        answered.append(head)
+        return Last(answer("408 Request Timeout")) if len(answered) == 2 else part(head)
+
+    with serving(respond) as server, closing(open_client(server.url)) as store:
+        assert bytes(store.get("a", ByteRange(0, 50))) == DATA[:50]
+        assert bytes(store.get("a", ByteRange(50, 100))) == DATA[50:100]
+        assert server.connections == 2

@@ -26,7 +26,14 @@ from penstock.storage import (
     open_client,
     open_store,
 )
-from penstock.storage.encryption.layout import FRAME_BYTES, HEADER_BYTES, TAG_BYTES, plain_size, sealed_size
+from penstock.storage.encryption.layout import (
+    FRAME_BYTES,
+    HEADER_BYTES,
+    TAG_BYTES,
+    plain_size,
+    sealed_range,
+    sealed_size,
+)
 
 KEY = bytes(range(32))
 OTHER = bytes(range(1, 33))
@@ -196,6 +203,23 @@ def test_the_cache_holds_what_is_encrypted_and_heals(memory_url: str, tmp_path: 
     wrong = ByteRange(HEADER_BYTES, HEADER_BYTES + 2 * (FRAME_BYTES + TAG_BYTES))
     cache._disk.write(cache._name("a.tar.penc", wrong, etag or ""), memoryview(bytes(len(wrong))))
     assert store.get("a.tar", ByteRange(10, 80_000), etag=etag) == DATA[10:80_000]
+    store.close()
+
+
+def test_every_range_of_several_heals_not_the_first_alone(memory_url: str, tmp_path: Path) -> None:
+    options = {"encryption_key": KEY}
+    store = open_store(memory_url, storage_options=options, cache_dir=tmp_path, cache_limit=1 << 24)
+    etag = store.put("a.tar", DATA).etag
+    ranges = [ByteRange(10, 20), ByteRange(80_000, 80_010)]
+    expected = [DATA[10:20], DATA[80_000:80_010]]
+    assert [bytes(view) for view in store.get_ranges("a.tar", ranges, etag=etag)] == expected
+    assert isinstance(store, EncryptedStore)
+    cache = store.inner
+    assert isinstance(cache, CacheStore)
+    for byte_range in ranges:
+        wrong = sealed_range(byte_range, len(DATA))[0]
+        cache._disk.write(cache._name("a.tar.penc", wrong, etag or ""), memoryview(bytes(len(wrong))))
+    assert [bytes(view) for view in store.get_ranges("a.tar", ranges, etag=etag)] == expected
     store.close()
 
 

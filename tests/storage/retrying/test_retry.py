@@ -14,6 +14,7 @@ from penstock.storage import (
     ByteRange,
     Fault,
     MemoryStore,
+    NoCredentialsError,
     NotFoundError,
     ObjectChangedError,
     RetryConfig,
@@ -86,6 +87,17 @@ def test_one_refusal_by_a_store_that_gave_before_is_asked_about_again() -> None:
         memory.inject(Fault(error=error))
         assert store.get("x", ByteRange(0, 100), etag=etag) == DATA[:100]
     assert store.counts.retries == 2
+
+
+def test_a_service_of_credentials_that_is_away_is_waited_for_where_the_store_gave_before() -> None:
+    memory, store = _stores()
+    memory.inject(Fault(error=NoCredentialsError))
+    with pytest.raises(NoCredentialsError):
+        store.get("x")
+    assert store.counts.requests == 1
+    assert store.get("x", ByteRange(0, 100)) == DATA[:100]
+    memory.inject(Fault(error=NoCredentialsError), times=6)
+    assert store.get("x", ByteRange(0, 100)) == DATA[:100]
 
 
 @pytest.mark.parametrize("error", [AccessDeniedError, NotFoundError])
