@@ -190,6 +190,12 @@ class TrainerConfig:
                 f"average_every={self.average_every} lets each rank train its own copy, and parallel.zero="
                 f"{self.parallel.zero} has one copy in shards; use parallel.zero=0, or leave average_every out"
             )
+        if self.shares == "auto":
+            raise TrainerConfigError(
+                f"shares='auto' with average_every={self.average_every}: averages count each rank's weights alike, and "
+                "the rows of ranks with smaller shares would count for more; use shares='equal', or leave "
+                "average_every out"
+            )
         if self.compression.scheme != "none":
             raise TrainerConfigError(
                 f"average_every={self.average_every} exchanges no gradients that compression.scheme="

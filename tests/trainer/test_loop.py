@@ -117,6 +117,7 @@ def test_a_decay_without_a_known_end_asks_for_steps(world: World, tmp_path: Path
         ({"checkpoint": {"keep_best": 1}}, "name the metric with evaluate.best"),
         ({"average_every": 4, "parallel": {"zero": 1}}, "parallel.zero=1 has one copy in shards"),
         ({"average_every": 4, "compression": {"scheme": "bf16"}}, "exchanges no gradients"),
+        ({"average_every": 4, "shares": "auto"}, "count each rank's weights alike"),
         ({"node_average_every": 4}, "needs average_every"),
         ({"compression": {"scheme": "int8"}, "precision": {"dtype": "fp16"}}, "use precision.dtype='bf16'"),
         ({"compression": {"scheme": "topk"}, "step": {"on_nan": "skip"}}, "use step.on_nan='stop'"),
