@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,15 @@ def going_back(folder: str) -> dict[str, Any]:
     return {"checkpoint": {**CHECKPOINT, "folder": folder}, "spike": {**SPIKE, "margin": 5}}
 
 
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def fall(update: int, total: int) -> float:
+    """A rate that is another at each update, however long the run is."""
+    return 1 / (1 + 0.1 * update)
+
+
 @dataclass
 class Run:
     """One run of a trainer: the first rows of its global batches by step, and what it ended with."""
@@ -78,6 +87,7 @@ def train(
     before: Any = None,
     fail_at: tuple[int, int] | None = None,
     observers: Sequence[Callbacks] = (),
+    optimizer: Any = adam,
     **options: Any,
 ) -> Run:
     """Train to ``steps``; in epoch 0 batches with a row in ``bad`` have a loss that is ``factor`` times as high."""
@@ -111,7 +121,7 @@ def train(
     torch.manual_seed(1)
     with DistributedTrainer(
         nn.Sequential(Line(), nn.Dropout(0.1), nn.Linear(2, 1)),
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        optimizer,
         load(world) if loader is None else loader,
         build_config(TrainerConfig, values),
         loss=loss,

@@ -28,6 +28,7 @@ from .config import CheckpointConfig
 from .folder import EXTRA_NAME, read_manifest
 from .place import Place, Snapshot
 from .remote.bucket import Bucket
+from .settings import Settings
 from .shared_folder import SharedFolder
 from .state import (
     estimate_bytes,
@@ -104,15 +105,17 @@ class Checkpointer:
         metric: float | None = None,
         rank_state: Mapping[str, Tensor] | None = None,
         averages: Mapping[str, Tensor] | None = None,
+        given: Settings | None = None,
         again: bool = False,
     ) -> bool:
         """Save training as it is after ``step``; return when the state is copied, or with ``blocking`` when written.
 
         ``extra`` is JSON, the same on every rank and for any world (loader, schedule, scaler); rank 0's is kept.
         ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size;
-        ``averages`` are averaged weights by name. A save that is under way is waited for first. Saving the step that
-        was saved or loaded last does nothing, unless there is a metric to add or it is asked for ``again``; returns
-        whether there was something to save, and nothing has failed so far.
+        ``averages`` are averaged weights by name, ``given`` the settings that the optimizer was given at first. A save
+        that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
+        is a metric to add or it is asked for ``again``; returns whether there was something to save, and nothing has
+        failed so far.
 
         On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, or if an object
         store does not take it, a save that is not ``blocking`` leaves a note, so that training can go on.
@@ -135,7 +138,9 @@ class Checkpointer:
             raise CheckpointError(
                 f"extra cannot be written as JSON: {exc}; keep tensors in model or rank_state"
             ) from exc
-        state = gather_state(model, optimizer, rank=self._world.rank, rank_state=rank_state, averages=averages)
+        state = gather_state(
+            model, optimizer, rank=self._world.rank, rank_state=rank_state, averages=averages, given=given
+        )
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was told to copy at once"
         self._thread = Thread(target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint")
@@ -151,12 +156,13 @@ class Checkpointer:
         *,
         at_most: int | None = None,
         averages: Mapping[str, Tensor] | None = None,
+        given: Settings | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
 
         With ``at_most`` those of later steps are left out.
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
-        The optimizer's settings stay as they are now; ``changed_settings`` says what the checkpoint had otherwise.
+        Settings that the optimizer is ``given`` otherwise than then stay; ``changed_settings`` says which they are.
         ``averages`` are those that ``load_averages`` will ask for.
 
         Raises:
@@ -174,7 +180,7 @@ class Checkpointer:
                 if self._world.rank == 0:
                     logger.warning("checkpoint %s is damaged and passed over: %s", self._place.name_of(step), damage)
                 continue
-            extra = self._restore(folder, model, optimizer)
+            extra = self._restore(folder, model, optimizer, given)
             self._current_step, self._loaded_folder = step, folder
             return step, extra
         if steps:
@@ -286,12 +292,12 @@ class Checkpointer:
         rank = self._world.rank if self._is_of_this_world(folder) else None
         return find_needs(folder, model, optimizer, rank=rank, averages=averages)
 
-    def _restore(self, folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    def _restore(self, folder: Path, model: nn.Module, optimizer: Optimizer, given: Settings | None) -> dict[str, Any]:
         what = f"{folder} cannot be loaded"
 
         @self._alone()
         def restore() -> list[str]:
-            return restore_state(folder, model, optimizer)
+            return restore_state(folder, model, optimizer, given)
 
         self.changed_settings = self._control.gather(what, restore)[0]
         return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))

@@ -36,9 +36,10 @@ from .readable import (
     refuse_unreadable_values,
     unpack_extra_state,
 )
+from .settings import Settings, copy_settings, pack_settings, settle_settings, unpack_settings
 from .traffic import open_reader
 
-MODEL, OPTIMIZER, RANKS, EMA = "model", "optimizer", "ranks", "ema"
+MODEL, OPTIMIZER, RANKS, EMA, SETTINGS = "model", "optimizer", "ranks", "ema", "settings"
 _NAMED_DIFFERENCES = 5
 
 
@@ -49,9 +50,11 @@ def gather_state(
     rank: int,
     rank_state: Mapping[str, Tensor] | None,
     averages: Mapping[str, Tensor] | None = None,
+    given: Settings | None = None,
 ) -> dict[str, Any]:
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
+    ``given`` are the settings that the optimizer was given at first.
     An optimizer that has not stepped yet is described by zeros, and left unchanged.
 
     Raises:
@@ -65,15 +68,16 @@ def gather_state(
         OPTIMIZER: described,
         RANKS: {str(rank): dict(rank_state or {})},
         **({EMA: dict(averages)} if averages else {}),
+        **({SETTINGS: pack_settings(given)} if given is not None else {}),
     }
 
 
-def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[str]:
+def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: Settings | None = None) -> list[str]:
     """Read a checkpoint into model and optimizer, whatever its sharding.
 
-    The optimizer's settings (its ``defaults``: rate, weight decay, betas, ...) stay as they are now, so that a run can
-    be resumed with others. Returns one sentence for each that the checkpoint had otherwise, except for the rate, which
-    the schedule sets.
+    Of the optimizer's settings (its ``defaults``: weight decay, betas, ...) those ``given`` otherwise than in the run
+    that saved stay, so that a run can be resumed with others; the rate stays, which the schedule sets. Returns one
+    sentence for each that the checkpoint had otherwise, except for the rate.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
@@ -81,17 +85,19 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> list[
     metadata = open_reader(folder).read_metadata()
     model_state, optimizer_state, never_stepped = _describe_wanted(folder, model, optimizer, metadata)
     groups = [list(group["params"]) for group in optimizer_state["param_groups"]]
-    read_state(folder, {MODEL: model_state, OPTIMIZER: optimizer_state}, metadata)
+    before = copy_settings(optimizer)  # now: tensors of the groups are filled
+    wanted = {MODEL: model_state, OPTIMIZER: optimizer_state, **_settings_wanted(metadata)}
+    read_state(folder, wanted, metadata)
     if {frozenset(group["params"]) for group in optimizer_state["param_groups"]} != set(map(frozenset, groups)):
         for group, names in zip(optimizer_state["param_groups"], groups, strict=True):
             group["params"] = names  # torch looks for each group by its parameters, and these are grouped otherwise now
     unpack_extra_state(model_state)
     optimizer_state["state"].update(never_stepped)
-    given = [_settings_of(group, optimizer) for group in optimizer.param_groups]
     set_model_state_dict(model, model_state)
     with _weights_kept(optimizer):
         set_optimizer_state_dict(model, optimizer, optimizer_state)
-    return _keep_settings(optimizer, given)
+    given_then = unpack_settings(wanted[SETTINGS]) if SETTINGS in wanted else None
+    return settle_settings(optimizer, before, given, given_then)
 
 
 def find_needs(
@@ -111,7 +117,7 @@ def find_needs(
     """
     metadata = open_reader(folder).read_metadata()
     model_state, optimizer_state, _ = _describe_wanted(folder, model, optimizer, metadata)
-    wanted = {MODEL: model_state, OPTIMIZER: optimizer_state}
+    wanted = {MODEL: model_state, OPTIMIZER: optimizer_state, **_settings_wanted(metadata)}
     found = {name: one for name, one in (averages or {}).items() if f"{EMA}.{name}" in metadata.state_dict_metadata}
     plan = _plan_reading(open_reader(folder), wanted | ({EMA: found} if found else {}), metadata)[0]
     needs = _ranges_of(metadata, [item.storage_index for item in plan.items])
@@ -157,6 +163,11 @@ def _describe_wanted(
     _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
     _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
     return model_state, optimizer_state, never_stepped
+
+
+def _settings_wanted(metadata: Metadata) -> dict[str, Any]:
+    """What the settings are read into; checkpoints of before have none."""
+    return {SETTINGS: b""} if SETTINGS in metadata.state_dict_metadata else {}
 
 
 def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -278,29 +289,6 @@ def _zero_state(optimizer_state: Mapping[str, Any]) -> None:
                 value.zero_()
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 values[name] = type(value)(0)
-
-
-def _settings_of(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """What the group has; of tensors, into which a checkpoint is read, copies."""
-    found = {name: group[name] for name in optimizer.defaults if name in group}
-    return {name: one.clone() if isinstance(one, Tensor) else one for name, one in found.items()}
-
-
-def _keep_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Give the groups the settings back that they had; returns what the checkpoint had otherwise."""
-    changed = []
-    for number, (group, mine) in enumerate(zip(optimizer.param_groups, given, strict=True)):
-        for name, value in mine.items():
-            saved, group[name] = group[name], value
-            if name != "lr" and not _same(saved, value):
-                changed.append(f"optimizer group {number}: {name}={value!r}, where the checkpoint had {saved!r}")
-    return changed
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:

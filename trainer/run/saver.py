@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.export import export_safetensors
+from ..checkpoint.settings import copy_settings
 from ..compression.compression import Compression
 from ..config import TrainerConfig
 from ..errors import NonFiniteLossError, TrainerConfigError
@@ -52,6 +53,7 @@ class Saver:
         self._recorder = recorder
         self._stopwatch = stopwatch
         self._settle = settle
+        self._given = copy_settings(optimizer)
         self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
         self.checkpointer: Checkpointer | None = None
@@ -143,6 +145,7 @@ class Saver:
                     metric=metric,
                     rank_state=self._compression.state_dict(),
                     averages=averages,
+                    given=self._given,
                     again=again,
                 )
         self.note()
@@ -204,6 +207,7 @@ class Saver:
             self._optimizer,
             at_most=at_most,
             averages=None if self.ema is None else self.ema.named(),
+            given=self._given,
         )
         self.note()
         for step, damage in self.checkpointer.passed_over.items():

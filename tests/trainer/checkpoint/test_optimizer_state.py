@@ -13,6 +13,7 @@ from small_trainers import Line, rows, square
 
 from penstock.trainer import CheckpointMismatchError, DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
+from penstock.trainer.run import saver
 
 
 class Stubborn(torch.optim.Optimizer):
@@ -117,6 +118,74 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_says_what_differs(worl
     with make(world, str(tmp_path), adam(weight_decay=0.5, betas=(0.9, 0.99))) as same:
         assert same._saver.checkpointer is not None
         assert same._saver.checkpointer.changed_settings == []
+
+
+class Adapting(torch.optim.Optimizer):
+    """Keeps what it has learnt, and how often it stepped, among its settings, as Prodigy and ScheduleFree do."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], *, decay: float = 0.1, d: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": 1.0, "decay": decay, "d": d, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 1.5
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["decay"] / group["k"]).sub_(parameter.grad, alpha=group["lr"] * group["d"])
+
+
+def test_what_an_optimizer_learns_among_its_settings_resumes_bit_equal(world: World, tmp_path: Path) -> None:
+    with make(world, str(tmp_path / "whole"), Adapting) as whole:
+        whole.train()
+        expected = weights_of(whole)
+    with make(world, str(tmp_path / "parts"), Adapting, steps=2) as first:
+        first.train()
+    with make(world, str(tmp_path / "parts"), Adapting) as second:
+        assert second.optimizer.param_groups[0]["k"] == 2
+        assert second._saver.checkpointer is not None
+        assert second._saver.checkpointer.changed_settings == []
+        second.train()
+        assert torch.equal(weights_of(second), expected)
+
+
+def test_a_setting_that_is_given_anew_replaces_what_was_learnt_and_the_others_stay(
+    world: World, tmp_path: Path
+) -> None:
+    with make(world, str(tmp_path), Adapting, steps=2) as first:
+        first.train()
+    with make(world, str(tmp_path), lambda parameters: Adapting(parameters, decay=0.2, d=5e-3)) as second:
+        group = second.optimizer.param_groups[0]
+        assert (group["k"], group["decay"], group["d"]) == (2, 0.2, 5e-3)
+        assert second._saver.checkpointer is not None
+        assert sorted(second._saver.checkpointer.changed_settings) == [
+            "optimizer group 0: d=0.005, where the checkpoint had 0.0225",
+            "optimizer group 0: decay=0.2, where the checkpoint had 0.1",
+        ]
+
+
+def test_a_setting_that_a_run_changed_itself_is_what_it_resumes_with(world: World, tmp_path: Path) -> None:
+    with make(world, str(tmp_path), adam(weight_decay=0.5), steps=2) as first:
+        first.optimizer.param_groups[0]["weight_decay"] = 0.125
+        first.train()
+    with make(world, str(tmp_path), adam(weight_decay=0.5)) as second:
+        assert second.optimizer.param_groups[0]["weight_decay"] == 0.125
+
+
+def test_a_checkpoint_that_does_not_tell_what_was_given_takes_the_settings_of_now(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "copy_settings", lambda optimizer: None)  # as releases of before saved
+        with make(world, str(tmp_path), Adapting, steps=2) as first:
+            first.train()
+    with make(world, str(tmp_path), lambda parameters: Adapting(parameters, decay=0.2)) as second:
+        group = second.optimizer.param_groups[0]
+        assert (group["k"], group["decay"], group["d"]) == (0, 0.2, 1e-2)
+        assert second.progress.step == 2
+        assert second._saver.checkpointer is not None
+        assert len(second._saver.checkpointer.changed_settings) == 3
 
 
 def test_other_parameter_groups_are_refused_by_name(world: World, tmp_path: Path) -> None:

@@ -95,6 +95,39 @@ def test_a_rewound_run_is_one_that_jumped_over_the_batches(tmp_path: Path, optio
     assert saved_steps(tmp_path / "found") == [4, 8, 12, 16, 20]
 
 
+class Adapting(torch.optim.SGD):
+    """Makes its steps shorter and shorter, and keeps how short among its settings."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.defaults["d"] = self.param_groups[0]["d"] = 1.0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["d"] *= 0.875
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad *= group["d"]
+        super().step(closure)
+
+
+def sgd_by_a_tensor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=torch.tensor(1e-3), momentum=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [Adapting, sgd_by_a_tensor])
+def test_a_rewind_takes_what_optimizers_keep_among_their_settings_back_and_rates_that_are_tensors(
+    world: World, tmp_path: Path, optimizer: Any
+) -> None:
+    options = {"optimizer": optimizer, "schedule": {"shape": "rewound_runs:fall"}}
+    found = rewind_and_compare(world, str(tmp_path), options)
+    assert found["rewinds"] == [1, 0, 0, 1, 1]
+    assert found["as expected"]
+    assert found["resumed"]
+    assert found["broken off"] == ("ZeroDivisionError", True)
+
+
 def go_on(world: World, folder: str, steps: int) -> Run:
     return train(world, folder, steps=steps, bad=batches_to_rows(14), parallel={"zero": 2})
 
