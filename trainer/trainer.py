@@ -253,6 +253,7 @@ class DistributedTrainer:
         if state.get("version") != 1:
             raise TrainerError(f"the state has version {state.get('version')!r} and this trainer reads version 1")
         self.progress.load_state_dict(state["progress"])
+        self._saver.judge(self.progress)
         self.steps.load_state_dict(state["steps"])
         self._feed.load_state_dict(state["feed"])
         self._rewinder.load_state_dict(state.get("spikes"))

@@ -28,6 +28,7 @@ from .config import CheckpointConfig
 from .folder import EXTRA_NAME, read_manifest
 from .place import Place, Snapshot
 from .remote.bucket import Bucket
+from .retention import Retention
 from .settings import Settings
 from .shared_folder import SharedFolder
 from .state import (
@@ -48,14 +49,16 @@ class Checkpointer:
     All mutable state: the place, the staging buffers, the one save that may be under way with its thread and error, the
     steps known to be damaged, what was loaded last, and the notes. A save first copies the state, after which training
     may continue; then a thread writes it: each rank its shards, rank 0 the manifest with the checksum of every file.
-    The place, a shared folder or an object store, makes it valid all at once.
+    The place, a shared folder or an object store, makes it valid all at once. ``metric`` is the name of what saves are
+    measured by.
 
     Raises:
         CheckpointError: the place cannot be written to, is of another run, or not the same one on every rank.
     """
 
-    def __init__(self, config: CheckpointConfig, world: World) -> None:
+    def __init__(self, config: CheckpointConfig, world: World, metric: str | None = None) -> None:
         self.config = config
+        self._retention = Retention.of(config, metric)
         self.passed_over: dict[int, str] = {}
         self.changed_settings: list[str] = []
         if config.keep_best and config.best is None:
@@ -75,7 +78,9 @@ class Checkpointer:
         self._loaded_folder: Path | None = None
         self._notes: list[str] = []
         try:
-            self._place: Place = (Bucket if config.is_remote else SharedFolder)(config, world, self._control)
+            self._place: Place = (Bucket if config.is_remote else SharedFolder)(
+                config, self._retention, world, self._control
+            )
         except BaseException:
             self._closed = True
             self._stager.close()
@@ -191,9 +196,12 @@ class Checkpointer:
         return None
 
     def loaded_metric(self) -> float | None:
-        """Return the metric that the checkpoint loaded last was saved with, if any; before the next save."""
+        """Return the metric that the checkpoint loaded last was saved with, if it has one of this run's measure.
+
+        Before the next save.
+        """
         folder = self._loaded_folder
-        return None if folder is None else read_manifest(folder).metric
+        return None if folder is None else read_manifest(folder).metric_by(self._retention.measure)
 
     def delete_after(self, step: int) -> list[int]:
         """Delete the checkpoints of later steps but for damaged ones, and return their steps; a collective."""

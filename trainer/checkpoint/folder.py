@@ -11,14 +11,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
 from ...storage.files import sync_folder, write_whole
 from ..errors import CheckpointError
+from .retention import UNKNOWN, Measure, Retention
 from .traffic import TRAFFIC
 
 MANIFEST_NAME = "manifest.json"
@@ -48,6 +49,12 @@ class Manifest:
     metric: float | None
     torch_version: str
     files: Mapping[str, FileSeal]
+    measure: Measure = UNKNOWN
+    """What ``metric`` is; older manifests do not tell."""
+
+    def metric_by(self, measure: Measure) -> float | None:
+        """The metric, unless it is known to be of another measure."""
+        return self.metric if self.measure.fits(measure) else None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -143,6 +150,7 @@ def encode_manifest(manifest: Manifest, more: Mapping[str, Any] | None = None) -
         "step": manifest.step,
         "world_size": manifest.world_size,
         "metric": manifest.metric,
+        **({} if manifest.metric is None else {"measure": asdict(manifest.measure)}),
         "torch_version": manifest.torch_version,
         "files": {name: {"size": seal.size, "xxh3": seal.xxh3} for name, seal in sorted(manifest.files.items())},
     }
@@ -187,6 +195,7 @@ def decode_manifest(data: bytes, name: str) -> tuple[Manifest, dict[str, Any]]:
             metric=body["metric"],
             torch_version=body["torch_version"],
             files={name: FileSeal(**seal) for name, seal in body["files"].items()},
+            measure=Measure(**body.get("measure", {})),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(f"{name} cannot be read: {type(exc).__name__}: {exc}") from exc
@@ -236,27 +245,15 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def choose_kept(
-    metrics: Mapping[int, float | None], *, keep_last: int, keep_best: int, best: Literal["max", "min"] | None
-) -> set[int]:
-    """Return which steps stay: the ``keep_last`` newest, and the ``keep_best`` of best metric (the later of equals)."""
-    newest = sorted(metrics, reverse=True)[:keep_last]
-    sign = 1.0 if best == "max" else -1.0
-    measured = [(sign * metric, step) for step, metric in metrics.items() if metric is not None and metric == metric]
-    return {*newest, *(step for _, step in sorted(measured, reverse=True)[:keep_best])}
-
-
-def prune_folder(
-    folder: Path, *, keep_last: int, keep_best: int, best: Literal["max", "min"] | None, damaged: Iterable[int] = ()
-) -> list[int]:
+def prune_folder(folder: Path, retention: Retention, *, damaged: Iterable[int] = ()) -> list[int]:
     """Delete the checkpoints that need not stay and return their steps; damaged ones neither count nor go."""
     metrics: dict[int, float | None] = {}
     for step in set(list_steps(folder)) - set(damaged):
         try:
-            metrics[step] = read_manifest(step_folder(folder, step)).metric
+            metrics[step] = read_manifest(step_folder(folder, step)).metric_by(retention.measure)
         except CheckpointError:
             continue  # unreadable: neither counted as kept nor deleted, for a person may want to look
-    gone = sorted(set(metrics) - choose_kept(metrics, keep_last=keep_last, keep_best=keep_best, best=best))
+    gone = sorted(set(metrics) - retention.choose(metrics))
     for step in gone:
         remove_checkpoint(step_folder(folder, step))
     return gone

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from ..errors import CheckpointError, CheckpointRoomError
-from .folder import choose_kept, list_steps, read_manifest, remove_checkpoint, step_folder
+from .folder import list_steps, read_manifest, remove_checkpoint, step_folder
+from .retention import Measure, Retention
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,26 +50,23 @@ def describe_full_disk(error: BaseException) -> str:
     return f"the disk is full ({getattr(error, 'strerror', None) or error})"
 
 
-def delete_oldest(
-    folder: Path, *, keep_best: int, best: Literal["max", "min"] | None, spare: Iterable[int]
-) -> int | None:
+def delete_oldest(folder: Path, retention: Retention, *, spare: Iterable[int]) -> int | None:
     """Delete the checkpoint that retention would delete next, and return its step; None if all others must stay.
 
     The newest stays, and so do the best, those in ``spare`` and those that cannot be read.
     """
-    metrics: Mapping[int, float | None] = dict(_readable_metrics(folder, set(spare)))
-    kept = choose_kept(metrics, keep_last=1, keep_best=keep_best, best=best)
-    gone = min(set(metrics) - kept, default=None)
+    metrics: Mapping[int, float | None] = dict(_readable_metrics(folder, retention.measure, set(spare)))
+    gone = min(set(metrics) - retention.choose(metrics, keep_last=1), default=None)
     if gone is not None:
         remove_checkpoint(step_folder(folder, gone))
     return gone
 
 
-def _readable_metrics(folder: Path, spare: set[int]) -> Iterator[tuple[int, float | None]]:
+def _readable_metrics(folder: Path, measure: Measure, spare: set[int]) -> Iterator[tuple[int, float | None]]:
     for step in list_steps(folder):
         if step not in spare:
             try:
-                yield step, read_manifest(step_folder(folder, step)).metric
+                yield step, read_manifest(step_folder(folder, step)).metric_by(measure)
             except CheckpointError:
                 continue
 

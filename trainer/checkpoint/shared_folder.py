@@ -21,6 +21,7 @@ from .folder import (
 )
 from .lock import FolderLock
 from .place import Alone, Needs, Snapshot
+from .retention import Retention
 from .room import check_room
 from .writer import CheckpointWriter
 
@@ -34,11 +35,11 @@ class SharedFolder:
         CheckpointError: the folder is read-only, full, of another run, or not the same one on every rank.
     """
 
-    def __init__(self, config: CheckpointConfig, world: World, control: ControlGroup) -> None:
+    def __init__(self, config: CheckpointConfig, retention: Retention, world: World, control: ControlGroup) -> None:
         self.folder = Path(config.folder).absolute()
         self._world = world
         self._control = control
-        self._writer = CheckpointWriter(self.folder, config, world, control)
+        self._writer = CheckpointWriter(self.folder, retention, world, control)
         self._lock: FolderLock | None = None
         self._notes: list[str] = []
         try:

@@ -16,7 +16,6 @@ from ...storage.errors import StorageError
 from ..errors import CheckpointError, CheckpointRoomError, CheckpointUploadError
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
-from .config import CheckpointConfig
 from .folder import (
     EXTRA_NAME,
     METADATA_NAME,
@@ -30,6 +29,7 @@ from .folder import (
     write_text_durably,
 )
 from .place import Snapshot
+from .retention import Retention
 from .room import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
 from .traffic import open_writer
 
@@ -37,8 +37,8 @@ from .traffic import open_writer
 class CheckpointWriter:
     """Writes snapshots into a folder and deletes what need not stay; writing is a collective of all ranks."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, world: World, control: ControlGroup) -> None:
-        self._config = config
+    def __init__(self, folder: Path, retention: Retention, world: World, control: ControlGroup) -> None:
+        self._retention = retention
         self._folder = folder
         self._world = world
         self._control = control
@@ -52,12 +52,9 @@ class CheckpointWriter:
         Raises:
             CheckpointError: on every rank; the folder has no trace of it.
         """
-        config = self._config
 
         def make_room() -> int | None:
-            return delete_oldest(
-                self._folder, keep_best=config.keep_best, best=config.best, spare={saved.step, *damaged}
-            )
+            return delete_oldest(self._folder, self._retention, spare={saved.step, *damaged})
 
         while True:
             try:
@@ -95,16 +92,11 @@ class CheckpointWriter:
                     metric=saved.metric,
                     torch_version=str(torch.__version__),
                     files=files,
+                    measure=self._retention.measure,
                 ),
             )
             publish_folder(partial, final)
-            prune_folder(
-                self._folder,
-                keep_last=self._config.keep_last,
-                keep_best=self._config.keep_best,
-                best=self._config.best,
-                damaged=damaged,
-            )
+            prune_folder(self._folder, self._retention, damaged=damaged)
 
         def seal_shards() -> dict[str, FileSeal]:
             return {path.name: seal_file(path) for path in partial.glob(f"__{self._world.rank}_*")}

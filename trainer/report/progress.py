@@ -44,6 +44,12 @@ class Progress(Counts):
     """A stop after this step, or after its epoch, left the evaluation undone that is due there."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of the last evaluation."""
+    judged_by: str | None = None
+    """The metric that ``best`` is of."""
+    good_end: str | None = None
+    """Which end of it is good: "max" or "min"."""
+    leaders: list[float] = field(default_factory=list)
+    """The best metrics so far, of as many checkpoints as are kept for theirs."""
 
     def count(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -53,14 +59,37 @@ class Progress(Counts):
         self.overflows += result.outcome == "overflow"
         self.non_finite += result.outcome == "non-finite"
 
-    def improve(self, metric: float, *, best_is: str | None) -> bool:
-        """Keep the metric and its step if it is the best so far ("max" or "min"), and say whether it is."""
-        sign = 1 if best_is == "max" else -1
-        if math.isnan(metric) or (self.best is not None and sign * metric <= sign * self.best):
+    def judge_by(self, metric: str, good_end: str | None) -> str | None:
+        """Judge by a metric from now on; what was found by another one is forgotten, and returned in words."""
+        before, self.judged_by, self.good_end = (self.judged_by, self.good_end), metric, good_end
+        is_known = before != (None, None)  # states of older releases do not tell
+        if not is_known or before == (metric, good_end) or (self.best is None and not self.evaluations_without_better):
+            return None
+        best = "" if self.best is None else f", {self.best} of step {self.best_step},"
+        self.best, self.best_step, self.evaluations_without_better, self.leaders = None, None, 0, []
+        return (
+            f"evaluate.best is {_in_words(metric, good_end)} now: what was the best{best} by {_in_words(*before)} is "
+            "forgotten, and patience begins anew"
+        )
+
+    def improve(self, metric: float) -> bool:
+        """Keep the metric and its step if it is the best so far, and say whether it is."""
+        if math.isnan(metric) or (self.best is not None and not self._is_better(metric, self.best)):
             self.evaluations_without_better += 1
             return False
         self.best, self.best_step, self.evaluations_without_better = metric, self.step, 0
         return True
+
+    def is_among_best(self, metric: float, most: int) -> bool:
+        """Keep the metric if it is one of the ``most`` best so far, and say whether it is; of equals the first are."""
+        better = [one for one in self.leaders if not self._is_better(metric, one)]
+        if math.isnan(metric) or len(better) >= most:
+            return False
+        self.leaders = sorted([*self.leaders, metric], reverse=self.good_end == "max")[:most]
+        return True
+
+    def _is_better(self, metric: float, than: float) -> bool:
+        return metric > than if self.good_end == "max" else metric < than
 
     def counts(self) -> dict[str, Any]:
         """The counts alone, by name."""
@@ -73,6 +102,8 @@ class Progress(Counts):
         before = Progress()
         for entry in fields(self):  # states of older releases lack some
             setattr(self, entry.name, state.get(entry.name, getattr(before, entry.name)))
+        if "leaders" not in state and self.best is not None:
+            self.leaders = [self.best]
 
 
 @dataclass(kw_only=True)
@@ -179,6 +210,10 @@ class Window:
     def _phase_seconds(self) -> dict[str, float]:
         now = self._stopwatch.read()
         return {name: spent - self._seconds_before.get(name, 0.0) for name, spent in now.items()}
+
+
+def _in_words(metric: str | None, good_end: str | None) -> str:
+    return f"{metric!r} ({'high' if good_end == 'max' else 'low'} is good)"
 
 
 def _larger(one: float | torch.Tensor, other: float | torch.Tensor) -> float | torch.Tensor:

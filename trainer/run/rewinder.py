@@ -142,6 +142,7 @@ class Rewinder:
             },
         )
         self._progress.load_state_dict(state["progress"])
+        self._saver.judge(self._progress)
         self._progress.epoch = epoch + epochs_ended
         self._progress.rewinds = len(self._rewinds)
         if self._config.schedule == "continue":

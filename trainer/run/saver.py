@@ -72,7 +72,7 @@ class Saver:
             folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
             resolved = replace(given, folder=folder, best=config.best_end)
             try:
-                self.checkpointer = Checkpointer(resolved, world)
+                self.checkpointer = Checkpointer(resolved, world, config.evaluate.best)
                 self.checkpointer.entered = stopwatch.enter
                 self.checkpointer.check_room(parallel.inner, 0 if self.ema is None else self.ema.nbytes)
             except BaseException:
@@ -156,7 +156,7 @@ class Saver:
     def keep_best(
         self, found: Mapping[str, float], progress: Progress, gather_state: Callable[[], dict[str, Any]]
     ) -> None:
-        """Judge an evaluation by ``evaluate.best``, and save the run where it is the best so far and those are kept.
+        """Judge an evaluation by ``evaluate.best``, and save the run where it is one of the best that are kept.
 
         Raises:
             TrainerConfigError: the evaluation has no such metric.
@@ -167,15 +167,23 @@ class Saver:
         if config.best not in found:
             returned = f"it returns {', '.join(sorted(found))}" if found else "no rank had a batch to evaluate"
             raise TrainerConfigError(f"evaluate.best={config.best!r} is no metric of the evaluation; {returned}")
-        metric = found[config.best]
-        is_best = progress.improve(metric, best_is=self._config.best_end)
+        metric, most = found[config.best], self._config.checkpoint.keep_best
+        self.judge(progress)
+        progress.improve(metric)
         if progress.evaluations_without_better == config.patience:
             self._recorder.note(
                 f"training ends: no better {config.best} than {progress.best} of step {progress.best_step} in "
                 f"{config.patience} evaluations"
             )
-        if is_best and self._config.checkpoint.keep_best:
+        if most and progress.is_among_best(metric, most):
             self.save(progress.step, gather_state(), blocking=False, metric=metric)
+
+    def judge(self, progress: Progress) -> None:
+        """Have ``progress`` judge by ``evaluate.best``; that a run judged by something else before is noted."""
+        if self._config.evaluate.best is not None:
+            forgotten = progress.judge_by(self._config.evaluate.best, self._config.best_end)
+            if forgotten is not None:
+                self._recorder.note(f"{forgotten}; checkpoints that were kept for it are as any other")
 
     def go_back(self, at_most: int) -> tuple[int, dict[str, Any]] | None:
         """Restore as ``load_newest`` does, from a step no later than ``at_most``, and delete later checkpoints.

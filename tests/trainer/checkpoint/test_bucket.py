@@ -121,6 +121,19 @@ def test_the_last_and_the_best_are_kept_and_a_step_saved_again_replaces_it(
     assert keys_in(bucket) == named_keys(bucket)
 
 
+def test_metrics_of_another_name_or_direction_are_not_compared(alone: World, bucket: MemoryStore) -> None:
+    net, optimizer = build()
+    config = make_config(bucket, keep_last=1, keep_best=1, best="min")
+    for metric, measured in (("loss", [(1, 0.1), (2, 0.2)]), ("error", [(3, 0.5), (4, 0.6)])):
+        with Checkpointer(config, alone, metric) as checkpoints:
+            for step, value in measured:
+                checkpoints.save(step, net, optimizer, {}, metric=value)
+    assert list_stored(bucket) == [4, 3]
+    with Checkpointer(make_config(bucket, keep_last=1, keep_best=1, best="max"), alone, "error") as checkpoints:
+        checkpoints.save(5, net, optimizer, {}, metric=0.1)
+    assert list_stored(bucket) == [5]
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_the_store(
     alone: World,
     bucket: MemoryStore,

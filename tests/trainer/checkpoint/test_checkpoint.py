@@ -24,10 +24,8 @@ from penstock.trainer import (
     export_safetensors,
 )
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
-from penstock.trainer.checkpoint.folder import (
-    choose_kept,
-    list_steps,
-)
+from penstock.trainer.checkpoint.folder import list_steps
+from penstock.trainer.checkpoint.retention import choose_kept
 
 
 def _continue_elsewhere(world: World, folder: str, zero: int) -> Any:

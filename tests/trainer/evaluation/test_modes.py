@@ -83,15 +83,65 @@ def test_the_lowest_loss_is_the_best_without_being_told(world: World, tmp_path: 
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-4"]
 
 
+def kept_after(world: World, folder: Path, metric: str, values: list[float], steps: int, **checkpoint: Any) -> Any:
+    """The summary, and the steps that have a checkpoint, of a run whose metrics have such values."""
+    left = iter(values)
+
+    def measure(model: nn.Module, batch: Any) -> dict[str, Any]:
+        value = torch.tensor(next(left))
+        return {"loss": (value, 1), "accuracy": (value, 1)}
+
+    evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=measure)
+    options: dict[str, Any] = {"evaluate": {"every": 1, "best": metric}, "checkpoint": {"keep_last": 1, **checkpoint}}
+    with make_trainer(world, str(folder), evaluation=evaluation, steps=steps, **options) as trainer:
+        summary = trainer.train()
+    return summary, sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("broken_at", [None, 1, 2, 3])
+def test_as_many_of_the_best_are_kept_as_were_asked_for(world: World, tmp_path: Path, broken_at: int | None) -> None:
+    values = [3.0, 1.0, 2.0, 4.0]
+    if broken_at is not None:
+        kept_after(world, tmp_path, "loss", values[:broken_at], broken_at, keep_best=2)
+    summary, kept = kept_after(world, tmp_path, "loss", values[broken_at or 0 :], 4, keep_best=2)
+    assert (summary.best, summary.best_step) == (1.0, 2)
+    assert kept == [2, 3, 4]
+
+
+def test_of_more_metrics_than_are_kept_the_best_stay(world: World, tmp_path: Path) -> None:
+    values = [0.1, 0.5, 0.3, 0.5, 0.4, 0.2, 0.6, 0.0]
+    assert kept_after(world, tmp_path, "accuracy", values, 8, keep_best=3)[1] == [2, 4, 7, 8]
+
+
+def test_another_metric_or_direction_forgets_what_was_the_best_by_the_one_before(world: World, tmp_path: Path) -> None:
+    summary, kept = kept_after(world, tmp_path, "loss", [5.0, 6.0], 2, keep_best=1)
+    assert (summary.best_step, kept) == (1, [1, 2])
+    summary, kept = kept_after(world, tmp_path, "accuracy", [0.5, 0.25], 4, keep_best=1)
+    assert (summary.best, summary.best_step, kept) == (0.5, 3, [3, 4])
+    told = (tmp_path / "metrics.jsonl").read_text()
+    assert "evaluate.best is 'accuracy' (high is good) now: what was the best, 5.0 of step 1, by 'loss' (low is" in told
+    summary, kept = kept_after(world, tmp_path, "accuracy", [0.625, 0.75], 6, keep_best=1, best="min")
+    assert (summary.best, summary.best_step, kept) == (0.625, 5, [5, 6])
+    summary, kept = kept_after(world, tmp_path, "accuracy", [0.7, 0.5], 8, keep_best=1, best="min")
+    assert (summary.best, summary.best_step, kept) == (0.5, 8, [8])
+
+
+def test_patience_begins_anew_with_another_metric(world: World, tmp_path: Path) -> None:
+    saves = {"every_steps": 1}
+    assert evaluate_until(world, tmp_path, [3.0, 4.0, 5.0], steps=9, checkpoint=saves).steps == 3
+    other = {"best": "reward", "checkpoint": {**saves, "best": "max"}}  # which is 0 each time
+    assert evaluate_until(world, tmp_path, [1.0, 1.0, 1.0], steps=9, **other).steps == 6
+
+
 def test_a_metric_of_unknown_direction_is_refused_at_once(world: World, tmp_path: Path) -> None:
     evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=falling([1.0]))
     with pytest.raises(TrainerConfigError, match=r"evaluate\.best='reward'.*checkpoint\.best='max' or 'min'"):
         make_trainer(world, str(tmp_path), evaluation=evaluation, evaluate={"best": "reward"})
 
 
-def evaluate_until(world: World, folder: Path, losses: list[float], **options: Any) -> Any:
+def evaluate_until(world: World, folder: Path, losses: list[float], best: str = "loss", **options: Any) -> Any:
     evaluation = Evaluation(batches=[{"x": torch.ones(1, 2)}], metrics=falling(losses))
-    evaluate = {"every": 1, "best": "loss", "patience": 2}
+    evaluate = {"every": 1, "best": best, "patience": 2}
     with make_trainer(world, str(folder), evaluation=evaluation, evaluate=evaluate, **options) as trainer:
         return trainer.train()
 

@@ -19,6 +19,7 @@ from ...ranks.world import World
 from ..config import CheckpointConfig
 from ..folder import EXTRA_NAME, Manifest
 from ..place import Alone, Needs, Snapshot
+from ..retention import Retention
 from ..writer import save_shards
 from .download import fetch
 from .layout import (
@@ -51,8 +52,8 @@ class Bucket:
             every rank.
     """
 
-    def __init__(self, config: CheckpointConfig, world: World, control: ControlGroup) -> None:
-        self._config = config
+    def __init__(self, config: CheckpointConfig, retention: Retention, world: World, control: ControlGroup) -> None:
+        self._retention = retention
         self._world = world
         self._control = control
         self._lock: StoreLock | None = None
@@ -226,6 +227,7 @@ class Bucket:
             metric=saved.metric,
             torch_version=str(torch.__version__),
             files={name: file.seal for name, file in files.items()},
+            measure=self._retention.measure,
         )
         self._confirm()
         with _in_words(CheckpointUploadError):
@@ -233,17 +235,10 @@ class Bucket:
 
     def _tidy(self, step: int, save_id: str, damaged: set[int]) -> str | None:
         """Delete what need not stay; the checkpoint is written, so that what fails here is but noted."""
-        config = self._config
         try:
             self._confirm()
             remove_replaced(self._store, step, save_id)
-            prune_stored(
-                self._store,
-                keep_last=config.keep_last,
-                keep_best=config.keep_best,
-                best=config.best,
-                damaged=damaged,
-            )
+            prune_stored(self._store, self._retention, damaged=damaged)
             if self._is_untidy:
                 remove_leftovers(self._store)
                 self._is_untidy = False

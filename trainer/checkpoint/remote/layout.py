@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
 
 from ....storage.checks import where
 from ....storage.errors import NotFoundError
 from ....storage.store import ByteRange, Store
 from ...errors import CheckpointError
-from ..folder import FileSeal, Manifest, choose_kept, decode_manifest, encode_manifest
+from ..folder import FileSeal, Manifest, decode_manifest, encode_manifest
+from ..retention import Retention
 
 PROBES = "probe/"
 _MANIFESTS = "manifests/"
@@ -159,17 +159,15 @@ def remove_leftovers(store: Store) -> list[str]:
     return sorted(doomed)
 
 
-def prune_stored(
-    store: Store, *, keep_last: int, keep_best: int, best: Literal["max", "min"] | None, damaged: Iterable[int]
-) -> None:
+def prune_stored(store: Store, retention: Retention, *, damaged: Iterable[int]) -> None:
     """Delete the checkpoints that need not stay; damaged ones neither count nor go."""
     metrics: dict[int, float | None] = {}
     for step in set(list_stored(store)) - set(damaged):
         try:
-            metrics[step] = read_stored(store, step).manifest.metric
+            metrics[step] = read_stored(store, step).manifest.metric_by(retention.measure)
         except CheckpointError:
             continue
-    for step in sorted(set(metrics) - choose_kept(metrics, keep_last=keep_last, keep_best=keep_best, best=best)):
+    for step in sorted(set(metrics) - retention.choose(metrics)):
         remove_stored(store, step)
 
 
