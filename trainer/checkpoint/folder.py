@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ EXTRA_NAME = "extra.json"
 METADATA_NAME = ".metadata"
 MANIFEST_VERSION = 1
 _FOLDER_NAME = re.compile(r"step-(\d+)")
-_LEFTOVER_NAME = re.compile(r"step-\d+(\.replaced|\.removed)?\.tmp|\.probe-\w+\.tmp")
+_LEFTOVER_NAME = re.compile(r"step-\d+(\.replaced|\.removed(-\d+)?)?\.tmp|\.probe-\w+\.tmp")
 _BLOCK_BYTES = 4 << 20
 _PROBE_BYTES = 1 << 16
 
@@ -67,23 +68,54 @@ def list_steps(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def remove_leftovers(folder: Path) -> list[str]:
-    """Delete what killed saves left behind and return its names; whole checkpoints and foreign files stay.
+def remove_leftovers(folder: Path, *, with_probes: bool = False) -> tuple[list[str], list[str]]:
+    """Delete what killed saves left behind, and what was hidden; whole checkpoints and foreign files stay.
 
-    A step whose replacement was interrupted between two renames is brought back first: the new save if it is whole,
-    else the old one.
+    ``with_probes``: at a run's start. Later, one that is there is of another run that starts, and will be refused.
+
+    Returns the names of what is gone, and a sentence for what could not be deleted, which is left for another time. A
+    step whose replacement was interrupted between two renames is brought back first: the new save if it is whole, else
+    the old one.
     """
     for replaced in folder.glob("step-*.replaced.tmp"):
         final = replaced.with_name(replaced.name.removesuffix(".replaced.tmp"))
         if not final.exists():
             _finish_replacement(final, replaced)
-    leftovers = [path for path in folder.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)]
-    for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return sorted(path.name for path in leftovers)
+    gone, failures = [], []
+    for path in [path for path in folder.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)]:
+        if path.name.startswith(".probe") and not with_probes:
+            continue
+        try:
+            if path.name.endswith(".replaced.tmp"):
+                path = hide_folder(path)  # if it cannot be deleted, it must not be brought back when the step has gone
+            _delete(path)
+            gone.append(path.name)
+        except OSError as exc:
+            failures.append(f"{path.name} ({exc.strerror or exc})")
+    return sorted(gone), sorted(failures)
+
+
+def describe_left(folder: Path, failures: Sequence[str]) -> str:
+    """In words, what could not be deleted."""
+    return f"old checkpoints could not be deleted from {folder}: {'; '.join(failures)}; the next save tries again"
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def hide_folder(folder: Path) -> Path:
+    """Take a folder of a step out of sight, by one rename to a name that ``remove_leftovers`` deletes; returns that.
+
+    So a checkpoint that is deleted leaves no half one, and one of which a file cannot be deleted is in nobody's way.
+    """
+    stem = folder.name.split(".")[0]
+    names = chain([f"{stem}.removed.tmp"], (f"{stem}.removed-{number}.tmp" for number in count(1)))
+    hidden = next(path for name in names if not (path := folder.with_name(name)).exists())
+    return folder.rename(hidden)
 
 
 def _finish_replacement(final: Path, replaced: Path) -> None:
@@ -227,36 +259,35 @@ def find_damage(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
 
 
 def publish_folder(written: Path, final: Path) -> None:
-    """Give a complete folder its final name so that it survives a loss of power; a folder of that name is replaced."""
+    """Give a complete folder its final name so that it survives a loss of power.
+
+    A folder that has that name is replaced, and left to ``remove_leftovers``.
+    """
     sync_folder(written)
-    replaced = final.with_name(f"{final.name}.replaced.tmp")
     if final.exists():
-        final.rename(replaced)
+        final.rename(final.with_name(f"{final.name}.replaced.tmp"))
     written.rename(final)
     sync_folder(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
-def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint; killed halfway, it leaves what ``remove_leftovers`` knows and no half checkpoint."""
-    doomed = folder.with_name(f"{folder.name}.removed.tmp")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+def prune_folder(folder: Path, retention: Retention, *, damaged: Iterable[int] = ()) -> list[str]:
+    """Hide the checkpoints that need not stay; damaged ones neither count nor go. Returns a sentence for each failure.
 
-
-def prune_folder(folder: Path, retention: Retention, *, damaged: Iterable[int] = ()) -> list[int]:
-    """Delete the checkpoints that need not stay and return their steps; damaged ones neither count nor go."""
+    What is hidden is left to ``remove_leftovers``.
+    """
     metrics: dict[int, float | None] = {}
     for step in set(list_steps(folder)) - set(damaged):
         try:
             metrics[step] = read_manifest(step_folder(folder, step)).metric_by(retention.measure)
         except CheckpointError:
             continue  # unreadable: neither counted as kept nor deleted, for a person may want to look
-    gone = sorted(set(metrics) - retention.choose(metrics))
-    for step in gone:
-        remove_checkpoint(step_folder(folder, step))
-    return gone
+    failures = []
+    for step in sorted(set(metrics) - retention.choose(metrics)):
+        try:
+            hide_folder(step_folder(folder, step))
+        except OSError as exc:
+            failures.append(f"step-{step} ({exc.strerror or exc})")
+    return failures
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

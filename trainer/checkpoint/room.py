@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointRoomError
-from .folder import list_steps, read_manifest, remove_checkpoint, step_folder
+from .folder import hide_folder, list_steps, read_manifest, remove_leftovers, step_folder
 from .retention import Measure, Retention
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -56,10 +56,12 @@ def delete_oldest(folder: Path, retention: Retention, *, spare: Iterable[int]) -
     The newest stays, and so do the best, those in ``spare`` and those that cannot be read.
     """
     metrics: Mapping[int, float | None] = dict(_readable_metrics(folder, retention.measure, set(spare)))
-    gone = min(set(metrics) - retention.choose(metrics, keep_last=1), default=None)
-    if gone is not None:
-        remove_checkpoint(step_folder(folder, gone))
-    return gone
+    for step in sorted(set(metrics) - retention.choose(metrics, keep_last=1)):
+        with suppress(OSError):  # then the next one goes
+            hide_folder(step_folder(folder, step))
+            remove_leftovers(folder)
+            return step
+    return None
 
 
 def _readable_metrics(folder: Path, measure: Measure, spare: set[int]) -> Iterator[tuple[int, float | None]]:

@@ -11,11 +11,12 @@ from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .config import CheckpointConfig
 from .folder import (
+    describe_left,
     find_damage,
+    hide_folder,
     list_steps,
     probe_folder,
     read_manifest,
-    remove_checkpoint,
     remove_leftovers,
     step_folder,
 )
@@ -80,13 +81,15 @@ class SharedFolder:
         return folder, "; ".join(dict.fromkeys(damage for share in shares for damage in share))
 
     def delete_after(self, step: int, *, spare: Collection[int]) -> list[int]:
-        def delete() -> list[int]:
+        def delete() -> tuple[list[int], list[str]]:
             gone = [later for later in list_steps(self.folder) if later > step and later not in spare]
             for later in gone:
-                remove_checkpoint(step_folder(self.folder, later))
-            return gone
+                hide_folder(step_folder(self.folder, later))
+            return gone, remove_leftovers(self.folder)[1]
 
-        return self._control.decide(f"checkpoints cannot be deleted from {self.folder}", delete)
+        gone, failures = self._control.decide(f"checkpoints cannot be deleted from {self.folder}", delete)
+        self._note_left(failures)
+        return gone
 
     def release(self) -> None:
         """Do nothing: nothing was brought here."""
@@ -98,20 +101,25 @@ class SharedFolder:
         if self._lock is not None:
             self._lock.close()
 
+    def _note_left(self, failures: list[str]) -> None:
+        if failures:
+            self._notes.append(describe_left(self.folder, failures))
+
     def _open(self) -> None:
         """Probe, lock and tidy the folder, and check that all ranks see the same one, by a token that rank 0 writes."""
         token = self.folder / ".probe-ranks.tmp"
 
-        def prepare() -> list[str]:
+        def prepare() -> tuple[list[str], list[str]]:
             probe_folder(self.folder)
             self._lock = FolderLock(self.folder)
             if self._lock.note:
                 self._notes.append(self._lock.note)
-            leftovers = remove_leftovers(self.folder)
+            leftovers = remove_leftovers(self.folder, with_probes=True)
             token.touch()
             return leftovers
 
-        leftovers = self._control.decide("checkpoints cannot be kept", prepare)
+        leftovers, failures = self._control.decide("checkpoints cannot be kept", prepare)
+        self._note_left(failures)
         seen = self._control.gather("the folder cannot be looked at", token.exists)
         self._control.decide("the probe cannot be removed", lambda: token.unlink(missing_ok=True))
         if not all(seen):

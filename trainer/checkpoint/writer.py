@@ -21,8 +21,11 @@ from .folder import (
     METADATA_NAME,
     FileSeal,
     Manifest,
+    describe_left,
+    hide_folder,
     prune_folder,
     publish_folder,
+    remove_leftovers,
     seal_file,
     step_folder,
     write_manifest,
@@ -42,12 +45,13 @@ class CheckpointWriter:
         self._folder = folder
         self._world = world
         self._control = control
+        self._told: list[str] = []  # what could not be deleted, as it was noted last
 
     def write(self, saved: Snapshot, *, damaged: set[int], note: Callable[[str], None]) -> None:
         """Write a checkpoint; while the disk is full, delete what retention would delete next, and try again.
 
         ``damaged`` are the steps that retention leaves alone; ``note`` gets a sentence for each deletion before its
-        time.
+        time, and for what cannot be deleted.
 
         Raises:
             CheckpointError: on every rank; the folder has no trace of it.
@@ -58,7 +62,7 @@ class CheckpointWriter:
 
         while True:
             try:
-                self._write_once(saved, damaged)
+                self._write_once(saved)
             except CheckpointRoomError:
                 gone = self._control.decide(f"no room can be made in {self._folder}", make_room)
                 if gone is None:
@@ -68,15 +72,28 @@ class CheckpointWriter:
                     f"step {saved.step}"
                 )
             else:
-                return
+                break
+        left = self._control.decide(f"nothing can be deleted from {self._folder}", lambda: self._tidy(damaged))
+        if left and left != self._told:
+            note(describe_left(self._folder, left))
+        self._told = left
 
-    def _write_once(self, saved: Snapshot, damaged: set[int]) -> None:
+    def _tidy(self, damaged: set[int]) -> list[str]:
+        """Delete what need not stay; the checkpoint is written, so that what fails here is but told."""
+        try:
+            failures = prune_folder(self._folder, self._retention, damaged=damaged)
+            return failures + remove_leftovers(self._folder)[1]
+        except OSError as exc:  # the folder cannot be listed, or what a killed save replaced not be brought back
+            return [str(exc)]
+
+    def _write_once(self, saved: Snapshot) -> None:
         final = step_folder(self._folder, saved.step)
         partial = final.with_name(f"{final.name}.tmp")
 
         @naming_a_full_disk()
         def prepare() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial.exists():
+                shutil.rmtree(hide_folder(partial), ignore_errors=True)
             partial.mkdir()
             write_text_durably(partial / EXTRA_NAME, saved.extra_text)
 
@@ -96,7 +113,6 @@ class CheckpointWriter:
                 ),
             )
             publish_folder(partial, final)
-            prune_folder(self._folder, self._retention, damaged=damaged)
 
         def seal_shards() -> dict[str, FileSeal]:
             return {path.name: seal_file(path) for path in partial.glob(f"__{self._world.rank}_*")}
