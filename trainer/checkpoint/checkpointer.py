@@ -27,6 +27,7 @@ from ..ranks.world import World
 from .config import CheckpointConfig
 from .folder import EXTRA_NAME, read_manifest
 from .place import Place, Snapshot
+from .plain import encode_plain
 from .remote.bucket import Bucket
 from .retention import Retention
 from .settings import Settings
@@ -137,12 +138,7 @@ class Checkpointer:
         self._place.release()
         if step < 0:
             raise CheckpointError(f"step={step} cannot be saved; count steps from 0")
-        try:
-            extra_text = json.dumps(extra)
-        except (TypeError, ValueError) as exc:
-            raise CheckpointError(
-                f"extra cannot be written as JSON: {exc}; keep tensors in model or rank_state"
-            ) from exc
+        extra_text = encode_plain(extra)
         state = gather_state(
             model, optimizer, rank=self._world.rank, rank_state=rank_state, averages=averages, given=given
         )
