@@ -229,7 +229,7 @@ class TrainerConfig:
 
     def _check_compression(self) -> None:
         """Schemes with error feedback would keep a NaN for ever."""
-        if self.compression.scheme not in ("int8", "powersgd", "topk"):
+        if not self.compression.remembers:
             return
         if self.compression.scheme == "topk" and self.step.clip_norm is not None:
             raise TrainerConfigError(

@@ -62,6 +62,7 @@ def make_parts(
         config.precision,
         world,
         exchange=config.averaging is None,
+        exchange_once=config.compression.remembers,
         scheme=config.compression.scheme,
         seed=config.seed,
         initialise=initialise,
@@ -76,6 +77,7 @@ def make_parts(
     if clock is not None:
         clock.listen(parallel.module)
     compression = Compression(parallel.module, adopted, config.compression, world, clock=clock)
+    is_owed = config.compression.remembers and world.world_size > parallel.replicas
     steps = StepRunner(
         parallel,
         adopted,
@@ -84,6 +86,7 @@ def make_parts(
         precision=config.precision,
         phase=stopwatch.phase,
         clock=clock,
+        correct=compression.begin_exchange if is_owed else None,
         is_saved=config.keeps_checkpoints,
     )
     probe = MemoryProbe(parallel, adopted, loss, config.precision)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..computing import ComputeClock
 from ..errors import CompressionError
 from ..ranks.world import World
-from .dense import CastHook, Int8Hook
+from .dense import CastHook, Int8Hook, finished
 from .lowrank import PowerSGDHook
 from .memory import GradientMemory
 from .sharded import CastReduceScatter, Int8ReduceScatter
@@ -32,6 +32,7 @@ from .wire import WireCounter, ring_bytes
 
 Scheme = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"]
 SCHEMES: tuple[Scheme, ...] = ("none", "bf16", "fp16", "int8", "powersgd", "topk")
+REMEMBERING_SCHEMES: tuple[Scheme, ...] = ("int8", "powersgd", "topk")
 SHARDED_SCHEMES: tuple[Scheme, ...] = ("none", "bf16", "fp16", "int8")
 
 
@@ -58,6 +59,11 @@ class CompressionConfig:
 
     warmup_steps: int = 0
     """topk: steps in which the density falls from 25%."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what a step does not send is owed to the next."""
+        return self.scheme in REMEMBERING_SCHEMES
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
@@ -124,6 +130,14 @@ class Compression:
         """The bytes since training began."""
         return CompressionStats(wire_bytes=self.wire.wire_bytes, plain_bytes=self.wire.plain_bytes)
 
+    def begin_exchange(self, correction: float | None) -> None:
+        """Multiply the gradients that are exchanged next by ``correction``, which makes them those of the mean loss.
+
+        What is owed from other steps is of their mean losses, and is not multiplied. None: the step counts nothing, so
+        that nothing is sent, and what is owed stays.
+        """
+        self._memory.correction = correction
+
     def end_step(self) -> None:
         """Count an optimizer step that is done."""
         self._steps += 1
@@ -172,6 +186,11 @@ class Compression:
 
         def exchange(state, bucket):  # type: ignore[no-untyped-def] # DDP wants annotations as objects, or none
             with self._waiting():
+                correction = self._memory.correction
+                if correction is None:
+                    return finished(bucket.buffer().zero_())
+                if correction != 1.0:
+                    bucket.buffer().mul_(correction)
                 return hook(bucket)
 
         model.register_comm_hook(None, exchange)

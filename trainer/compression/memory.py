@@ -13,10 +13,13 @@ from ..errors import CompressionError
 class GradientMemory:
     """Tensors that outlive a step, made as zeros when first asked for.
 
-    They are kept by parameter, not by bucket, because DDP rebuilds its buckets after the first step.
+    They are kept by parameter, not by bucket, because DDP rebuilds its buckets after the first step. All are of
+    gradients of a step's mean loss: ``correction`` is what makes a step's own gradients such, before they are added.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.correction: float | None = 1.0
+        """None in a step that counts nothing: nothing is sent, and nothing changes here."""
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._tensors: dict[str, Tensor] = {}
 

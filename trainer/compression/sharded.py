@@ -69,6 +69,12 @@ class Int8ReduceScatter(_InOrdinaryMemory):
         ranks = group.size()
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise CompressionError(f"int8 cannot reduce gradients with {op}; leave the divide factor as it is")
+        correction = self._memory.correction
+        if correction is None:
+            output_tensor.zero_()
+            return
+        if correction != 1.0:
+            input_tensor *= correction
         owed = self._memory.named(self._key, input_tensor)
         parts = (input_tensor + owed).view(ranks, -1)
         sent = exchange_int8(parts, group, self._wire)

@@ -8,11 +8,33 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import UninitializedParameter
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
 
 _NOT_ON_SHARDS = (torch.optim.Adafactor, torch.optim.Rprop)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse what is not a model, or has nothing to train."""
+    if not isinstance(model, nn.Module):
+        raise TrainerConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module; give one")
+    lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
+    if lazy:
+        raise TrainerConfigError(
+            f"the parameters {', '.join(lazy)} have no shape yet; run model={type(model).__name__} once on a batch "
+            "before the optimizer is built"
+        )
+    if not any(True for _ in model.parameters()):
+        raise TrainerConfigError(
+            f"model={type(model).__name__} has no parameters; give one that has (are its layers attributes of the "
+            "module, or in a ModuleList rather than a list?)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainerConfigError(
+            f"model={type(model).__name__} has no parameter with requires_grad=True; unfreeze the part to train"
+        )
 
 
 def list_sparse(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
@@ -22,7 +21,14 @@ from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .entry import EngineEntry
-from .limits import check_exchangeable, check_optimizer, keep_ties, list_sparse, named_if_formats_differ
+from .limits import (
+    check_exchangeable,
+    check_optimizer,
+    check_trainable,
+    keep_ties,
+    list_sparse,
+    named_if_formats_differ,
+)
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
 from .precision import (
@@ -87,9 +93,9 @@ class ParallelModel:
     """A model spread over the ranks, and when its gradients are exchanged.
 
     ``module`` is what the loss calls; ``inner`` is the model as given. The mutable state is PyTorch's, and whether the
-    last microbatch exchanged gradients.
-    Without ``exchange`` each rank trains its own copy, with the same initial weights. ``scheme`` is the compression
-    of the gradients. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
+    last microbatch exchanged gradients. Without ``exchange`` each rank trains its own copy, with the same initial
+    weights. ``scheme`` is the compression of the gradients; with ``exchange_once`` they are exchanged once a step,
+    whatever the zero stage. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class ParallelModel:
         world: World,
         *,
         exchange: bool = True,
+        exchange_once: bool = False,
         scheme: str = "none",
         seed: int = 0,
         initialise: Initialiser | None = None,
@@ -111,6 +118,7 @@ class ParallelModel:
         self.world = world
         self.inner = model
         self.exchanges = exchange and world.world_size > 1
+        self._exchanges_once = exchange_once or config.zero == 1
         check_exchangeable(model, config.zero, scheme, world)
         self.materialiser = Materialiser(model, world, seed=seed, initialise=initialise)
         move_values(model, world.device)
@@ -177,15 +185,16 @@ class ParallelModel:
     def exchange_when(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context for forward and backward of one microbatch; with zero=0 and 1 gradients wait for the last one.
 
-        With zero=2 and 3 each microbatch's gradients are reduced at once: waiting would keep whole ones on each rank.
+        With zero=2 and 3 they wait with ``exchange_once`` alone: waiting keeps whole ones on each rank.
         """
         if isinstance(self.module, DistributedDataParallel):
             return nullcontext() if last else self.module.no_sync()
-        if isinstance(self.module, FSDPModule) and self.config.zero == 1 and last != self._exchanges_last:
+        if isinstance(self.module, FSDPModule) and self._exchanges_once and last != self._exchanges_last:
             self._exchanges_last = last  # each call walks all modules
             self.module.set_requires_gradient_sync(last)
-            self.module.set_reshard_after_backward(last)
-            self.module.set_is_last_backward(last)
+            if self.config.zero == 1:
+                self.module.set_reshard_after_backward(last)
+                self.module.set_is_last_backward(last)
         return nullcontext()
 
     def begin_step(self) -> None:
@@ -261,27 +270,6 @@ class ParallelModel:
         """Free gathered weights, which a forward without a backward leaves whole with zero=1 and 2."""
         for module in _sharded_modules(self.module):
             module.reshard()
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Refuse what is not a model, or has nothing to train."""
-    if not isinstance(model, nn.Module):
-        raise TrainerConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module; give one")
-    lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
-    if lazy:
-        raise TrainerConfigError(
-            f"the parameters {', '.join(lazy)} have no shape yet; run model={type(model).__name__} once on a batch "
-            "before the optimizer is built"
-        )
-    if not any(True for _ in model.parameters()):
-        raise TrainerConfigError(
-            f"model={type(model).__name__} has no parameters; give one that has (are its layers attributes of the "
-            "module, or in a ModuleList rather than a list?)"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainerConfigError(
-            f"model={type(model).__name__} has no parameter with requires_grad=True; unfreeze the part to train"
-        )
 
 
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:

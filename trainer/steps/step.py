@@ -81,19 +81,19 @@ class StepResult:
 
 
 class StepRunner:
-    """Runs steps of one model; its state is the last global count, the skipped steps so far, the loss scale, and the
-    flag of the step before where that is not read yet.
+    """Runs steps of one model; its state is the last global count, the steps skipped so far, the loss scale, a flag.
 
     The loss is a sum; the update uses the gradient of its mean over all ranks and microbatches. The global count is
     known only after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is
     the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
     Batches of equal counts, the common case, need no correction. Ranks that exchange no gradients each use their own
-    mean.
+    mean. Where gradients are added to what is owed, ``correct`` is told the ratio before the last backward, which waits
+    for it, or None where there is no count. ``is_saved`` is whether checkpoints are kept.
 
     On CUDA a step waits once, for the sums of its forwards, while its backward is under way; the device never runs dry.
     Whether gradients are finite is known after that: with ``on_nan="stop"`` it is told with the next step's sums, and
     ``settle`` asks for it. Skipping needs to know before the update, and so do fp16's scaler and gradients that this
-    rank lacks; they wait for the device. ``reads_late`` is for tests. ``is_saved`` is whether checkpoints are kept.
+    rank lacks; they wait for the device. ``reads_late`` is for tests.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class StepRunner:
         precision: PrecisionConfig,
         phase: Phase,
         clock: ComputeClock | None = None,
+        correct: Callable[[float | None], None] | None = None,
         reads_late: bool | None = None,
         is_saved: bool = False,
     ) -> None:
@@ -117,6 +118,7 @@ class StepRunner:
         self._precision = precision
         self._phase = phase
         self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
+        self._correct = correct
         self._scaler = LossScaler(precision, self._world)
         self._gradients = Gradients(parallel, optimizer)
         self._settings = Settings(optimizer, self._world)
@@ -177,7 +179,7 @@ class StepRunner:
             self._known.check()
             self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
-        sums, own, reading = StepTotals(self._world), None, None
+        sums, own, reading, totals = StepTotals(self._world), None, None, None
         losses: list[torch.Tensor] = []
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
@@ -198,14 +200,16 @@ class StepRunner:
                         settings=self._settings.mark(),
                         late=None if self._unread is None else self._unread[1],
                     )
+                    if self._correct is not None:
+                        totals = self._read(reading)
+                        self._correct(self._expected_count / totals.count if totals.count > 0 else None)
                 with self._phase("backward"), self._parallel.watched_backward(), self._computing():
                     scale = self._world.world_size / self._expected_count
                     self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         self._parallel.check_gradients()
         assert reading is not None, "there was a microbatch"
         assert self._expected_count is not None, "there was a microbatch"
-        with self._phase("reduce"):
-            totals = Totals(*reading.wait())
+        totals = self._read(reading) if totals is None else totals
         unread, self._unread = self._unread, None
         if totals.late and unread is not None:
             self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
@@ -225,7 +229,8 @@ class StepRunner:
             with self._phase("optimizer"):
                 right = totals.count if own is None else own.wait()[0] * self._world.world_size
                 followed = [totals.loss] if own is None else losses
-                outcome, norm = self._update(step, self._expected_count / right if right else 1.0, followed)
+                is_right = self._correct is not None or not right
+                outcome, norm = self._update(step, 1.0 if is_right else self._expected_count / right, followed)
             self._expected_count = totals.count
         if outcome == "non-finite":
             self._expected_count = expected_before
@@ -260,6 +265,10 @@ class StepRunner:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         if bad.item():
             self._policy.refuse_late(step, self._parallel.inner.named_parameters())
+
+    def _read(self, reading: Reading) -> Totals:
+        with self._phase("reduce"):
+            return Totals(*reading.wait())
 
     def _refuse_epochs(self, step: int, epoch: int) -> NoReturn:
         """Name the ranks' epochs; a collective."""
