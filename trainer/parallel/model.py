@@ -34,6 +34,7 @@ from .meta import move_values
 from .precision import (
     PrecisionConfig,
     build_norm_policy,
+    build_root_policy,
     build_sharding_policy,
     check_master_weights,
     list_batch_norms,
@@ -308,7 +309,7 @@ def _shard(
         materialiser.materialise(block)  # whole for a moment, as in forward, and then in shards
         fully_shard(block, **arguments)
     materialiser.materialise(model)
-    fully_shard(model, **arguments)
+    fully_shard(model, **(arguments | {"mp_policy": build_root_policy(precision)}))
     # Batch norms are small: gathering each ahead of its time would only cost calls.
     norms = set(map(id, apart))
     sharded = [module for module in _sharded_modules(model) if id(module) not in norms]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -75,6 +75,12 @@ def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=_DTYPES[config.reduce_dtype])
 
 
+def build_root_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
+    """The policy of the whole model: that of a block, but what comes out, of which losses are made, is fp32."""
+    policy = build_sharding_policy(config)
+    return policy if config.dtype == "fp32" else replace(policy, output_dtype=torch.float32)
+
+
 def list_batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules with running statistics and weights, which torch wants in one format, below the model itself."""
     return [
@@ -93,7 +99,7 @@ def build_norm_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
 
 
 def compute_context(config: PrecisionConfig, device: torch.device, *, sharded: bool) -> AbstractContextManager[Any]:
-    """The context of forward: autocast for whole weights; nothing for sharded ones, whose policy casts them."""
+    """The context of a loss: autocast for whole weights; nothing for sharded ones, whose policies cast them."""
     if config.dtype == "fp32" or sharded:
         return nullcontext()
     return torch.autocast(device.type, dtype=config.compute_dtype)
