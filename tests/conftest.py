@@ -56,6 +56,7 @@ SLOW_FILES = {
 # and of the watchdog mostly wait for time-outs: apart, so that the other worker has the cores meanwhile.
 LONG_FILES = (
     "test_stall.py",
+    "test_long_phases.py",
     "test_nodes.py",
     "test_continuation.py",
     "test_restarts.py",

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from .checkpoint.traffic import TRAFFIC
 from .config import TrainerConfig
 from .data.feed import Feed
 from .data.shares import SpeedShares
@@ -32,7 +31,7 @@ from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
 from .report.tracing import Tracer
 from .run.evaluator import Evaluator
-from .run.guard import Guard, list_activities
+from .run.guard import Guard, list_activities, list_advances
 from .run.length import agree_on_length, count_steps, is_done, leaves_steps
 from .run.rewinder import Rewinder
 from .run.saver import Saver
@@ -86,8 +85,8 @@ class DistributedTrainer:
             self.stopwatch,
             stall_timeout_s=config.stall_timeout_s,
             report_folder=Path(config.output_dir) / "stalls",
-            activities={**list_activities(loader, evaluation), "forward": self._name_module},
-            progress_of=dict.fromkeys(("checkpoint", "resume", "read checkpoint", "warm start"), lambda: TRAFFIC.bytes),
+            activities=list_activities(loader, evaluation, self._name_module),
+            progress_of=list_advances(config.compile.timeout_s),
             traces=config.profile.signal_steps > 0,
         )
         with self._guard.watching():

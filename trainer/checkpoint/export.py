@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..options import check_choice
 from .folder import read_manifest
 from .remote.download import opened_checkpoint
+from .safetensors_file import can_write, write_safetensors
 from .state import EMA, MODEL, allocate, find_needs_of, list_averages, read_weights
 from .traffic import open_reader
 
@@ -51,7 +52,11 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
     partial = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest.step), "weights": weights})
+        stated = {"format": "pt", "step": str(manifest.step), "weights": weights}
+        if can_write(tensors):
+            write_safetensors(tensors, partial, stated)
+        else:
+            save_file(tensors, partial, metadata=stated)
         partial.replace(path)
     except (OSError, SafetensorError) as exc:  # safetensors has its own for a full disk
         with suppress(OSError):

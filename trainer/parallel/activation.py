@@ -51,7 +51,11 @@ class CompileConfig:
     cuda_graphs: bool = False
     """Replay the compiled blocks as CUDA graphs."""
 
+    timeout_s: float = 1800.0
+    """Longest that one compilation may take; the time-out of stalls begins after it."""
+
     def __post_init__(self) -> None:
+        check_range("compile.timeout_s", self.timeout_s, low=0.0)
         if self.cuda_graphs and not self.enabled:
             raise TrainerConfigError(
                 "compile.cuda_graphs=True records what torch.compile makes, and compile.enabled=False; "

@@ -10,13 +10,17 @@ from typing import Self
 
 import torch.distributed as dist
 
+from ..checkpoint.traffic import TRAFFIC
 from ..errors import TrainerError
 from ..ranks.world import World
 from ..report.progress import Progress
 from ..stopwatch import Stopwatch
+from ..watch.compiling import COMPILING, PHASES
 from ..watch.epoch_end import find_stepping
 from ..watch.stop_flag import StopFlag, TraceFlag
 from ..watch.watchdog import Activity, Advance, Watchdog
+
+_OF_BYTES = ("checkpoint", "resume", "read checkpoint", "warm start", "export")
 
 
 class Guard:
@@ -118,6 +122,7 @@ class Guard:
             dist.all_gather_object([None] * self._world.world_size, None)
 
     def _start_watchdog(self, stall_timeout_s: float) -> Watchdog:
+        COMPILING.listen()
         watchdog = Watchdog(self._world, stall_timeout_s, report_folder=self._report_folder)
         progress, activities, progress_of = self._progress, self._activities, self._progress_of
         self._stopwatch.entered = lambda name: watchdog.phase(
@@ -130,8 +135,25 @@ class Guard:
         return watchdog
 
 
-def list_activities(loader: object, evaluation: object | None) -> dict[str, Activity]:
-    """The ``activity`` of the loader and of the evaluation's batches, if they have one, by phase."""
+def list_activities(loader: object, evaluation: object | None, module: Activity) -> dict[str, Activity]:
+    """By phase, the ``activity`` of the loader and of the evaluation's batches, if they have one, and what is compiled.
+
+    ``module`` names the module that forward is in.
+    """
     sources = {"fetch": loader, "evaluation fetch": getattr(evaluation, "batches", None)}
     found = {phase: getattr(source, "activity", None) for phase, source in sources.items()}
-    return {phase: activity for phase, activity in found.items() if callable(activity)}
+    told: dict[str, Activity] = {phase: activity for phase, activity in found.items() if callable(activity)}
+    told |= dict.fromkeys(PHASES, COMPILING.activity)
+    return told | {"forward": lambda: {**module(), **COMPILING.activity()}}
+
+
+def list_advances(compiles_s: float) -> dict[str, Advance]:
+    """How far phases have come that may be long: bytes of checkpoints and exports, compilations of so long at most."""
+
+    def count_bytes() -> int:
+        return TRAFFIC.bytes
+
+    def count_compilations() -> int:
+        return COMPILING.advance(compiles_s)
+
+    return dict.fromkeys(_OF_BYTES, count_bytes) | dict.fromkeys(PHASES, count_compilations)

@@ -281,7 +281,8 @@ class Saver:
         if self._config.export is not None and self._parallel.world.is_first:
             path = Path(self._config.output_dir) / self._config.export
             newest = self.checkpointer.name_of(step)
-            export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
+            with self._stopwatch.phase("export"):
+                export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
         if stopped:
             self._recorder.note(f"asked to stop: saved after step {step}")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 ALONE = frozenset(
     {"fetch", "evaluation fetch", "decode", "transform", "log", "compile", "profile"}
-    | {"loader length", "loader state", "read checkpoint"}
+    | {"loader length", "loader state", "read checkpoint", "export"}
 )
 """Phases without a collective: a rank that stays in one is itself the cause. In any other it may be a victim."""
 

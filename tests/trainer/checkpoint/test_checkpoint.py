@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from penstock.trainer import (
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.folder import list_steps
 from penstock.trainer.checkpoint.retention import choose_kept
+from penstock.trainer.checkpoint.safetensors_file import can_write, write_safetensors
+from penstock.trainer.checkpoint.traffic import CountedFile
 
 
 def _continue_elsewhere(world: World, folder: str, zero: int) -> Any:
@@ -225,12 +229,47 @@ def test_an_export_that_the_disk_does_not_take_leaves_nothing_and_is_told(
     net, optimizer = build()
     with Checkpointer(CheckpointConfig(folder=tmp_path / "run"), alone) as checkpoints:
         checkpoints.save(1, net, optimizer, {}, blocking=True)
+        net.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+        checkpoints.save(2, net, optimizer, {}, blocking=True)
 
     def save_half(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
         raise safetensors.SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", save_half)
-    with pytest.raises(CheckpointError, match=r"net\.safetensors cannot be written: I/O.*; make room.*run/step-1"):
-        export_safetensors(tmp_path / "run" / "step-1", tmp_path / "net.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    def write_half(file: CountedFile, piece: memoryview) -> int:
+        if file.tell():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, piece[: len(piece) // 2])
+
+    write = CountedFile._write_piece
+    monkeypatch.setattr(CountedFile, "_write_piece", write_half)
+    monkeypatch.setattr("safetensors.torch.save_file", save_half)  # writes formats that are rare
+    for step, told in ((1, "No space left"), (2, "I/O")):
+        with pytest.raises(
+            CheckpointError, match=rf"net\.safetensors cannot be written: .*{told}.*; make room.*-{step}"
+        ):
+            export_safetensors(tmp_path / "run" / f"step-{step}", tmp_path / "net.safetensors")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_export_is_what_the_package_writes(tmp_path: Path) -> None:
+    safetensors_torch = pytest.importorskip("safetensors.torch", reason="install penstock[safetensors]")
+    formats = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+    formats = (*formats, torch.int8, torch.uint8, torch.bool)
+    tensors = {f"{form}".removeprefix("torch."): torch.randn(3, 5).mul(9).abs().to(form) for form in formats}
+    tensors |= {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 4),
+        "über": torch.ones(1),
+        "turned": torch.randn(3, 2).T,
+    }
+    assert can_write(tensors)
+    assert not can_write({"complex": torch.ones(1, dtype=torch.complex64)})
+    write_safetensors(tensors, tmp_path / "own", {"format": "pt"})
+    safetensors_torch.save_file(
+        {name: one.contiguous() for name, one in tensors.items()}, tmp_path / "package", metadata={"format": "pt"}
+    )
+    found = safetensors_torch.load_file(tmp_path / "own")
+    assert_same(found, safetensors_torch.load_file(tmp_path / "package"))
+    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in tensors.items()}
+    assert (tmp_path / "own").stat().st_size == (tmp_path / "package").stat().st_size
