@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..columns import Block, BytesColumn, Column
+from ..columns import KEY_COLUMN, Block, BytesColumn, Column
 from ..errors import ConfigError, FormatError
 
 # The bool column beside ``x`` that marks its nulls is named ``x__null``.
@@ -28,6 +28,22 @@ def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[st
     if missing:
         raise ConfigError(f"columns={list(wanted)}: the data set has no {missing}; it has {list(known)}")
     return list(dict.fromkeys(wanted))
+
+
+def null_marks(columns: Iterable[str], known: Collection[str]) -> list[str]:
+    """The names that the marks of the nulls of ``columns`` have, where there are any. ``known``: all of the data set's.
+
+    One that has such a name itself is no mark: formats refuse it beside a column that needs it.
+    """
+    return [name + NULL_SUFFIX for name in columns if name + NULL_SUFFIX not in known]
+
+
+def names_read(columns: Collection[str], known: Collection[str]) -> frozenset[str]:
+    """What chunks hold that are read for some of the ``known`` columns: these, the marks of their nulls, and keys."""
+    if not columns:
+        return frozenset()  # nothing is read
+    keys = [] if KEY_COLUMN in known else [KEY_COLUMN]
+    return frozenset([*columns, *null_marks(columns, known), *keys])
 
 
 def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> dict[str, Any]:

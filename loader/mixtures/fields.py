@@ -15,6 +15,7 @@ from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS
+from ..streams.reshaping import fields_of_rows
 from .batch import Kind, group_kinds
 from .sources import OpenSource, OpenSources
 
@@ -116,11 +117,13 @@ def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMak
     joint = chunk + sources.first_chunks[number]
     own = kind.maker(maker)
     own = replace(own, options=replace(own.options, collate=None, with_ids=False, pad=False, finish=None))
+    read = fields_of_rows(source.manifest, source.columns)
+    beside = frozenset(() if read is None else read).difference(source.columns or ())  # which columns= cannot choose
     for row in _kept(source, block, numbers[:_MOST_LOOKED_AT])[:_MOST_TRIED].tolist():
         group = ChunkRows(joint, np.array([row]), np.zeros(1, np.int64))
         rows = gather([(group, block)], 1, sources.manifest.first_ids, kind.decoders)
-        if source.columns is not None:
-            rows = replace(rows, fields={name: of for name, of in rows.fields.items() if name in source.columns})
+        if read is not None:
+            rows = replace(rows, fields={name: of for name, of in rows.fields.items() if name in read})
         keys = np.zeros((1, 3), np.uint64)
         if kind.may_drop:
             samples, failed = own.work(rows, 0, keys).samples()
@@ -130,7 +133,8 @@ def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMak
         else:
             batch = own.start(rows, 0, 1, 1, keys).result()
         found = {}
-        for name, values in batch.items():
+        for name in (name for name in batch if name not in beside):
+            values = batch[name]
             column = block.columns.get(name)
             is_fixed = isinstance(values, torch.Tensor) and kind.transform is None and not hasattr(column, "starts")
             found[name] = _describe(values, is_fixed=is_fixed)
@@ -157,8 +161,9 @@ def _kept(source: OpenSource, block: Block, rows: IntArray) -> IntArray:
         return rows
     group = ChunkRows(0, rows, np.arange(len(rows)))
     looked = gather([(group, block)], len(rows), np.zeros(1, np.int64), sieve.decoders)
-    if sieve.columns is not None:
-        looked = replace(looked, fields={name: of for name, of in looked.fields.items() if name in sieve.columns})
+    asked = sieve.fields(source.manifest.fields)
+    if asked is not None:
+        looked = replace(looked, fields={name: of for name, of in looked.fields.items() if name in asked})
     try:
         kept: IntArray = rows[sieve.holds(looked)]
     except Exception:  # noqa: BLE001 - raised again, with the sample's name, where its batch would have been

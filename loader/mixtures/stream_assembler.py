@@ -23,6 +23,7 @@ from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
 from ..streams.ledger import EpochLedger
+from ..streams.reshaping import fields_of_rows
 from ..streams.waiting import wait_for_ranks
 from ..streams.work import FilterWork, WindowWork
 from .batch import Kind
@@ -92,7 +93,8 @@ class MixedStreamAssembler:
         source = self._sources[number]
         own = QuarantineOfSource(quarantine, self._sources.first_chunks[number])
         if source.reshaping is None:
-            return FilterWork(self._seen[number], quarantine=own, sieve=None, columns=source.columns, may_drop=False)
+            fields = fields_of_rows(source.manifest, source.columns)
+            return FilterWork(self._seen[number], quarantine=own, sieve=None, fields=fields, may_drop=False)
         make: Callable[[Equipment], WindowWork] = source.reshaping.make_work(source.manifest, own, source.columns)
         return make(self._seen[number])
 

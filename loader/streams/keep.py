@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from ..decoding.decode import FieldDecoders
 from ..decoding.rows import Rows
 from ..errors import ConfigError
+from ..formats.schema import null_marks
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -20,7 +21,8 @@ class Keep:
     """A predicate over whole columns: it gets many samples at once, as a dict of ``columns``, and says which stay.
 
     A column is an array (n, ...) where its values have one shape and type, else a list of n values (bytes, str, None
-    where missing). ``predicate`` returns n bools. Columns that the loader does not deliver are read for it alone.
+    where missing). Where nulls of a column ``x`` are marked in batches, ``x__null`` is in the dict beside it.
+    ``predicate`` returns n bools. Columns that the loader does not deliver are read for it alone.
     """
 
     columns: Sequence[str]
@@ -49,10 +51,14 @@ class Sieve:
         self.columns = keep.columns if isinstance(keep, Keep) else None
         self.decoders = FieldDecoders(None)  # values come as they are stored
 
+    def fields(self, known: Collection[str]) -> list[str] | None:
+        """What it sees of samples that have the ``known`` fields: its columns with the marks of their nulls, or all."""
+        return None if self.columns is None else [*self.columns, *null_marks(self.columns, known)]
+
     def holds(self, rows: Rows) -> BoolArray:
-        """(n,): which of the rows stay. Raises what the predicate raises."""
+        """(n,): which of the rows, of its ``fields`` alone, stay. Raises what the predicate raises."""
         if isinstance(self._keep, Keep):
-            fields = {name: rows.fields[name] for name in self._keep.columns if name in rows.fields}
+            fields: dict[str, Any] = dict(rows.fields)
             missing = [name for name in self._keep.columns if name not in fields]
             fields |= {name: [None] * len(rows.ids) for name in missing}  # in none of these samples
             return _check(self._keep.predicate(fields), len(rows.ids))

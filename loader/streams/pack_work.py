@@ -41,14 +41,14 @@ class PackWork:
         *,
         quarantine: ReplacesChunks,
         sieve: Sieve | None,
-        columns: Sequence[str] | None,
+        fields: Collection[str] | None,
         packer: Packer,
         unit: int,
     ) -> None:
         self._equipment = equipment
         is_read = equipment.maker.options.transform is None  # else the transform gets values as ever
         flat = packer.needed if is_read else ()
-        self.reader = RowReader(equipment, quarantine, sieve, columns, by_units=True, flat=flat)
+        self.reader = RowReader(equipment, quarantine, sieve, fields, by_units=True, flat=flat)
         self._packer = packer
         self.unit = unit
         self.output_bytes = packer.sequence_bytes

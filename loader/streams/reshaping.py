@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from ..arguments.common import check_names
 from ..arguments.costs import CostArguments
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
+from ..formats.schema import NULL_SUFFIX, names_read, null_marks
 from ..order.state import PACKING
 from ..packing.config import Packing
 from ..packing.packer import Packer
@@ -114,16 +115,26 @@ class Reshaping:
         try:
             check_names(manifest, asked or None, None)
         except ConfigError as exc:
-            raise ConfigError(f"keep=Keep(...): {exc}") from exc
+            marks = [name for name in null_marks(manifest.fields, manifest.fields) if name in asked]
+            of = [mark.removesuffix(NULL_SUFFIX) for mark in marks]
+            hint = f"; {marks[0]!r} comes with {of[0]!r}, if that has nulls" if marks else ""
+            raise ConfigError(f"keep=Keep(...): {exc}{hint}") from exc
         return None if columns is None else [*columns, *(name for name in asked if name not in columns)]
 
     def make_work(
         self, manifest: Manifest, quarantine: ReplacesChunks, columns: Sequence[str] | None
     ) -> Callable[[Equipment], WindowWork]:
         """What makes the work on rows whose decoded columns are ``columns``."""
-        read: dict[str, Any] = {"quarantine": quarantine, "sieve": self.sieve, "columns": columns}
         packing = self.packing_for(manifest)
+        is_packed_as_read = packing is not None and not self.has_transform
+        fields = columns if is_packed_as_read else fields_of_rows(manifest, columns)
+        read: dict[str, Any] = {"quarantine": quarantine, "sieve": self.sieve, "fields": fields}
         if packing is None:
             return partial(FilterWork, may_drop=self.may_drop, skips=self.skips, **read)
         packer, unit = packing
         return partial(PackWork, packer=packer, unit=unit, **read)
+
+
+def fields_of_rows(manifest: Manifest, columns: Sequence[str] | None) -> Collection[str] | None:
+    """What rows consist of whose decoded columns are ``columns``, as where nothing is dropped; None for all fields."""
+    return None if columns is None else names_read(columns, manifest.fields)

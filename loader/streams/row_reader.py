@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,14 +20,14 @@ from .keep import BoolArray, Sieve
 
 
 class RowReader:
-    """Gathers rows of chunks, the ``columns`` of batches, as soon as the chunks are there. The assembler thread's."""
+    """Gathers rows of chunks, the ``fields`` of batches, as soon as the chunks are there. The assembler thread's."""
 
     def __init__(
         self,
         equipment: Equipment,
         quarantine: ReplacesChunks,
         sieve: Sieve | None,
-        columns: Sequence[str] | None,
+        fields: Collection[str] | None,
         *,
         by_units: bool = False,
         flat: Sequence[str] = (),
@@ -41,7 +41,8 @@ class RowReader:
         self._equipment = equipment
         self._quarantine = quarantine
         self._sieve = sieve
-        self._columns = columns
+        self._asked = None if sieve is None else sieve.fields(equipment.source.manifest.fields)
+        self._fields = fields
         self._by_units = by_units
         self._flat = flat
 
@@ -52,7 +53,7 @@ class RowReader:
             chunks[group.targets], rows[group.targets] = group.chunk, group.rows
         if self._sieve is None:
             return Sifted(None, np.arange(count, dtype=np.int64), chunks, rows)
-        looked = self._gather(groups, count, self._sieve.decoders, self._sieve.columns, None, (), epoch)
+        looked = self._gather(groups, count, self._sieve.decoders, self._asked, None, (), epoch)
         kept = np.flatnonzero(self._ask(self._sieve, looked) & self.are_read(looked))
         return Sifted(self.inputs(looked), kept, chunks[kept], rows[kept])
 
@@ -83,14 +84,14 @@ class RowReader:
         """
         leases = self._equipment.leases
         lend = None if leases is None else leases.lend
-        return self._gather(groups, count, self._equipment.maker.decoders, self._columns, lend, self._flat, epoch)
+        return self._gather(groups, count, self._equipment.maker.decoders, self._fields, lend, self._flat, epoch)
 
     def _gather(
         self,
         groups: Sequence[ChunkRows],
         count: int,
         decoders: FieldDecoders,
-        columns: Sequence[str] | None,
+        names: Collection[str] | None,
         lend: Lend | None,
         flat: Sequence[str],
         epoch: int | None,
@@ -103,12 +104,12 @@ class RowReader:
                     group, block = by_chunk[chunk], loaded
                 else:
                     group, block = self._quarantine.replace(by_chunk[chunk], loaded, epoch)
-                yield group, _narrow(block, columns)
+                yield group, _narrow(block, names)
 
         rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend, flat)
-        if columns is None:
+        if names is None:
             return rows
-        return replace(rows, fields={name: values for name, values in rows.fields.items() if name in columns})
+        return replace(rows, fields={name: values for name, values in rows.fields.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,12 @@ class Sifted:
     rows: IntArray
 
 
-def _narrow(block: Block, columns: Sequence[str] | None) -> Block:
+def _narrow(block: Block, names: Collection[str] | None) -> Block:
     """The block without columns that are not asked for."""
-    if columns is None:
+    if names is None:
         return block
-    wanted = {name: column for name, column in block.columns.items() if name in columns}
-    records = tuple(packed for packed in block.records if any(name in columns for name in packed.names))
+    wanted = {name: column for name, column in block.columns.items() if name in names}
+    records = tuple(packed for packed in block.records if any(name in names for name in packed.names))
     return Block(block.samples, block.nbytes, wanted, records)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -149,12 +149,12 @@ class FilterWork:
         *,
         quarantine: ReplacesChunks,
         sieve: Sieve | None,
-        columns: Sequence[str] | None,
+        fields: Collection[str] | None,
         may_drop: bool,
         skips: bool = False,
     ) -> None:
         self._equipment = equipment
-        self.reader = RowReader(equipment, quarantine, sieve, columns, skips=skips)
+        self.reader = RowReader(equipment, quarantine, sieve, fields, skips=skips)
         self.gives_samples = may_drop
         self.output_bytes = mean_row_bytes(equipment.source.manifest)
 
