@@ -24,7 +24,6 @@ from .fields import check_fields
 from .quarantine import MixedQuarantine
 from .sources import OpenSources
 
-_NO_IDS: IntArray = np.empty(0, np.int64)
 _PLANNED_FOR_ONE, _MOST_PLANNED = 2, 256  # spans: planning one of many sources takes longer than of one
 
 
@@ -60,8 +59,7 @@ class MixtureAssembler:
             if self._equipment.stopping.is_set():
                 return
             if span is None:
-                end = Delivery(epoch, 0, 0, _NO_IDS, 0, None)
-                if not self._equipment.deliver(end):
+                if not self._equipment.deliver(Delivery.end_of(epoch, 0, 0)):
                     return
             elif not self._assemble(span):
                 return

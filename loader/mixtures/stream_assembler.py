@@ -35,7 +35,6 @@ from .sources import OpenSources
 from .stream_position import StreamPlace
 from .supply import SourceSupply
 
-_NO_IDS: IntArray = np.empty(0, np.int64)
 _STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
 _MOST_PARTS = 64  # epochs of sources that are dealt together
 _AHEAD_AT_ONCE = 8
@@ -124,7 +123,7 @@ class MixedStreamAssembler:
                 supply.pass_by(int(taken[steps, number]))
             self._look_ahead()
             if ends:
-                if not self._equipment.deliver(Delivery(epoch, consumed, consumed, _NO_IDS, 0, None)):
+                if not self._equipment.deliver(Delivery.end_of(epoch, consumed, consumed)):
                     return
                 epoch, consumed, starts = epoch + 1, 0, laps
             at_once = min(most, 2 * at_once)

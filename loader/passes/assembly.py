@@ -120,7 +120,7 @@ def _peek(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Pas
     )
     try:
         pipeline.start()
-        while (item := pipeline.get()).batch is None:
+        while (item := pipeline.get()).is_end:
             pass
         return item.batch
     finally:

@@ -170,7 +170,7 @@ class Pass(Iterator[BatchT]):
         while True:
             item = passes.pipeline().get()
             got_s = time.perf_counter()
-            is_end = item.batch is None
+            is_end = item.is_end
             if not position.follows(item):
                 passes.resources.stop_pipeline()  # an interrupt came between a move of the position and its end
             elif not is_end:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from ...storage.threads.interruptible import Condition
 from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
@@ -19,7 +21,7 @@ _MOST_ON_CALL = 64
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A batch, and what is consumed once it is handed out. ``batch`` None marks the end of an epoch.
+    """A batch, which may be of any type, and what is consumed once it is handed out; or, ``is_end``, an epoch's end.
 
     ``ids`` are the sample ids of the rows that count; ``start`` to ``stop`` are the positions of the global batch.
     ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
@@ -40,6 +42,12 @@ class Delivery:
     replaced: IntArray | None = None
     is_last: bool = False
     laps: Sequence[Lap] | None = None
+    is_end: bool = False
+
+    @classmethod
+    def end_of(cls, epoch: int, start: int, stop: int) -> Delivery:
+        """The end of an epoch, which has no batch."""
+        return cls(epoch, start, stop, np.empty(0, np.int64), 0, None, is_end=True)
 
 
 class DeliveryQueue:
@@ -144,7 +152,7 @@ class DeliveryQueue:
     def count(self) -> tuple[int, int]:
         """(batches that wait here, those of them that could be taken at once, in order); any thread may ask."""
         with self._changed:
-            batches = [item.batch for item in self._items if item.batch is not None]
+            batches = [item.batch for item in self._items if not item.is_end]
         is_pending = (isinstance(batch, UnfinishedBatch) and not batch.is_done for batch in batches)
         ready = next((place for place, pending in enumerate(is_pending) if pending), len(batches))
         return len(batches), ready

@@ -151,7 +151,7 @@ class Pipeline:
 
     def _get(self) -> Delivery:
         item = self._out.get()
-        if item.batch is None:
+        if item.is_end:
             return item
         if isinstance(item.batch, UnfinishedBatch):
             return self._finish(item, item.batch)
@@ -278,7 +278,7 @@ class Pipeline:
         try:
             while True:
                 item = self._host_out.get()
-                if item.batch is not None:
+                if not item.is_end:
                     item = self._finish(item, item.batch)
                     started = time.perf_counter()
                     item = replace(item, batch=self._feeder.stage(item.batch))

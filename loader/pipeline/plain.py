@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..columns import Block, IntArray
+from ..columns import Block
 from ..decoding.decode import WIDENED
 from ..decoding.gather import gather
 from ..decoding.late.bytes import LateBytes
@@ -28,7 +28,6 @@ from .delivery_queue import Delivery
 from .look_ahead import LookAhead
 from .tuning import mean_row_bytes
 
-_NO_IDS: IntArray = np.empty(0, np.int64)
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
@@ -120,8 +119,8 @@ class PlainAssembler:
     def _assemble_span(self, spans: EpochSpans, span: Span | None) -> bool:
         if span is None:
             self._release_copied(_Copying(spans, spans.plan.num_samples))
-            end = Delivery(spans.plan.epoch, spans.plan.num_samples, spans.plan.num_samples, _NO_IDS, 0, None)
-            return self._equipment.deliver(end)
+            count = spans.plan.num_samples
+            return self._equipment.deliver(Delivery.end_of(spans.plan.epoch, count, count))
         waited = self._counters.totals().chunk_wait_s
         started = time.perf_counter()
         rows: Rows | None = None

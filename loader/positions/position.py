@@ -105,7 +105,7 @@ class RunPosition(ABC):
 
     def follows(self, item: Delivery) -> bool:
         """Whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
-        return self.upcoming == ((item.epoch + 1, 0) if item.batch is None else (item.epoch, item.start))
+        return self.upcoming == ((item.epoch + 1, 0) if item.is_end else (item.epoch, item.start))
 
     def advance(self, epoch: int, consumed: int) -> None:
         """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
@@ -113,7 +113,7 @@ class RunPosition(ABC):
 
     def take(self, item: Delivery) -> None:
         """Note that a delivery was taken: a batch was handed out, or an epoch has ended."""
-        self.advance(*((item.epoch + 1, 0) if item.batch is None else (item.epoch, item.stop)))
+        self.advance(*((item.epoch + 1, 0) if item.is_end else (item.epoch, item.stop)))
 
     def save(self) -> tuple[Any, ...]:
         """Where it is, for ``restore``."""

@@ -34,7 +34,7 @@ class StreamPosition(UncountedPosition, Position):
         self._began: tuple[int, int, Cursors] | None = None
 
     def follows(self, item: Delivery) -> bool:
-        if item.batch is None and (item.epoch, item.start) == (self.epoch, self.consumed):
+        if item.is_end and (item.epoch, item.start) == (self.epoch, self.consumed):
             return True  # nothing is left here: of the rest, no global batch of this size can be made
         return super().follows(item)
 

@@ -22,8 +22,6 @@ from .feed import LaneOutputs
 from .ledger import EpochLedger
 from .work import WindowWork
 
-_NO_IDS: IntArray = np.empty(0, np.int64)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
@@ -161,7 +159,7 @@ class EpochRun:
         if not self._run_tail(tail, left, stop):
             return False
         self.supply.end()
-        end = Delivery(self._plan.epoch, stop, stop, _NO_IDS, 0, None)
+        end = Delivery.end_of(self._plan.epoch, stop, stop)
         if self._options.is_logged and not (left or main_steps):  # no batch was known to be the last
             dropped, unused = self.supply.rest(stop)
             end = replace(end, dropped=dropped, left=unused)
