@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self, overload
 
 import numpy as np
@@ -27,7 +28,8 @@ class SampleReader:
     """Reads one sample at a time: one chunk, of which one row is decoded and transformed. Any thread may call it.
 
     ``decoders`` are asked at each call for those that the running loader has settled on; what is settled here stays
-    here. The only state is the chunk that was read last, so that neighbours are not fetched again.
+    here. A bad sample is an error, whatever a pass does about it, as is one that is avoided. The only state is the
+    chunk that was read last, so that neighbours are not fetched again.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class SampleReader:
         self.manifest: Manifest = chunks.manifest
         self._chunks = chunks
         self._decoders = decoders
-        self._work = work
+        self._work = replace(work, goes_on=False)
         self._check_open = check_open
         self._last: tuple[int, Block] | None = None
 

@@ -281,3 +281,29 @@ def test_verify_checks_again_what_is_quarantined(
     assert run(["verify", str(mended), "--quarantine", str(tmp_path / "q"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [found["entry"]["id"] for found in told["entries"] if found["is_gone"]] == [99]
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("transform", [None, fail_on_sevens], ids=["decoded", "transformed"])
+def test_a_bad_sample_that_is_looked_at_raises_what_it_raises_where_the_first_one_stops(
+    images: str, tmp_path: Path, on_error: str, transform: Any
+) -> None:
+    def errors(**options: Any) -> dict[int, tuple[type[Exception], str, Any]]:
+        found: dict[int, tuple[type[Exception], str, Any]] = {}
+        with DistributedDataLoader(images, batch_size=4, transform=transform, **options) as loader:
+            for i in range(TOTAL):
+                try:
+                    assert int(loader.dataset[i]["cls"]) == i
+                except Exception as exc:  # noqa: BLE001 - compared below
+                    found[i] = type(exc), str(exc), getattr(exc, "__notes__", None)
+            assert len(loader.dataset.raw(3)["jpg"]) == 30
+        return found
+
+    stopped = errors()
+    assert set(stopped) == DAMAGED | ({i for i in range(TOTAL) if i % 7 == 0} if transform else set())
+    assert errors(on_error=on_error) == stopped
+    with make(images, transform=transform, quarantine=tmp_path / "bad") as loader:
+        list(loader)
+    avoiding = errors(on_error=on_error, avoid=tmp_path / "bad")
+    assert set(avoiding) == set(stopped)
+    assert all(kind is DecodeError and "avoid= names it" in text for kind, text, _ in avoiding.values())
