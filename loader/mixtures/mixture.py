@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from os import PathLike
@@ -115,6 +116,12 @@ class Mixture:
                     f"stratified={value.stratified}; only the outermost one says these"
                 )
         names = [leaf for leaf, _ in self.leaves()]
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"Mixture: two sources are called {twice!r} (those of a mixture inside have its name in front); "
+                "orders, states and metrics are told apart by name, so give one another name"
+            )
         if len(names) > _MOST_SOURCES:
             raise ConfigError(f"Mixture: {len(names)} sources, of at most {_MOST_SOURCES}")
         if not isinstance(self.schedule, Mapping):

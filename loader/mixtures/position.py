@@ -68,7 +68,7 @@ class MixturePosition(RunPosition):
             chunk_memory=sources.manifest.memory,
         )
         choices = {"window": window, "piece": piece, "world_size": share.world_size}
-        self._orders = [self._choose(source, **choices) for source in sources]
+        self._orders = [self._choose(number, **choices) for number in range(len(sources))]
         self._parted: tuple[SourceState, ...] = ()  # as in epoch ``_parted_in``
         self._parted_in = 0
         self.plan = MixturePlan(
@@ -82,8 +82,9 @@ class MixturePosition(RunPosition):
         self._epochs = {0: self._epoch(begin, begin)}
         super().__init__(share)
 
-    def _choose(self, source: OpenSource, **choices: Any) -> SourceOrder:
+    def _choose(self, number: int, **choices: Any) -> SourceOrder:
         """The order of a source that begins here: seeded by its name, so that other sources do not change it."""
+        source: OpenSource = self._sources[number]
         seed = stream_key(_FOR_SOURCES, self._order.seed, xxhash.xxh3_64_intdigest(source.name.encode()))
         counts = source.chunk_samples
         order = choose_order(
@@ -95,12 +96,15 @@ class MixturePosition(RunPosition):
             held_bytes=int(self._sources.manifest.memory.sum() - source.manifest.memory.sum()),
             **choices,
         )
-        return self._ordered(source, order)
+        return self._ordered(number, order)
 
-    def _ordered(self, source: OpenSource, order: Order) -> SourceOrder:
-        first = self._sources.first_chunks[self._sources.names.index(source.name)]
+    def _ordered(self, number: int, order: Order) -> SourceOrder:
+        source: OpenSource = self._sources[number]
         return SourceOrder(
-            chunk_samples=source.manifest.samples, order=order, first_chunk=first, selection=source.selection
+            chunk_samples=source.manifest.samples,
+            order=order,
+            first_chunk=self._sources.first_chunks[number],
+            selection=source.selection,
         )
 
     def _epoch(self, start: Cursor, here: Cursor) -> EpochPlace:
@@ -305,8 +309,8 @@ class MixturePosition(RunPosition):
     def _take_over(self, state: MixtureState, known: Sequence[SourceState | None]) -> None:
         self._order = replace(self._order, lanes=state.lanes)
         self._orders = [
-            self._ordered(source, replace(ordered.order, lanes=state.lanes) if old is None else state.order_of(old))
-            for source, ordered, old in zip(self._sources, self._orders, known, strict=True)
+            self._ordered(number, replace(ordered.order, lanes=state.lanes) if old is None else state.order_of(old))
+            for number, (ordered, old) in enumerate(zip(self._orders, known, strict=True))
         ]
         start = Cursor(*state.start, tuple(0 if old is None else old.start for old in known))
         here = Cursor(*state.here, tuple(0 if old is None else old.taken for old in known))

@@ -237,6 +237,10 @@ def test_unreadable_chunks_are_replaced_by_others_of_their_source_up_to_one_limi
         (lambda a, b: two(a, b, weight=float("nan")), r"the weight of 'Mixture\(weight=\)' is nan"),
         (lambda a, b: Mixture({"m": two(a, b)}), "'m' is a mixture inside another and has stop="),
         (lambda a, b: Mixture({"a": Source(a, weight=1.5)}, stratified=True), "stratified: 'a' has 1.5"),
+        (
+            lambda a, b: Mixture({"x": Mixture({"y": Source(a)}), "x/y": Source(b)}),
+            "two sources are called 'x/y' .* give one another name",
+        ),
         (lambda a, b: Mixture({"a": Source(a, subset=0.5)}), "give a Subset"),
     ],
 )
