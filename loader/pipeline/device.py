@@ -15,19 +15,21 @@ Why this is safe (see "CUDA semantics" in PyTorch's notes):
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ..decoding.byte_views import ByteViews, GatheredBytes
+from ..decoding.byte_views import ByteViews
 from ..errors import ConfigError, LoaderClosedError
 
 # Tensors start at multiples of this in a slot: what cudaMalloc aligns to, and a multiple of any cache line.
 ALIGN_BYTES = 256
 _LEAST_SLOT_BYTES = 1 << 20
+_NEVER_MOVED = {str, bytes, int, float, bool, type(None)}
 
 
 class CopyEvent(Protocol):
@@ -91,13 +93,13 @@ class CudaBackend:
 class StagedBatch:
     """A batch on its way to the device."""
 
-    def __init__(self, batch: dict[str, Any], tensors: list[torch.Tensor], event: CopyEvent, backend: CopyBackend):
+    def __init__(self, batch: Any, tensors: list[torch.Tensor], event: CopyEvent, backend: CopyBackend):
         self._batch = batch
         self._tensors = tensors
         self._event = event
         self._backend = backend
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> Any:
         """The batch, for use on the calling thread's current stream; called on the consumer's thread, does not block.
 
         To use the tensors on yet another stream, synchronise the two streams, as with any tensor.
@@ -140,20 +142,21 @@ class DeviceFeeder:
         buffers = [slot.buffer for slot in self._ring]
         return sum(buffer.numel() for buffer in buffers if buffer is not None)
 
-    def stage(self, batch: Mapping[str, Any]) -> StagedBatch:
+    def stage(self, batch: Any) -> StagedBatch:
         """Start a batch's copies to the device; waits, without the GIL, until the ring's oldest slot is free.
 
-        Strided CPU tensors are moved, also those inside lists, tuples and dicts; dtype and strides (channels_last) are
-        kept, and tensors with gaps or overlaps become contiguous. Everything else passes through unchanged; of tensors
-        that are on the device already it is recorded that the consumer's stream uses them. The batch may be modified
-        as soon as this returns. ``ByteViews`` arrive as ``GatheredBytes``.
+        The batch is a dict, or whatever ``collate`` makes. Strided CPU tensors are moved, it itself or those inside
+        lists, tuples, named tuples and dicts; dtype and strides (channels_last) are kept, and tensors with gaps or
+        overlaps become contiguous. Everything else passes through unchanged; of tensors that are on the device already
+        it is recorded that the consumer's stream uses them. The batch may be modified as soon as this returns.
+        ``ByteViews`` arrive as ``GatheredBytes``.
 
         Raises:
             LoaderClosedError: the feeder was closed.
         """
         found: list[torch.Tensor] = []
-        batch = {name: value.gather() if isinstance(value, ByteViews) else value for name, value in batch.items()}
-        _collect(batch, found)
+        there: list[torch.Tensor] = []
+        noted = _map_leaves(batch, partial(_note, found, there))
         with self._lock:
             if self._closed:
                 raise LoaderClosedError("the device feeder was closed; no more batches can be staged")
@@ -163,8 +166,7 @@ class DeviceFeeder:
             sources = self._fill(slot, found)
             tensors, event = self._backend.start_copies(sources)
             slot.event = event
-        moved = _replace(batch, iter(tensors))
-        there = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.device.type == "cuda"]
+        moved = _map_leaves(noted, lambda leaf: tensors[leaf.number] if isinstance(leaf, _Moved) else leaf)
         return StagedBatch(moved, [*tensors, *there], event, self._backend)
 
     def _fill(self, slot: _Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -234,30 +236,36 @@ def _pack(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> torch.Tens
     return target.view(tensor.dtype).as_strided(tensor.size(), strides)
 
 
-def _is_moved(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Where in a batch a tensor belongs that is moved: which of those."""
+
+    number: int
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    """Append the tensors to be moved in ``value``, in the order in which ``_replace`` takes them."""
-    if _is_moved(value):
+def _note(found: list[torch.Tensor], there: list[torch.Tensor], value: Any) -> Any:
+    """Append a tensor that is to be moved to ``found``, and one that is on the device to ``there``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.device.type == "cpu" and value.layout == torch.strided:
         found.append(value.detach().resolve_conj().resolve_neg())
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-    elif type(value) in (list, tuple, GatheredBytes):
-        for item in value:
-            _collect(item, found)
-
-
-def _replace(value: Any, tensors: Any) -> Any:
-    """``value`` with its tensors replaced by the next ones of ``tensors``."""
-    if _is_moved(value):
-        return next(tensors)
-    if isinstance(value, Mapping):
-        return {key: _replace(item, tensors) for key, item in value.items()}
-    if type(value) is GatheredBytes:
-        return GatheredBytes(*(_replace(item, tensors) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, tensors) for item in value)
+        return _Moved(len(found) - 1)
+    if value.device.type == "cuda":
+        there.append(value)
     return value
+
+
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with all that is neither dict, list nor tuple changed by a function."""
+    kind = type(value)
+    if kind in _NEVER_MOVED:  # first: a batch may have thousands
+        return value
+    if kind is ByteViews:
+        value = value.gather()
+    elif kind in (list, tuple):
+        return kind([_map_leaves(item, change) for item in value])
+    elif isinstance(value, Mapping):
+        return {key: _map_leaves(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple, such as GatheredBytes
+        return type(value)(*[_map_leaves(item, change) for item in value])
+    return change(value)

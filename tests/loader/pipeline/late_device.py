@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import torch
+
+from penstock.loader.pipeline.device import DeviceFeeder
 
 TENSORS = {
     "uint8": torch.arange(7, dtype=torch.uint8),
@@ -22,3 +27,56 @@ TENSORS = {
     "middle": torch.arange(100)[40:60],
     "with_grad": torch.ones(2, requires_grad=True),
 }
+
+
+class LateEvent:
+    """Passes when someone waits for it, or when ``let_pass`` is set: only then are the copies before it done."""
+
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]], gate: threading.Event | None = None) -> None:
+        self._copies = copies
+        self._gate = gate
+        self.waits = 0
+
+    def run(self) -> None:
+        for target, source in self._copies:
+            target.copy_(source)
+        self._copies = []
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        if self._gate is not None:
+            self._gate.wait(60)
+        self.run()
+
+
+class LateDevice:
+    """Reads the pinned memory as late as a device may: when the copy's event is waited for, and no sooner."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.allocated: list[int] = []
+        self.sources: list[Sequence[torch.Tensor]] = []
+        self.events: list[LateEvent] = []
+        self.handed: list[int] = []
+        self._gate = gate
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        self.allocated.append(nbytes)
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], LateEvent]:
+        self.sources.append(sources)
+        targets = [
+            torch.empty_strided(source.size(), source.stride(), dtype=source.dtype).fill_(99) for source in sources
+        ]
+        event = LateEvent(list(zip(targets, sources, strict=True)), self._gate)
+        self.events.append(event)
+        return targets, event
+
+    def hand_over(self, tensors: Sequence[torch.Tensor], event: LateEvent) -> None:
+        event.run()
+        self.handed.append(len(tensors))
+
+
+def feeder(slots: int = 3, gate: threading.Event | None = None) -> tuple[DeviceFeeder, LateDevice]:
+    device = LateDevice(gate)
+    return DeviceFeeder("cuda", slots=slots, backend=device), device

@@ -6,67 +6,18 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from late_device import TENSORS
+import torch.utils._pytree
+from late_device import TENSORS, LateDevice, feeder
+from tar_dataset import write_tars
 
+from penstock import DistributedDataLoader
 from penstock.loader import ByteViews, GatheredBytes
 from penstock.loader.errors import ConfigError, LoaderClosedError
 from penstock.loader.pipeline.device import ALIGN_BYTES, DeviceFeeder, pack_offsets, resolve_cuda
-
-
-class LateEvent:
-    """Passes when someone waits for it, or when ``let_pass`` is set: only then are the copies before it done."""
-
-    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]], gate: threading.Event | None = None) -> None:
-        self._copies = copies
-        self._gate = gate
-        self.waits = 0
-
-    def run(self) -> None:
-        for target, source in self._copies:
-            target.copy_(source)
-        self._copies = []
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        if self._gate is not None:
-            self._gate.wait(60)
-        self.run()
-
-
-class LateDevice:
-    """Reads the pinned memory as late as a device may: when the copy's event is waited for, and no sooner."""
-
-    def __init__(self, gate: threading.Event | None = None) -> None:
-        self.allocated: list[int] = []
-        self.sources: list[Sequence[torch.Tensor]] = []
-        self.events: list[LateEvent] = []
-        self.handed: list[int] = []
-        self._gate = gate
-
-    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        self.allocated.append(nbytes)
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
-
-    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], LateEvent]:
-        self.sources.append(sources)
-        targets = [
-            torch.empty_strided(source.size(), source.stride(), dtype=source.dtype).fill_(99) for source in sources
-        ]
-        event = LateEvent(list(zip(targets, sources, strict=True)), self._gate)
-        self.events.append(event)
-        return targets, event
-
-    def hand_over(self, tensors: Sequence[torch.Tensor], event: LateEvent) -> None:
-        event.run()
-        self.handed.append(len(tensors))
-
-
-def feeder(slots: int = 3, gate: threading.Event | None = None) -> tuple[DeviceFeeder, LateDevice]:
-    device = LateDevice(gate)
-    return DeviceFeeder("cuda", slots=slots, backend=device), device
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -135,6 +86,56 @@ def test_views_of_bytes_arrive_gathered():
     staged = feeder()[0].stage({"blob": views, "n": torch.arange(4)}).take()
     assert type(staged["blob"]) is GatheredBytes
     assert all(torch.equal(a, b) for a, b in zip(staged["blob"], views.gather(), strict=True))
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: Any
+
+
+class Own:
+    """A batch of a class of the user's, which nothing is known of."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.arange(3), "a"),
+        [torch.arange(3), [torch.ones(2)], None],
+        Pair(torch.arange(3), {"x": Pair(torch.ones(2), 1)}),
+        torch.arange(3),
+    ],
+    ids=["tuple", "list", "named tuple", "tensor"],
+)
+def test_what_a_collate_makes_is_moved_whatever_it_is_made_of(batch):
+    ring, device = feeder()
+    arrived = ring.stage(batch).take()
+    assert type(arrived) is type(batch)
+    assert arrived is not batch
+    leaves, expected = (torch.utils._pytree.tree_leaves(each) for each in (arrived, batch))
+    assert len(leaves) == len(expected)
+    for leaf, value in zip(leaves, expected, strict=True):
+        assert (torch.equal(leaf, value) and leaf is not value) if isinstance(value, torch.Tensor) else leaf == value
+    assert device.handed == [sum(isinstance(value, torch.Tensor) for value in expected)]
+
+
+@pytest.mark.parametrize("batch", [Own(torch.ones(2)), None, "text"], ids=["object", "none", "text"])
+def test_a_batch_that_is_neither_dict_list_nor_tuple_passes_through(batch):
+    assert feeder()[0].stage(batch).take() is batch
+
+
+def test_views_of_bytes_arrive_gathered_wherever_they_are():
+    views = ByteViews([b"one", None])
+    for batch in (views, [views], (1, {"blob": [views]}), {"own": {"blob": views}}):
+        leaves = torch.utils._pytree.tree_leaves(
+            feeder()[0].stage(batch).take(), is_leaf=lambda value: isinstance(value, GatheredBytes)
+        )
+        (found,) = [leaf for leaf in leaves if not isinstance(leaf, int)]
+        assert type(found) is GatheredBytes
+        assert all(torch.equal(a, b) for a, b in zip(found, views.gather(), strict=True))
 
 
 def test_a_batch_may_be_changed_as_soon_as_it_is_staged():
@@ -274,3 +275,24 @@ def test_tensors_that_are_on_the_device_already_are_handed_over_and_not_copied()
     assert batch["cls"].tolist() == [0, 1]
     assert [len(sources) for sources in device.sources] == [1]
     assert device.handed == [2]
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": lambda sample: True}], ids=["plain", "filtered"])
+def test_a_loader_with_a_collate_of_its_own_feeds_and_peeks(tmp_path, monkeypatch, options):
+    monkeypatch.setattr("penstock.loader.data_loader.resolve_cuda", torch.device)
+    monkeypatch.setattr("penstock.loader.pipeline.device.resolve_cuda", torch.device)
+    monkeypatch.setattr("penstock.loader.pipeline.device.CudaBackend", lambda device: LateDevice())
+    write_tars(tmp_path, [20])
+
+    def collate(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, list[str]]:
+        return torch.tensor([int(sample["txt"]) for sample in samples]), [sample["txt"] for sample in samples]
+
+    with DistributedDataLoader(
+        str(tmp_path), batch_size=5, shuffle=False, device="cuda:0", collate=collate, **options
+    ) as loader:
+        batches = [loader.peek(), *loader]
+    assert [numbers.tolist() for numbers, _ in batches] == [
+        [0, 1, 2, 3, 4],
+        *(list(range(n, n + 5)) for n in range(0, 20, 5)),
+    ]
+    assert all(texts == [str(number) for number in numbers.tolist()] for numbers, texts in batches)
