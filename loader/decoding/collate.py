@@ -11,6 +11,7 @@ import torch
 from ..columns import AnyArray
 
 _LISTED = {bytes, str}  # values that no tensor holds
+_NUMBERS = {bool, int, float}
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
@@ -26,6 +27,7 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype; arrays (c, h, w) whose memory
       is in the order (h, w, c) stay in it
     - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
+    - arrays, tensors, numpy scalars and Python's numbers together: as if all were tensors, of these dtypes
     - arrays and tensors of different shapes or dtypes: a list of tensors
     - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits, or beyond floats among floats): the
       list unchanged
@@ -50,14 +52,46 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     if all(isinstance(value, np.ndarray | np.generic) for value in values):
         return _collate_arrays([np.asarray(value) for value in values], is_image)
     if all(isinstance(value, torch.Tensor) for value in values):
-        alike = len({(value.shape, value.dtype, value.device, value.layout) for value in values}) == 1
-        return torch.stack(list(values)) if alike else list(values)
-    return list(values)
+        return torch.stack(list(values)) if _are_alike(values) else list(values)
+    return _collate_mixed(values, kinds)
 
 
 def images_to_tensor(pixels: AnyArray) -> torch.Tensor:
     """(..., h, w, c) pixels as a (..., c, h, w) tensor on the same memory: a batch of four axes is channels_last."""
     return torch.from_numpy(pixels).movedim(-1, -3)
+
+
+def _collate_mixed(values: Sequence[Any], kinds: set[type]) -> Any:
+    """Values of several types: a tensor, if each by itself would be a part of it. Where each comes from decides what it
+    is, and what else a batch has, whether they come together."""
+    if all(kind in _NUMBERS or issubclass(kind, np.generic) for kind in kinds):
+        return _collate_numbers(values, kinds)
+    if not all(kind in _NUMBERS or issubclass(kind, np.ndarray | np.generic | torch.Tensor) for kind in kinds):
+        return list(values)
+    try:
+        tensors = [
+            value if isinstance(value, torch.Tensor) else _to_tensor(np.asarray(value), False) for value in values
+        ]
+    except TypeError:  # a dtype that torch lacks, as numpy's of ints beyond 64 bits
+        return list(values)
+    if _are_alike(tensors):
+        return torch.stack(tensors)
+    return tensors if kinds.isdisjoint(_NUMBERS) else list(values)
+
+
+def _collate_numbers(values: Sequence[Any], kinds: set[type]) -> Any:
+    """Numbers of Python's and numpy's: of one dtype, to which ints are added where it is that of Python's floats."""
+    dtypes: set[np.dtype[Any]] = {np.dtype(kind) for kind in (kinds - {int} if kinds & {float, np.float64} else kinds)}
+    if len(dtypes) > 1:
+        return list(values)
+    try:
+        return _to_tensor(np.array(values, dtypes.pop()), False)
+    except (TypeError, OverflowError):  # no dtype of torch's; ints beyond 64 bits, or beyond floats
+        return list(values)
+
+
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}) == 1
 
 
 def _collate_arrays(arrays: list[AnyArray], is_image: bool) -> Any:

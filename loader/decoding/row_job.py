@@ -26,7 +26,7 @@ from .collate import collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
 from .replace import tell_bad
 from .row_errors import explain_row_error
-from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample
+from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample, channels_first
 from .rows import Rows
 from .workers.pool import WorkerPool
 
@@ -163,8 +163,22 @@ class RowJob:
 
     def fields(self) -> dict[str, Any]:
         """The values of each field, one a row, as batches have them; after ``finish``."""
-        images = {name for name, decoder in self.task.encoded.items() if is_channels_first(decoder)}
+        images = self._images
         return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
+
+    def columns(self) -> dict[str, Any]:
+        """As ``fields``, for a batch that has other rows besides: values that are no array are as samples have them."""
+        images = self._images
+        return {
+            n: _in_layout(of_field, is_image=n in images)
+            if isinstance(of_field, list)
+            else _collate(of_field, is_image=n in images)
+            for n, of_field in self.results.values.items()
+        }
+
+    @property
+    def _images(self) -> set[str]:
+        return {name for name, decoder in self.task.encoded.items() if is_channels_first(decoder)}
 
     def all_samples(self) -> list[Any]:
         """All rows as samples, transformed or not; after ``finish``."""
@@ -184,6 +198,10 @@ class RowJob:
     def cancel(self) -> None:
         for future in self._futures:
             future.cancel()
+
+
+def _in_layout(values: list[Any], *, is_image: bool) -> list[Any]:
+    return list(map(channels_first, values)) if is_image else values
 
 
 def _collate(values: ResultValues, *, is_image: bool) -> Any:

@@ -66,8 +66,8 @@ class RowTask:
         """One row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
         sample = {name: of_field[row] for name, of_field in values.items()}
         for name, decoder in self.encoded.items():
-            if is_channels_first(decoder) and isinstance(image := sample[name], np.ndarray) and image.ndim >= 3:
-                sample[name] = np.moveaxis(image, -1, -3)
+            if is_channels_first(decoder):
+                sample[name] = channels_first(sample[name])
         return sample
 
     def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
@@ -79,6 +79,11 @@ class RowTask:
         }
         keys = None if self.keys is None else self.keys[start:stop]
         return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded, keys)
+
+
+def channels_first(image: Any) -> Any:
+    """An image (..., h, w, c) as samples have it, (..., c, h, w): a view. Anything else, such as None, stays."""
+    return np.moveaxis(image, -1, -3) if isinstance(image, np.ndarray) and image.ndim >= 3 else image
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from ..columns import AnyArray, IntArray
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_options import Batch
 from ..decoding.byte_views import ByteViews
+from ..decoding.collate import collate_values
 from ..decoding.decode import FieldDecoders
 from ..decoding.row_job import RowJob
 from ..decoding.row_work import Sample
 from ..decoding.rows import Rows
-from ..errors import ConfigError
 from .sources import OpenSource, OpenSources
 
 
@@ -133,7 +133,7 @@ class ReadySamples:
     def finish(self) -> None:
         pass
 
-    def fields(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, Any]:
         raise NotImplementedError("a batch that has samples is made of samples")
 
     def all_samples(self) -> list[Sample]:
@@ -178,9 +178,9 @@ class MixedBatch(UnfinishedBatch):
             return self._maker.join(samples, ids, self._num_rows, self._num_valid).result()
         fields: dict[str, list[tuple[IntArray, Any]]] = {}
         for where, part in self._parts:
-            for name, values in part.fields().items():
+            for name, values in part.columns().items():
                 fields.setdefault(name, []).append((where, values))
-        batch = {name: _merge(name, parts, count) for name, parts in fields.items()}
+        batch = {name: _merge(parts, count) for name, parts in fields.items()}
         return self._maker.complete(batch, ids, self._num_rows, self._num_valid)
 
     @property
@@ -192,22 +192,21 @@ class MixedBatch(UnfinishedBatch):
             part.cancel()
 
 
-def _merge(name: str, parts: Sequence[tuple[IntArray, Any]], count: int) -> Any:
-    """The values of a field, of all rows in order: a tensor where all are of one dtype and shape, else a list."""
+def _merge(parts: Sequence[tuple[IntArray, Any]], count: int) -> Any:
+    """The values of a field, of all rows in order: what a batch has that is made of their samples."""
     tensors = [values for _, values in parts if isinstance(values, torch.Tensor)]
-    if len(tensors) == len(parts) and sum(len(where) for where, _ in parts) == count:
-        if len({values.dtype for values in tensors}) > 1:
-            raise ConfigError(f"field {name!r} has several dtypes: {sorted({str(v.dtype) for v in tensors})}")
-        if len({values.shape[1:] for values in tensors}) == 1:
-            if len(tensors) == 1:
-                return tensors[0]
-            joined = torch.cat(tensors)
-            order = torch.from_numpy(np.argsort(np.concatenate([where for where, _ in parts]), kind="stable"))
-            picked = joined[order]
-            is_last = tensors[0].dim() == 4 and tensors[0].is_contiguous(memory_format=torch.channels_last)
-            return picked.contiguous(memory_format=torch.channels_last) if is_last else picked
+    are_all = len(tensors) == len(parts) and sum(len(where) for where, _ in parts) == count
+    if are_all and len({(values.dtype, values.shape[1:]) for values in tensors}) == 1:
+        if len(tensors) == 1:
+            return tensors[0]
+        joined = torch.cat(tensors)
+        order = torch.from_numpy(np.argsort(np.concatenate([where for where, _ in parts]), kind="stable"))
+        picked = joined[order]
+        is_last = tensors[0].dim() == 4 and tensors[0].is_contiguous(memory_format=torch.channels_last)
+        return picked.contiguous(memory_format=torch.channels_last) if is_last else picked
     merged: list[Any] = [None] * count
     for where, values in parts:
-        for row, value in zip(where.tolist(), values, strict=True):
+        of_rows = values.numpy() if isinstance(values, torch.Tensor) else values
+        for row, value in zip(where.tolist(), of_rows, strict=True):
             merged[row] = value
-    return ByteViews(merged) if all(isinstance(values, ByteViews) for _, values in parts) else merged
+    return ByteViews(merged) if all(isinstance(v, ByteViews) for _, v in parts) else collate_values(merged)

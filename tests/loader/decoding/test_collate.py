@@ -32,6 +32,57 @@ def test_ints_among_floats_are_floats():
 
 
 @pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([np.int64(1), 2], torch.int64),
+        ([1, torch.tensor(2)], torch.int64),
+        ([np.float64(1.5), 2.5], torch.float64),
+        ([np.float64(1.5), 2], torch.float64),
+        ([np.float64(1.5), 2, 3.5], torch.float64),
+        ([np.bool_(True), False], torch.bool),
+        ([np.ones(2, np.float32), torch.zeros(2)], torch.float32),
+        ([np.frombuffer(b"\x00\x01\x00\x02", ">i2"), torch.ones(2, dtype=torch.int16)], torch.int16),
+        ([np.float32(1), torch.tensor(2.0)], torch.float32),
+    ],
+)
+def test_values_that_are_one_tensor_by_type_are_one_together(values, dtype):
+    tensor = collate_values(values)
+    assert tensor.dtype == dtype
+    assert tensor.tolist() == [value if isinstance(value, int | float) else value.tolist() for value in values]
+    assert collate_values(values[::-1]).equal(tensor.flip(0))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [np.float32(1), 2.0],
+        [np.int32(1), 2],
+        [np.uint64(1), 2],
+        [np.int64(1), True],
+        [np.int64(1), 2.5],
+        [np.int64(1), 2**63],
+        [np.float64(1), 10**400],
+        [np.int64(1), None],
+        [np.int64(1), "a"],
+        [np.str_("a"), 1],
+        [np.ones(1), 1.0],
+        [np.array(["a"]), torch.ones(1)],
+    ],
+)
+def test_numbers_of_other_types_stay_the_list_that_they_are(values):
+    collated = collate_values(values)
+    assert type(collated) is list
+    assert all(one is other for one, other in zip(collated, values, strict=True))
+
+
+def test_arrays_beside_tensors_of_other_shapes_or_dtypes_become_a_list_of_tensors():
+    ragged = collate_values([np.zeros(2), torch.zeros(3)])
+    assert [tuple(tensor.shape) for tensor in ragged] == [(2,), (3,)]
+    mixed = collate_values([np.zeros(2, np.int16), torch.zeros(2)])
+    assert [tensor.dtype for tensor in mixed] == [torch.int16, torch.float32]
+
+
+@pytest.mark.parametrize(
     "values",
     [
         ["a", "b"],

@@ -1,0 +1,124 @@
+"""What a mixture's field is in a batch does not depend on which sources' rows happen to be in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from bad_images import write_images
+from streams_ranks import ThreadRanks
+from tar_dataset import write_tars
+
+from penstock import DistributedDataLoader, ImageDecoder, Mixture, Source
+
+ROWS = 40
+FIELDS = {"n": torch.int64, "half": torch.float64, "even": torch.bool, "pair": torch.int64, "small": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("table")
+    numbers = np.arange(ROWS)
+    columns = {
+        "n": numbers,
+        "half": numbers / 2,
+        "even": numbers % 2 == 0,
+        "pair": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2 * ROWS)), 2),
+        "small": (numbers / 2).astype(np.float32),
+    }
+    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=7)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tars")
+    write_tars(folder, [ROWS])
+    return str(folder)
+
+
+def to_python(sample: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "n": int(sample["n"]),
+        "half": float(sample["half"]),
+        "even": bool(sample["even"]),
+        "pair": torch.from_numpy(sample["pair"].copy()),
+        "small": torch.tensor(sample["small"]),
+    }
+
+
+def to_tensors(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.as_tensor(value) for name, value in sample.items()}
+
+
+@pytest.mark.parametrize("transform", [to_python, to_tensors])
+@pytest.mark.parametrize("options", [{}, {"keep": lambda sample: True}], ids=["whole", "filtered"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_field_is_the_same_tensor_whichever_sources_a_batch_has(
+    table: str, transform: Any, options: dict[str, Any], world_size: int
+) -> None:
+    mixture = Mixture(
+        {"plain": Source(table, **options), "changed": Source(table, transform=transform)}, stop="all_exhausted"
+    )
+
+    def read(loader: DistributedDataLoader[Any]) -> list[set[int]]:
+        sources = []
+        for batch in loader:
+            sources.append(set(batch["__source__"].tolist()))
+            ids = batch["__id__"]
+            assert {name: batch[name].dtype for name in FIELDS} == FIELDS
+            assert batch["n"].equal(ids)
+            assert batch["half"].equal(ids / 2)
+            assert batch["even"].equal(ids % 2 == 0)
+            assert batch["pair"].equal(torch.stack([2 * ids, 2 * ids + 1], dim=1))
+        return sources
+
+    found = ThreadRanks(world_size, mixture, global_batch_size=6, with_ids=True, threads=1).run(read)
+    for sources in found:
+        if isinstance(sources, Exception):
+            raise sources
+    assert {0, 1} in [of_batch for sources in found for of_batch in sources]
+
+
+def test_numbers_that_decoders_of_several_sources_make_are_joined_as_those_of_one(tars: str) -> None:
+    def halve(data: bytes) -> float:
+        number = int(data)
+        return number // 2 if number % 4 == 0 else number / 2
+
+    def halve_too(data: bytes) -> float:
+        return halve(data)
+
+    mixture = Mixture(
+        {name: Source(tars, columns=["txt"], decode={"txt": of}) for name, of in {"a": halve, "b": halve_too}.items()},
+        stop="all_exhausted",
+    )
+    with DistributedDataLoader(mixture, batch_size=4, with_ids=True) as loader:
+        for batch in loader:
+            kinds = {type(halve(b"%d" % i)) for i in batch["__id__"].tolist()}
+            assert batch["txt"].dtype == (torch.float64 if float in kinds else torch.int64)
+            assert batch["txt"].tolist() == [i / 2 for i in batch["__id__"].tolist()]
+
+
+def test_arrays_of_several_shapes_are_a_list_of_tensors_whatever_they_are_made_by(table: str) -> None:
+    def lengthen(sample: dict[str, Any]) -> dict[str, Any]:
+        return {**sample, "pair": torch.arange(int(sample["n"]) % 3 + 1)}
+
+    mixture = Mixture({"a": Source(table), "b": Source(table, transform=lengthen)}, stop="all_exhausted")
+    with DistributedDataLoader(mixture, batch_size=8) as loader:
+        for batch in loader:
+            assert all(isinstance(value, torch.Tensor) for value in batch["pair"])
+
+
+def test_images_of_sources_with_decoders_of_their_own_stay_in_channels_last_memory(tmp_path: Path) -> None:
+    write_images(tmp_path, set())
+    decoders = {"sized": ImageDecoder(size=8), "whole": ImageDecoder()}
+    mixture = Mixture({name: Source(tmp_path, decode={"jpg": decoder}) for name, decoder in decoders.items()})
+    with DistributedDataLoader(mixture, batch_size=8) as loader:
+        for batch in loader:
+            assert batch["jpg"].shape == (8, 3, 8, 8)
+            assert batch["jpg"].is_contiguous(memory_format=torch.channels_last)
