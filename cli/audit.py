@@ -101,14 +101,15 @@ def show_report(report: AuditReport) -> None:
 
 def _show_mixture(screen: Console, account: MixtureAccount) -> None:
     rows, styles = [], []
-    drops = any(source.dropped for source in account.sources)
+    counts = {name: sum(getattr(source, name) for source in account.sources) for name in ("dropped", "replaced")}
+    shown = [name for name, count in counts.items() if count]
     for source in account.sources:
         numbers = [source.samples, source.epochs, source.delivered, source.missing, source.duplicated, source.replayed]
-        numbers += [source.dropped] if drops else []
+        numbers += [getattr(source, name) for name in shown]
         rows.append([source.name, *(f"{number:,}" for number in numbers)])
         styles.append("red" if source.duplicated or source.missing > account.skipped else "")
     header = ["source", "samples", "epochs", "delivered", "missing", "duplicated", "replayed"]
-    header += ["dropped"] if drops else []
+    header += shown
     print_grid(screen, header, rows, styles=styles)
     screen.print()
     if account.lost:
@@ -116,7 +117,7 @@ def _show_mixture(screen: Console, account: MixtureAccount) -> None:
     if not account.is_exact:
         screen.print("samples are missing or were delivered more than once in an epoch of their source", style="red")
     else:
-        dropped = sum(source.dropped for source in account.sources)
-        told = [f"{count:,} {what}" for count, what in ((account.skipped, "skipped"), (dropped, "dropped")) if count]
+        counts = {"skipped": account.skipped, **counts}
+        told = [f"{count:,} {_RARE[name]}" for name, count in counts.items() if count]
         but = f", but for {' and '.join(told)}" if told else ""
         screen.print(f"every sample was delivered exactly once in each epoch of its source{but}", style="green")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,16 +132,23 @@ class MixtureAssembler:
         cut = rows.cut(int(span.row_starts[step]), int(span.row_starts[step + 1]))
         num_valid = int(span.num_valid[step])
         pending = start_batch(self._equipment.maker, self._kinds, cut, num_valid, num_valid)
+        planned, epochs = cut.planned_ids[:num_valid], cut.epochs[:num_valid]
+        logged = to_keys(planned, epochs)
+        replaced = None
+        if cut.are_replaced:
+            pairs = np.stack([logged, to_keys(cut.ids[:num_valid], epochs)], axis=1)
+            replaced = pairs[pairs[:, 0] != pairs[:, 1]]
         item = Delivery(
             epoch=span.epoch,
             start=int(span.bounds[step]),
             stop=int(span.bounds[step + 1]),
-            ids=cut.ids[:num_valid],
+            ids=planned,
             nbytes=sum(
                 rows.count_bytes(kind.decoders.settled) for kind, rows in zip(self._kinds, cut.rows, strict=True)
             ),
             batch=pending,
-            logged=to_keys(cut.ids[:num_valid], cut.epochs[:num_valid]),
+            logged=logged,
+            replaced=replaced,
         )
         return hand_over(self._equipment, item, started)
 
@@ -202,6 +210,6 @@ class RowGatherer:
         for group, block in loaded:
             kind = int(self._kind_of[self._sources.of_chunk(group.chunk)[0]])
             targets = np.searchsorted(where[kind], group.targets)
-            apart[kind].append((ChunkRows(group.chunk, group.rows, targets), block))
+            apart[kind].append((replace(group, targets=targets), block))
         for kind, of_kind in enumerate(apart):
             yield gather(of_kind, len(where[kind]), self._first_ids, self._kinds[kind].decoders, lend)

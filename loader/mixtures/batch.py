@@ -76,12 +76,25 @@ class KindRows:
     @property
     def ids(self) -> IntArray:
         """(rows,) int64: the joint sample ids of all rows."""
-        if len(self.rows) == 1:
-            return self.rows[0].ids
-        ids = np.empty(len(self.epochs), np.int64)
-        for where, rows in zip(self.where, self.rows, strict=True):
-            ids[where] = rows.ids
-        return ids
+        return self._in_order([rows.ids for rows in self.rows])
+
+    @property
+    def planned_ids(self) -> IntArray:
+        """(rows,) int64: the joint ids that the order asked for, where others take the place of some."""
+        return self._in_order([rows.planned_ids for rows in self.rows]) if self.are_replaced else self.ids
+
+    @property
+    def are_replaced(self) -> bool:
+        """Whether others may have taken the place of some."""
+        return any(rows.planned is not None for rows in self.rows)
+
+    def _in_order(self, of_kinds: Sequence[IntArray]) -> IntArray:
+        if len(of_kinds) == 1:
+            return of_kinds[0]
+        of_all = np.empty(len(self.epochs), np.int64)
+        for where, of_kind in zip(self.where, of_kinds, strict=True):
+            of_all[where] = of_kind
+        return of_all
 
     def cut(self, start: int, stop: int) -> KindRows:
         edges = [np.searchsorted(where, (start, stop)).tolist() for where in self.where]

@@ -13,16 +13,17 @@ from .sources import OpenSources
 
 
 class QuarantineOfSource:
-    """A quarantine of all sources, seen by one of them: chunks have the numbers of its own manifest."""
+    """A quarantine of all sources, seen by one of them: chunks and samples have the numbers of its own manifest."""
 
-    def __init__(self, of_all: MixedQuarantine, first_chunk: int) -> None:
+    def __init__(self, of_all: MixedQuarantine, first_chunk: int, first_id: int) -> None:
         self._of_all = of_all
-        self._first = first_chunk
+        self._first_chunk = first_chunk
+        self._first_id = first_id
 
     def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
         """As ``Quarantine.replace``."""
-        other, block = self._of_all.replace(replace(group, chunk=group.chunk + self._first), error)
-        return replace(other, chunk=other.chunk - self._first), block
+        other, block = self._of_all.replace(replace(group, chunk=group.chunk + self._first_chunk), error)
+        return _move(other, -self._first_chunk, -self._first_id), block
 
 
 class MixedQuarantine:
@@ -56,7 +57,6 @@ class MixedQuarantine:
             DatasetError: more chunks of all sources together are bad than the limit allows.
         """
         source, chunk = self._sources.of_chunk(group.chunk)
-        first = self._sources.first_chunks[source]
         is_known = any(record.chunk == chunk for record in self._own[source].records)
         if self._limit and not is_known and len(self.records) >= self._limit:
             raise DatasetError(
@@ -64,4 +64,10 @@ class MixedQuarantine:
                 f"{self._sources.names[source]!r}: {error}. `penstock verify` lists all that are bad"
             ) from error
         own, block = self._own[source].replace(ChunkRows(chunk, group.rows, group.targets), error)
-        return ChunkRows(own.chunk + first, own.rows, own.targets), block
+        return _move(own, self._sources.first_chunks[source], self._sources.first_ids[source]), block
+
+
+def _move(group: ChunkRows, chunks: int, ids: int) -> ChunkRows:
+    """The rows of a group that is told in the numbers of other chunks and samples."""
+    stands_for = None if group.stands_for is None else group.stands_for + ids
+    return replace(group, chunk=group.chunk + chunks, stands_for=stands_for)

@@ -90,7 +90,7 @@ class MixedStreamAssembler:
 
     def _make_work(self, number: int, quarantine: MixedQuarantine) -> WindowWork:
         source = self._sources[number]
-        own = QuarantineOfSource(quarantine, self._sources.first_chunks[number])
+        own = QuarantineOfSource(quarantine, self._sources.first_chunks[number], self._sources.first_ids[number])
         if source.reshaping is None:
             fields = fields_of_rows(source.manifest, source.columns)
             return FilterWork(self._seen[number], quarantine=own, sieve=None, fields=fields, may_drop=False)

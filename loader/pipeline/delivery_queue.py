@@ -26,8 +26,9 @@ class Delivery:
     ``ids`` are the sample ids of the rows that count; ``start`` to ``stop`` are the positions of the global batch.
     ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
     ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
-    ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``ids`` that are bad, and what was
-    delivered instead. ``laps``: where each source of a mixture is after it, where that is not arithmetic.
+    ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``logged``, or else ``ids``, that are
+    bad, and what was delivered instead. ``laps``: where each source of a mixture is after it, where that is not
+    arithmetic.
     """
 
     epoch: int

@@ -187,7 +187,8 @@ class Pipeline:
         self._finishing = item, time.perf_counter()
         try:
             batch = pending.result()
-            return replace(item, batch=batch, replaced=pending.replaced)
+            # What came in the place of a mixture's chunks is known before, in the terms of its log.
+            return replace(item, batch=batch, replaced=pending.replaced if item.logged is None else item.replaced)
         finally:
             self._finishing = None
 

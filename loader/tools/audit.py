@@ -181,6 +181,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
                 record,
                 ids=to_common(record.ids, of_log, sources),
                 dropped=to_common(record.dropped, of_log, sources),
+                replaced=to_common(record.replaced, of_log, sources),
             )
             for record in log.records
         ]
@@ -200,6 +201,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in counted)]),
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in replayed)]),
             np.concatenate([np.empty(0, np.int64), *(record.dropped for record in counted)]),
+            np.concatenate([np.empty(0, np.int64), *(record.replaced for record in counted)]),
             mixtures=set(map(frozenset, lists)),
             lost=sum(count_lost(standing, by_rows=True).values()),
             skipped=sum(_length_of_union(ranges) for ranges in skips.values()),
@@ -250,7 +252,7 @@ def _account(
         skipped=skipped,
         outside=members.total - num_samples,
         stray=stray,
-        replaced=sum(record.replaced for record in records),
+        replaced=sum(len(record.replaced) for record in records),
     )
 
 

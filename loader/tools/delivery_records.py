@@ -42,7 +42,7 @@ class Delivered:
     is_packed: bool = False  # positions are those of sequences, of which samples make any number
     dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
-    replaced: int = 0
+    replaced: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of the ids, those that are bad
     bad: int = 0
 
     @property
@@ -97,11 +97,11 @@ def read_log(path: Path) -> Log | None:
         elif magic == REPLACE_MAGIC:
             told = records[-1] if records else None
             is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)
-            if told is None or not is_of_batch or count % 2 or (not is_mixed and not np.isin(ids[::2], told.ids).all()):
+            if told is None or not is_of_batch or count % 2 or not np.isin(ids[::2], told.ids).all():
                 raise DatasetError(
                     f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was replaced is of another batch"
                 )
-            records[-1] = replace(told, replaced=count // 2)
+            records[-1] = replace(told, replaced=ids[::2])
         elif magic in (FILTER_MAGIC, BAD_MAGIC, END_MAGIC):
             told = records[-1] if records else None
             is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)

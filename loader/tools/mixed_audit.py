@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ class SourceAccount:
     ``delivered``: rows that count; ``epochs``: epochs of the source that these are of, of which the last may have only
     begun; ``missing``: samples that did not come in an epoch that a later one followed; ``duplicated``: rows beyond the
     first of a sample in one epoch; ``replayed``: rows that were handed out again after a resume or in a pass begun
-    again; ``dropped``: samples that were dropped instead, which count for their epoch as if they had come.
+    again; ``dropped``: samples that were dropped instead, which count for their epoch as if they had come;
+    ``replaced``: of those delivered, the samples that could not be read, in whose places others came. These count for
+    nothing else.
     """
 
     name: str
@@ -35,6 +37,7 @@ class SourceAccount:
     duplicated: int
     replayed: int
     dropped: int = 0
+    replaced: int = 0
 
     @property
     def flaws(self) -> int:
@@ -105,21 +108,22 @@ def account_mixture(
     counted: IntArray,
     replayed: IntArray,
     dropped: IntArray,
+    replaced: IntArray,
     *,
     mixtures: Collection[Collection[LoggedSource]] = (),
     lost: int,
     skipped: int,
 ) -> MixtureAccount:
-    """Count the keys that were handed out, those that were handed out again, and those that were dropped.
+    """Count the keys that were handed out, those handed out again, those dropped, and of the first, those replaced.
 
     ``mixtures``: the sources that the logs' mixtures had. Two of the same data of which none had both are one that got
     another name, if it went on where it was.
     """
-    parts = zip(*(_keys_of(sources, keys) for keys in (counted, dropped, replayed)), strict=True)
+    parts = zip(*(_keys_of(sources, keys) for keys in (counted, dropped, replayed, replaced)), strict=True)
     accounts: list[SourceAccount] = []
     places: defaultdict[Any, dict[int, tuple[list[LoggedSource], _Keys]]] = defaultdict(dict)
-    for source, (own, gone, again) in zip(sources, parts, strict=True):
-        keys = _Keys(own, gone, again)
+    for source, of_source in zip(sources, parts, strict=True):
+        keys = _Keys(*of_source)
         account = keys.account(source)
         of_data = places[source.data]
         for place, (names, before) in of_data.items():
@@ -145,15 +149,15 @@ def _keys_of(sources: Sequence[LoggedSource], keys: IntArray) -> list[IntArray]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """What was handed out of a source, dropped, and handed out again."""
+    """What was handed out of a source, dropped, handed out again, and replaced by others."""
 
     own: IntArray
     gone: IntArray
     again: IntArray
+    replaced: IntArray
 
     def join(self, other: _Keys) -> _Keys:
-        pairs = zip((self.own, self.gone, self.again), (other.own, other.gone, other.again), strict=True)
-        return _Keys(*map(np.concatenate, pairs))
+        return _Keys(*(np.concatenate([getattr(self, of.name), getattr(other, of.name)]) for of in fields(self)))
 
     def account(self, source: LoggedSource) -> SourceAccount:
         keys = np.concatenate([self.own, self.gone])
@@ -169,4 +173,5 @@ class _Keys:
             missing=(last - first) * source.per_epoch - int(np.count_nonzero(epochs < last)),
             duplicated=len(keys) - len(unique),
             replayed=len(self.again),
+            replaced=len(self.replaced),
         )

@@ -14,7 +14,14 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Manifest, Mixture, Packing, Source, Subset, TokensFormat, audit, pack
 from penstock.cli.audit import run
-from penstock.loader import BadChunkWarning, ConfigError, DatasetError, PartitionError, StateMismatchError
+from penstock.loader import (
+    BadChunkWarning,
+    ConfigError,
+    DatasetError,
+    PartitionError,
+    StateMismatchError,
+    open_manifest,
+)
 from penstock.storage import PenstockError, StorageError
 from penstock.storage.telling.counts import count_store
 
@@ -345,3 +352,30 @@ def test_shares_padding_and_collate_work_with_mixtures(a, b):
     rows = first_batch(two(a, b), collate=lambda samples: samples)
     assert {"n", "__source__", "__id__"} == set(rows[0])
     assert len(rows) == 10
+
+
+@pytest.mark.parametrize("options", [{}, {"transform": dict}], ids=["alike", "of their own"])
+def test_an_audit_counts_the_samples_of_a_replaced_chunk_as_replaced(tmp_path, a, capsys, options):
+    bad = write_rows(tmp_path / "bad", [20, 20], 500)
+    shard = tmp_path / "bad" / "001.parquet"
+    data = bytearray(shard.read_bytes())
+    start = int(bad.offsets[1])
+    data[start : start + 30] = b"\xff" * 30
+    shard.write_bytes(data)
+    bad = open_manifest(tmp_path / "bad")
+    mixed = Mixture({"a": Source(a), "bad": Source(bad, **options)}, stop="all_exhausted")
+    with pytest.warns(BadChunkWarning, match="its 20 samples are replaced"):
+        batches, _ = deliver(mixed, 2, global_batch_size=12, audit_dir=tmp_path / "logs", max_bad_chunks=1)
+    of_bad = [i for batch in batches for source, i in batch if source == 1]
+    assert max(of_bad) < 20  # what is handed out are the samples that came instead
+    report = audit(tmp_path / "logs")
+    assert report.is_exact
+    assert report.mixture is not None
+    whole, damaged = report.mixture.sources
+    assert (whole.replaced, whole.missing, whole.duplicated) == (0, 0, 0)
+    assert (damaged.missing, damaged.duplicated, damaged.delivered) == (0, 0, len(of_bad))
+    assert 20 * (damaged.epochs - 1) <= damaged.replaced <= 20 * damaged.epochs
+    assert run([str(tmp_path / "logs")]) == 0
+    shown = capsys.readouterr().out
+    assert "replaced" in shown
+    assert f"but for {damaged.replaced} bad, and replaced by others" in " ".join(shown.split())
