@@ -109,7 +109,8 @@ class MixtureAssembler:
         try:
             rows = self._gather(span)
         except Exception:
-            if span.steps == 1 or self._equipment.stopping.is_set():
+            # Of a share without rows every batch needs the one that shows its fields.
+            if span.steps == 1 or not span.num_valid.any() or self._equipment.stopping.is_set():
                 raise
         if rows is None:  # the batches before the one that needs what failed are delivered
             return all(self._assemble(span.cut(step)) for step in range(span.steps))
@@ -129,7 +130,8 @@ class MixtureAssembler:
 
     def _emit(self, span: MixedSpan, step: int, rows: KindRows) -> bool:
         started = time.perf_counter()
-        cut = rows.cut(int(span.row_starts[step]), int(span.row_starts[step + 1]))
+        low, high = int(span.row_starts[step]), int(span.row_starts[step + 1])
+        cut = rows.cut(low, high) if high > low else rows.first()  # which shows the fields of a batch without rows
         num_valid = int(span.num_valid[step])
         pending = start_batch(self._equipment.maker, self._kinds, cut, num_valid, num_valid)
         planned, epochs = cut.planned_ids[:num_valid], cut.epochs[:num_valid]

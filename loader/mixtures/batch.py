@@ -106,6 +106,11 @@ class KindRows:
             self.sources,
         )
 
+    def first(self) -> KindRows:
+        """The first row, with values of its own: a transform may change it."""
+        one = self.cut(0, 1)
+        return replace(one, rows=tuple(rows.pick(range(len(rows.ids))) for rows in one.rows))
+
     def keys_of(self, kind: int) -> AnyArray:
         """The (rows, 3) uint64 seed, source's epoch and sample id of a kind's rows, for their random numbers."""
         source, own = self.sources.of_ids(self.rows[kind].ids)

@@ -14,7 +14,8 @@ from bad_images import write_images
 from streams_ranks import ThreadRanks
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, ImageDecoder, Mixture, Source
+from penstock import DistributedDataLoader, ImageDecoder, Mixture, Source, open_manifest
+from penstock.storage import PenstockError
 
 ROWS = 40
 FIELDS = {"n": torch.int64, "half": torch.float64, "even": torch.bool, "pair": torch.int64, "small": torch.float32}
@@ -122,3 +123,46 @@ def test_images_of_sources_with_decoders_of_their_own_stay_in_channels_last_memo
         for batch in loader:
             assert batch["jpg"].shape == (8, 3, 8, 8)
             assert batch["jpg"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("transform", [None, to_python], ids=["alike", "of its own"])
+def test_a_rank_whose_share_rounds_to_nothing_gets_empty_tensors_of_all_fields(table: str, transform: Any) -> None:
+    mixture = Mixture({"a": Source(table), "b": Source(table, transform=transform)}, stop="all_exhausted")
+    with DistributedDataLoader(mixture, batch_size=4, rank=1, world_size=2, with_ids=True) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        loader.set_shares([1.0, 0.0001])
+        rest = list(batches)
+        assert len(rest) == 2 * ROWS // 8 - 1
+        for batch in rest:
+            assert batch.keys() == first.keys()
+            assert all(batch[name].shape == (0, *first[name].shape[1:]) for name in first)
+            assert {name: batch[name].dtype for name in FIELDS} == FIELDS
+    with DistributedDataLoader(mixture, batch_size=4, rank=1, world_size=2, collate=len) as loader:
+        loader.set_shares([1.0, 0.0001])
+        assert list(loader) == [0] * (2 * ROWS // 8)
+
+
+def test_what_such_a_batch_shows_its_fields_by_is_its_own(table: str) -> None:
+    def count(sample: dict[str, Any]) -> dict[str, Any]:
+        sample["pair"] += 1000
+        assert sample["pair"].max() < 2000
+        return sample
+
+    mixture = Mixture({"a": Source(table, transform=count), "b": Source(table, transform=count)}, stop="all_exhausted")
+    with DistributedDataLoader(mixture, batch_size=4, rank=1, world_size=2) as loader:
+        loader.set_shares([1.0, 0.0001])
+        assert all(batch["pair"].shape == (0, 2) for batch in loader)
+
+
+def test_a_chunk_that_nothing_but_the_fields_is_wanted_of_is_named_where_it_is_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    pq.write_table(pa.table({"n": np.arange(ROWS)}), folder / "a.parquet")
+    manifest = open_manifest(folder)
+    mixture = Mixture({"a": Source(manifest), "b": Source(manifest)})
+    with DistributedDataLoader(mixture, batch_size=4, rank=1, world_size=2) as loader:
+        loader.set_shares([1.0, 0.0001])
+        (folder / "a.parquet").unlink()
+        with pytest.raises(PenstockError, match=r"a\.parquet"):
+            list(loader)
