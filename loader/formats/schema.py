@@ -73,6 +73,13 @@ def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) 
     return {**known, "columns": merged}
 
 
+def expect_nulls(schema: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """The schema with ``nulls`` for those of its columns that have one of the names."""
+    columns = schema.get("columns", {})
+    changed = {name: {**column, "nulls": True} for name, column in columns.items() if name in names}
+    return {**schema, "columns": {**columns, **changed}} if changed else schema
+
+
 def refuse_null_clash(columns: Collection[str], marked: Iterable[str], shard: str) -> None:
     """Raise FormatError where a column has the name that the nulls of one of the ``marked`` columns need."""
     for name in marked:

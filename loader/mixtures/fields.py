@@ -118,7 +118,6 @@ def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMak
     own = kind.maker(maker)
     own = replace(own, options=replace(own.options, collate=None, with_ids=False, pad=False, finish=None))
     read = fields_of_rows(source.manifest, source.columns)
-    beside = frozenset(() if read is None else read).difference(source.columns or ())  # which columns= cannot choose
     for row in _kept(source, block, numbers[:_MOST_LOOKED_AT])[:_MOST_TRIED].tolist():
         group = ChunkRows(joint, np.array([row]), np.zeros(1, np.int64))
         rows = gather([(group, block)], 1, sources.manifest.first_ids, kind.decoders)
@@ -133,8 +132,9 @@ def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMak
         else:
             batch = own.start(rows, 0, 1, 1, keys).result()
         found = {}
-        for name in (name for name in batch if name not in beside):
-            values = batch[name]
+        if source.columns is not None and KEY_COLUMN not in source.columns:
+            batch.pop(KEY_COLUMN, None)  # which comes whatever is chosen, and not of all formats
+        for name, values in batch.items():
             column = block.columns.get(name)
             is_fixed = isinstance(values, torch.Tensor) and kind.transform is None and not hasattr(column, "starts")
             found[name] = _describe(values, is_fixed=is_fixed)

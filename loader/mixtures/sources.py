@@ -168,11 +168,30 @@ def open_sources(
             except Exception as exc:
                 exc.add_note(f"in the source {name!r} of the mixture")
                 raise
+        _mark_alike(opened)
         return OpenSources(opened)
     except BaseException:
         for source in opened:
             source.store.close()
         raise
+
+
+def _mark_alike(sources: Sequence[OpenSource]) -> None:
+    """Have the nulls of a column marked by all sources if one delivers marks, as by all shards of one data set."""
+    marked = {
+        (name, column["type"])
+        for source in sources
+        if source.options.transform is None and source.packer is None
+        for name, column in _columns(source).items()
+        if column.get("nulls") and (source.columns is None or name in source.columns)
+    }
+    for source in sources:
+        source.chunks.mark_nulls([name for name, of in _columns(source).items() if (name, of["type"]) in marked])
+
+
+def _columns(source: OpenSource) -> Mapping[str, Any]:
+    columns: Mapping[str, Any] = source.manifest.schema.get("columns", {})
+    return columns
 
 
 def _open(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from ..dataset.manifest import Manifest
 from ..errors import FormatError
 from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
+from ..formats.schema import expect_nulls
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_memory
 from ..metrics import Counters
@@ -86,6 +87,7 @@ class ChunkSource:
         ``kept``: layouts found before, if any.
         """
         self.manifest = manifest
+        self._schema = manifest.schema
         self._avoided = avoided
         self.columns = columns
         self._format = shard_format
@@ -115,7 +117,12 @@ class ChunkSource:
             self._avoided,
         )
         source._checks = self._checks  # which warns once
+        source._schema = self._schema
         return source
+
+    def mark_nulls(self, names: Collection[str]) -> None:
+        """Open chunks as if the data set had nulls in these columns, where it has such; called before any is read."""
+        self._schema = expect_nulls(self._schema, names)
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk: what ``fetch`` and ``open`` do, and raise."""
@@ -191,7 +198,7 @@ class ChunkSource:
         with explain_failures(chunk.shard.key, "opened"):
             header, early = self._fetch_both(chunk) if self._is_far(chunk) else (self._headers.get(chunk.shard), None)
             ranges = self._format.chunk_ranges(chunk, header, self.columns)
-            needed = self._format.opened_bytes(chunk, header, self.columns, self.manifest.schema)
+            needed = self._format.opened_bytes(chunk, header, self.columns, self._schema)
         is_large = needed > chunk.memory_limit
         if is_large and not self._onto_disk:
             refuse_large(chunk, needed)
@@ -257,8 +264,7 @@ class ChunkSource:
     def _open_onto_disk(self, chunk: ChunkRef, fetched: Fetched, needed: int) -> Block:
         """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""
         rows = max(1, chunk.samples * _PIECE_BYTES // needed)
-        schema = self.manifest.schema
-        pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, self.columns, schema, rows)
+        pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, self.columns, self._schema, rows)
         return join_on_disk(map(pack_records, pieces), chunk, needed)
 
     def _open(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
@@ -269,7 +275,7 @@ class ChunkSource:
         is_whole = header is None and list(fetched.ranges) == [chunk.byte_range]
         block = self._layouts.find(index, parts[0], checksum) if is_whole else None
         if block is None:
-            block = self._format.open_chunk(chunk, header, parts, self.columns, self.manifest.schema)
+            block = self._format.open_chunk(chunk, header, parts, self.columns, self._schema)
             if is_whole:
                 check = None if fetched.mapped is None else partial(fetched.mapped.check, chunk)
                 self._layouts.keep(index, block, parts[0], checksum, check=check)

@@ -166,3 +166,39 @@ def test_a_chunk_that_nothing_but_the_fields_is_wanted_of_is_named_where_it_is_d
         (folder / "a.parquet").unlink()
         with pytest.raises(PenstockError, match=r"a\.parquet"):
             list(loader)
+
+
+@pytest.mark.parametrize("columns", [None, ["v"]])
+@pytest.mark.parametrize("options", [{}, {"transform": dict}, {"keep": lambda sample: True}], ids=["", "own", "kept"])
+def test_nulls_that_one_source_has_are_marked_by_all(tmp_path: Path, columns: Any, options: dict[str, Any]) -> None:
+    values = {"none": [1, 2, 0, 3] * 5, "some": [1, None, 0, 3] * 5}
+    for name, of_source in values.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"v": pa.array(of_source, pa.int32())}), tmp_path / name / "a.parquet")
+    mixture = Mixture(
+        {"none": Source(tmp_path / "none", **options), "some": Source(tmp_path / "some")}, stop="all_exhausted"
+    )
+    manifests = {name: open_manifest(tmp_path / name) for name in values}
+    assert [manifests[name].schema["columns"]["v"]["nulls"] for name in values] == [False, True]
+    for size in (1, 4):
+        with DistributedDataLoader(mixture, batch_size=size, columns=columns, with_ids=True) as loader:
+            for batch in [loader.peek(), *loader]:
+                assert set(batch) == {"v", "v__null", "__source__", "__id__"}
+                rows = zip(batch["__source__"].tolist(), batch["__id__"].tolist(), strict=True)
+                expected = [list(values.values())[source][i] for source, i in rows]
+                assert batch["v"].tolist() == [value or 0 for value in expected]
+                assert batch["v__null"].tolist() == [value is None for value in expected]
+
+
+def test_marks_that_a_transform_makes_values_of_are_asked_of_no_other_source(tmp_path: Path) -> None:
+    def fill(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"v": -1 if sample["v__null"] else int(sample["v"])}
+
+    for name, of_source in {"none": [1, 2, 0], "some": [1, None, 0]}.items():
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"v": pa.array(of_source, pa.int64())}), tmp_path / name / "a.parquet")
+    mixture = Mixture({"none": Source(tmp_path / "none"), "some": Source(tmp_path / "some", transform=fill)})
+    with DistributedDataLoader(mixture, batch_size=2, with_ids=True) as loader:
+        for batch in loader:
+            assert set(batch) == {"v", "__source__", "__id__"}
+            assert batch["v"].dtype == torch.int64
