@@ -273,8 +273,12 @@ class Segments:
 
     def of_step(self, step: int) -> Segments:
         """Those of one step, which becomes step 0."""
-        cut = slice(*np.searchsorted(self.step, [step, step + 1]).tolist())
-        return Segments(self.step[cut] - step, self.lane[cut], self.start[cut], self.stop[cut], self.slot[cut])
+        return self.of_steps(step, step + 1)
+
+    def of_steps(self, start: int, stop: int) -> Segments:
+        """Those of some steps, of which the first becomes step 0."""
+        cut = slice(*np.searchsorted(self.step, [start, stop]).tolist())
+        return Segments(self.step[cut] - start, self.lane[cut], self.start[cut], self.stop[cut], self.slot[cut])
 
 
 def rank_segments(

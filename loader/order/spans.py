@@ -43,15 +43,23 @@ class Span:
     def num_rows(self) -> int:
         return int(self.row_starts[-1])
 
-    def cut(self, step: int) -> Span:
-        """One step of it."""
+    def cut(self, step: int, steps: int = 1) -> Span:
+        """One step of it, or several."""
+        stop = step + steps
         return Span(
             self.epoch,
-            self.bounds[step : step + 2],
-            self.segments.of_step(step),
-            self.row_starts[step : step + 2] - self.row_starts[step],
-            self.num_valid[step : step + 1],
+            self.bounds[step : stop + 1],
+            self.segments.of_steps(step, stop),
+            self.row_starts[step : stop + 1] - self.row_starts[step],
+            self.num_valid[step:stop],
         )
+
+    def apart(self) -> list[Span]:
+        """Its steps one by one; but one without rows, which borrows its fields, comes with one that has some."""
+        has_rows = np.diff(self.row_starts) > 0
+        starts = np.flatnonzero(has_rows).tolist()
+        starts[:1] = [0]
+        return [self.cut(low, high - low) for low, high in zip(starts, [*starts[1:], self.steps], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

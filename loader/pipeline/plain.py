@@ -124,13 +124,15 @@ class PlainAssembler:
         waited = self._counters.totals().chunk_wait_s
         started = time.perf_counter()
         rows: Rows | None = None
+        apart: list[Span] = []
         try:
             rows = self._gather(spans, span)
         except Exception:
-            if span.steps == 1 or self._equipment.stopping.is_set():
+            apart = span.apart()
+            if len(apart) == 1 or self._equipment.stopping.is_set():
                 raise
         if rows is None:  # the batches before the one that needs what failed are delivered
-            return all(self._assemble_span(spans, span.cut(step)) for step in range(span.steps))
+            return all(self._assemble_span(spans, part) for part in apart)
         may_wait = self._source.is_local and self._equipment.options.has_spare
         self._stay_in_chunks = may_wait and rows.stay_in_chunks(self._maker.decoders.settled)
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)

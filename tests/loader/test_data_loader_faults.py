@@ -23,7 +23,9 @@ from penstock.loader import (
     FormatError,
     LoaderClosedError,
     PartitionError,
+    open_manifest,
 )
+from penstock.storage import NotFoundError
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,16 @@ def test_a_shard_cut_short_after_indexing_is_named_with_its_offset(tmp_path):
     assert type(caught.value).__module__.startswith("penstock.")
     loader.close()
     assert penstock_threads() == []
+
+
+def test_a_rank_whose_share_rounds_to_nothing_names_the_shard_that_it_needs_for_the_fields(tmp_path):
+    write_tars(tmp_path, [100, 300])
+    manifest = open_manifest(tmp_path)
+    (tmp_path / "shard-00001.tar").unlink()
+    with DistributedDataLoader(manifest, batch_size=4, shuffle=False, lanes=1, rank=1, world_size=2) as loader:
+        loader.set_shares([1.0, 0.0001])
+        with pytest.raises(NotFoundError, match=r"shard-00001\.tar"):
+            list(loader)
 
 
 def test_bytes_that_change_without_a_change_of_size_or_time_are_found_by_the_format(tmp_path):

@@ -102,6 +102,21 @@ def test_a_rank_without_a_sample_of_a_span_borrows_a_row_that_does_not_count():
     assert chunks_by_first_use(entered) == [0]
 
 
+def test_a_span_taken_apart_leaves_no_step_without_a_row_to_show_its_fields_by():
+    plan = EpochPlan(np.array([40], np.int64), Order(lanes=4), 0)
+    for weights, expected in (([1.0, 1.0], [1, 1, 1, 1]), ([1.0, 0.0001], [4])):
+        span, _ = EpochSpans(plan, Share(1, 2, 8, weights=weights)).plan_span(0, 4)
+        assert [part.steps for part in span.apart()] == expected
+    spans = EpochSpans(EpochPlan(np.array([18], np.int64), Order(lanes=4), 0), Share(2, 3, 6))
+    span, _ = spans.plan_span(0, 3)
+    *_, last = span.apart()
+    assert (last.num_valid.tolist(), last.bounds.tolist()) == ([2], [12, 18])
+    spans = EpochSpans(EpochPlan(np.array([13], np.int64), Order(lanes=4), 0), Share(2, 3, 6))
+    first, last = spans.plan_span(0, 3)[0].apart()
+    assert [part.num_valid.tolist() for part in (first, last)] == [[2], [2, 0]]
+    assert sorted(np.concatenate([group.targets for group in spans.expand(last)]).tolist()) == [0, 1]
+
+
 def test_positions_near_a_trillion_are_planned_without_overflow():
     plan = EpochPlan(np.full(10**6, 10**6, np.int64), Order(lanes=16, window=1), 0)
     first = 10**12 - 64 * 5
