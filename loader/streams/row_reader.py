@@ -107,9 +107,11 @@ class RowReader:
                 yield group, _narrow(block, names)
 
         rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend, flat)
-        if names is None:
-            return rows
-        return replace(rows, fields={name: values for name, values in rows.fields.items() if name in names})
+        fields = rows.fields
+        if names is not None:
+            fields = {name: values for name, values in fields.items() if name in names}
+        # What came in the place of a bad chunk's rows is counted for itself, where it is not skipped.
+        return replace(rows, fields=fields, planned=rows.planned if self._skips else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Subset, audit
 from penstock.loader import (
+    BadChunkWarning,
     ConfigError,
     Keep,
     StateMismatchError,
+    open_manifest,
 )
 from penstock.loader.integrations.torch_loader import TorchLoader
 from penstock.loader.order.cursors import pack_integers, unpack_integers
@@ -216,3 +218,16 @@ def test_cursors_of_many_lanes_take_a_few_bytes_each() -> None:
     packed = pack_integers(values)
     assert len(packed) < 3 * 4096
     assert unpack_integers(packed, 4096).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("options", [{"keep": Keep(["txt"], lambda columns: np.ones(len(columns["txt"]), bool))}, {}])
+def test_what_comes_in_the_place_of_a_bad_chunk_is_audited_as_itself(tmp_path: Path, options: dict[str, Any]) -> None:
+    write_tars(tmp_path / "data", [20, 20, 20])
+    manifest = open_manifest(tmp_path / "data")
+    (tmp_path / "data" / "shard-00001.tar").unlink()
+    with make(manifest, **options, max_bad_chunks=1, audit_dir=tmp_path / "audit") as loader:
+        with pytest.warns(BadChunkWarning, match="its 20 samples are replaced"):
+            delivered = ids_of(loader)
+        assert not set(delivered) & set(range(20, 40))
+    (account,) = audit(tmp_path / "audit").epochs
+    assert (account.missing, account.duplicated) == (20, len(delivered) + account.dropped - 40)
