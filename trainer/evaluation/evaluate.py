@@ -89,13 +89,14 @@ def evaluate(
         if hasattr(evaluation.batches, "set_epoch"):
             evaluation.batches.set_epoch(0)  # each evaluation sees all samples, even after an interrupted one
         source = iter(evaluation.batches)
-        batch: Any = None
+        batch: Any = _NONE_LEFT
         with torch.no_grad():
             while True:
                 with phase("evaluation fetch"):
-                    fresh = next(source, None)
+                    fresh = next(source, _NONE_LEFT)  # a loader's batches may be None
+                has_batch = fresh is not _NONE_LEFT
                 with phase("evaluate"):
-                    flags = [fresh is not None, stop_requested(), fresh is None and batch is None]
+                    flags = [has_batch, stop_requested(), not has_batch and batch is _NONE_LEFT]
                     having, stopping, idle = _add_over_ranks(flags, world.device)
                     if stopping:
                         return None
@@ -111,14 +112,17 @@ def evaluate(
                             f"evaluation: {idle:.0f} ranks have no batch and parallel.zero={parallel.config.zero} "
                             "needs all of them in forward; evaluate with last_batch='pad', or a smaller batch"
                         )
-                    batch = batch if fresh is None else move_batch(fresh, world.device)
-                    if fresh is None and not parallel.is_sharded:
+                    batch = move_batch(fresh, world.device) if has_batch else batch
+                    if not has_batch and not parallel.is_sharded:
                         continue
                     with compute_context(precision, world.device, sharded=parallel.is_sharded):
                         found = evaluation.metrics(model, batch)
-                    if fresh is not None:
+                    if has_batch:
                         sums.add(found)
         return sums.average()
+
+
+_NONE_LEFT: Any = object()
 
 
 def _add_over_ranks(values: list[bool], device: torch.device) -> list[float]:

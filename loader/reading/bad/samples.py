@@ -16,6 +16,7 @@ from ...errors import DatasetError
 from .file import Quarantined, QuarantineFile
 
 _KEPT = 1000  # records in memory
+_MOST_IDS = 100_000  # of bad samples, in epochs before the last two
 _SHOWN = 3
 _MOST_IN_A_ROW = 100
 
@@ -92,9 +93,13 @@ class BadSamples:
             self._in_a_row = 0
 
     def _of(self, epoch: int) -> dict[int, str]:
-        for old in [known for known in self._epochs if known < epoch - 1]:
-            del self._epochs[old]
-        return self._epochs.setdefault(epoch, {})
+        if epoch not in self._epochs:
+            # Many epochs of a small data set are read ahead of those that are handed out, and few of a large one.
+            for old in sorted(known for known in self._epochs if known < epoch - 1):
+                if sum(map(len, self._epochs.values())) > _MOST_IDS:
+                    del self._epochs[old]
+            self._epochs[epoch] = {}
+        return self._epochs[epoch]
 
     def _warn(self, entry: Quarantined) -> None:
         where = f"; all are written to {self._file.path}" if self._file is not None else "; see loader.bad_samples"
