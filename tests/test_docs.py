@@ -19,13 +19,14 @@ import torch
 
 import penstock.storage.resolve
 from penstock import DistributedDataLoader, ImageDecoder, pack
-from penstock.cli import COMMANDS
+from penstock.cli import COMMANDS, run
 from penstock.storage import MemoryStore, Store
 from penstock.storage.clients.remote import RemoteStore
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.exists()]
+LINKED = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 _FENCE = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -138,7 +139,7 @@ def test_what_is_not_run_says_why(page: Path) -> None:
             assert re.fullmatch(r"<!-- no-run: .+ -->", before), found[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None:
     prose = _FENCE.sub("", page.read_text())
     for link in _LINK.findall(prose):
@@ -157,25 +158,76 @@ def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None
     [(DistributedDataLoader, "loader.md"), (ImageDecoder, "decoding.md")],
     ids=["DistributedDataLoader", "ImageDecoder"],
 )
-def test_every_argument_has_a_row_in_its_page(kind: type, page: str) -> None:
-    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert set(inspect.signature(kind).parameters) <= named
+def test_every_argument_has_a_row_in_its_page_with_its_default(kind: type, page: str) -> None:
+    parameters = inspect.signature(kind).parameters
+    table = (ROOT / "docs" / page).read_text().partition("\n| argument | default |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`[^|]+) \|([^|]*)\|", table, re.MULTILINE)
+    defaults = {name: default.strip(" `") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    assert set(parameters) == set(defaults)
+    for name, parameter in parameters.items():
+        told = eval(defaults[name], {}) if defaults[name] else inspect.Parameter.empty
+        assert repr(told) == repr(parameter.default), name
+
+
+# The sections of the command lines' page that tables of options stand in, and the commands whose help they are about.
+SECTIONS = {f"penstock {name}": [[name]] for name in COMMANDS}
+SECTIONS["penstock state"] = [["state", "show"], ["state", "skip"]]
+SECTIONS["penstock bench --quick"] = [["bench", "--quick"]]
+_OPTION = r"--[a-z][a-z0-9-]*"
+
+
+def section_of(heading: str) -> str:
+    """What stands below a heading of the page, up to the next of that level or of another command; without examples."""
+    found, is_inside = "", False
+    for line in _FENCE.sub("", (ROOT / "docs" / "cli.md").read_text()).splitlines():
+        title = line.lstrip("#").strip()
+        if line.startswith("## ") or (line.startswith("#") and title in SECTIONS):
+            is_inside = title == heading
+        elif is_inside:
+            found += line + "\n"
+    return found
+
+
+def named_in(text: str) -> set[str]:
+    return set(re.findall(rf"`({_OPTION})", text))
+
+
+def options_in_tables(section: str) -> set[str]:
+    return named_in("\n".join(re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE)))
+
+
+def options_of(command: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """What ``--help`` lists, but for itself."""
+    with pytest.raises(SystemExit):
+        run([*command, "--help"])
+    options = set(re.findall(rf"^[│ ] ({_OPTION})", capsys.readouterr().out, re.MULTILINE))
+    assert "--json" in options, "every command has it"
+    return options
+
+
+def common_options(command: list[str]) -> set[str]:
+    """Those of a command that the page's section of common options is about."""
+    common = options_in_tables(section_of("Common options"))
+    if command[0] in ("pack", "export"):
+        return set()
+    if command[0] in ("audit", "top", "report", "state") or command == ["bench", "--quick"]:
+        return {"--json"}
+    return common if command[0] in ("index", "verify") else common - {"--threads"}
 
 
 def test_every_command_has_a_section_in_the_command_lines_page() -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
-    assert {f"penstock {name}" for name in COMMANDS} <= set(headings)
+    headings = re.findall(r"^##+ (.+)$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert set(SECTIONS) <= set(headings)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_of_a_command_is_named_in_the_command_lines_page(
-    name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_the_options_of_a_command_are_those_of_its_section_and_the_common_ones(
+    heading: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.cli import run
-
-    with pytest.raises(SystemExit):
-        run([name, "--help"])
-    options = set(re.findall(r"^[│ ]*(--[a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}
-    text = (ROOT / "docs" / "cli.md").read_text()
-    assert {option for option in options if f"`{option}" not in text} == set()
+    section, options = section_of(heading), set()
+    for command in SECTIONS[heading]:
+        own, common = options_of(command, capsys), common_options(command)
+        assert common <= own, command
+        assert own - common <= named_in(section), command
+        options |= own
+    assert options_in_tables(section) <= options
