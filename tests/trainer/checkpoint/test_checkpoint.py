@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from penstock.trainer import (
     export_safetensors,
 )
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
-from penstock.trainer.checkpoint.folder import list_steps
+from penstock.trainer.checkpoint.folder import list_steps, publish_folder
 from penstock.trainer.checkpoint.retention import choose_kept
 from penstock.trainer.checkpoint.safetensors_file import can_write, write_safetensors
 from penstock.trainer.checkpoint.traffic import CountedFile
@@ -96,6 +97,67 @@ def test_the_last_and_the_best_are_kept(alone: World, tmp_path: Path) -> None:
 def test_of_equal_metrics_the_later_checkpoint_is_the_best() -> None:
     assert choose_kept({1: 0.5, 2: 0.5, 3: None, 4: 0.1}, keep_last=1, keep_best=1, best="max") == {2, 4}
     assert choose_kept({1: 0.5, 2: 0.7, 3: 0.6}, keep_last=1, keep_best=1, best="min") == {1, 3}
+
+
+@pytest.fixture
+def disk_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is synced (a file or a folder, by its inode), renamed and deleted (by path), in this order."""
+    steps: list[tuple[str, Any]] = []
+    fsync, rmtree = os.fsync, shutil.rmtree
+
+    def note_fsync(fd: int) -> None:
+        steps.append(("sync", os.fstat(fd).st_ino))
+        fsync(fd)
+
+    def noting(move: Any) -> Any:
+        def note(source: Any, target: Any, **more: Any) -> None:
+            steps.append(("rename", Path(target)))
+            move(source, target, **more)
+
+        return note
+
+    def note_rmtree(path: Any, *given: Any, **more: Any) -> None:
+        steps.append(("delete", Path(path)))
+        rmtree(path, *given, **more)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, noting(getattr(os, name)))
+    monkeypatch.setattr(shutil, "rmtree", note_rmtree)
+    return steps
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_the_name_is_and_nothing_is_deleted(
+    tmp_path: Path, disk_steps: list[tuple[str, Any]], is_replaced: bool
+) -> None:
+    written, final, replaced = (tmp_path / name for name in ("step-1.tmp", "step-1", "step-1.replaced.tmp"))
+    written.mkdir()
+    own, above = written.stat().st_ino, tmp_path.stat().st_ino
+    if is_replaced:
+        final.mkdir()
+    publish_folder(written, final)
+    named = [("sync", own), ("rename", final), ("sync", above)]
+    assert disk_steps == ([named[0], ("rename", replaced), *named[1:]] if is_replaced else named)
+
+
+def test_all_of_a_save_is_on_disk_before_it_counts_and_then_that_it_counts(
+    alone: World, tmp_path: Path, disk_steps: list[tuple[str, Any]]
+) -> None:
+    net, optimizer = build()
+    with Checkpointer(CheckpointConfig(folder=tmp_path), alone) as checkpoints:
+        disk_steps.clear()
+        checkpoints.save(1, net, optimizer, {}, blocking=True)
+    folder = tmp_path / "step-1"
+    counts_at = disk_steps.index(("rename", folder))
+    before, after = disk_steps[:counts_at], disk_steps[counts_at + 1 :]
+    files = list(folder.iterdir())
+    assert {path.name for path in files} == {"__0_0.distcp", ".metadata", "extra.json", "manifest.json"}
+    for path in files:
+        assert ("sync", path.stat().st_ino) in before, path.name
+    last_name = max(at for at, (what, path) in enumerate(before) if what == "rename" and path.parent != tmp_path)
+    assert ("sync", folder.stat().st_ino) in before[last_name:]
+    assert ("sync", tmp_path.stat().st_ino) in after
 
 
 def test_saving_the_same_step_twice_writes_once(alone: World, tmp_path: Path) -> None:
