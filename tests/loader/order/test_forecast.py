@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused(world_size, batch):
 
 
 @pytest.mark.slow
-def test_a_billion_samples_in_a_million_chunks_are_forecast_in_seconds_and_under_a_gigabyte():
+def test_a_billion_samples_in_a_million_chunks_are_forecast_in_seconds_and_in_250_megabytes():
     code = """
 import json, time
 import numpy as np
@@ -179,6 +179,6 @@ print(json.dumps([time.process_time() - started, peak_resident_bytes(), told.sam
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300).stdout
     seconds, peak_bytes, samples, amplification = json.loads(out)
     assert seconds < 30
-    assert peak_bytes < 1 << 30
+    assert peak_bytes < 250_000_000  # 160 million, of which 33 before it begins
     assert samples == 10**9
     assert 1.0 < amplification < 1.5
