@@ -180,11 +180,14 @@ def test_a_host_that_responded_before_is_waited_for(
 
 
 def test_threads_of_requests_that_hang_end_with_their_time(proxy: FaultProxy, open_proxied: OpenStore) -> None:
-    store = open_proxied(RetryConfig(idle_timeout_s=2))
+    store = open_proxied(RetryConfig(idle_timeout_s=4))  # six seconds, and a second request after a quarter of them
     proxy.inject(Drip(bytes_per_s=1000), times=3, path="/x")
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda _: store.get("x", WHOLE), range(3)))
+        assert list(pool.map(lambda _: store.get("x", WHOLE), range(3))) == [DATA] * 3
+    assert store.limiter.running == 3, "all that dripped are over, and prove nothing"
+    hanging = own_threads(store)
     store.close()
+    assert len(hanging) >= 3
     wait_until(lambda: own_threads(store) == [])
 
 

@@ -150,6 +150,14 @@ def test_nothing_is_left_of_what_was_opened_onto_the_disk(
         batches = iter(loader)
         next(batches)
         assert list((tmp_path / "temporary").iterdir()) == []
+        assert all(in_use(tmp_path / "temporary"))
         del batches
     gc.collect()
-    assert not [target for target in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "temporary" in target]
+    assert in_use(tmp_path / "temporary") == ([], [])
+
+
+def in_use(folder: Path) -> tuple[list[str], list[str]]:
+    """The files in a folder, those without a name among them, that this process has open, and has mapped."""
+    open_files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return [path for path in open_files if str(folder) in path], [line for line in mapped if str(folder) in line]

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks
 from saved_nets import assert_same, build, fill, step_once, whole_state
 from started_threads import started_threads
+from torch import nn
 
 from penstock.trainer import (
     CheckpointConfig,
@@ -132,16 +134,27 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_whole_state(alone: Worl
     assert set(resumed) == {1, 2}
 
 
+def _load_whole(checkpoints: Checkpointer, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The step of the newest checkpoint, 0 where there is none; nothing damaged may lie there."""
+    found = checkpoints.load_newest(net, optimizer)
+    assert not checkpoints.passed_over
+    if found is None:
+        return 0
+    step, extra = found
+    assert {float(tensor.detach().flatten()[0]) for tensor in net.parameters()} == {float(step)}
+    assert extra == {"step": step}
+    return step
+
+
+def _load_once(world: World, folder: str) -> int:
+    with Checkpointer(CheckpointConfig(folder=folder, keep_last=2), world) as checkpoints:
+        return _load_whole(checkpoints, *build())
+
+
 def _save_for_ever(world: World, folder: str) -> None:
     net, optimizer = build()
     checkpoints = Checkpointer(CheckpointConfig(folder=folder, keep_last=2), world)
-    found = checkpoints.load_newest(net, optimizer)
-    step = found[0] if found else 0
-    if found:
-        expected = {float(step)}
-        assert {float(tensor.detach().flatten()[0]) for tensor in net.parameters()} == expected
-        assert found[1] == {"step": step}
-        assert not checkpoints.passed_over
+    step = _load_whole(checkpoints, net, optimizer)
     while True:
         step += 1
         fill(net, float(step))
@@ -166,6 +179,8 @@ def test_kills_of_a_rank_at_odd_moments_never_leave_a_damaged_newest_checkpoint(
         assert not any("AssertionError" in trace for trace in traces), traces
         steps.append(max(list_steps(tmp_path)))
     assert steps == sorted(set(steps))
+    assert run_ranks(_load_once, 2, str(tmp_path)) == [steps[-1]] * 2
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(alone: World, tmp_path: Path) -> None:
