@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from penstock.trainer import Evaluation, TrainerError, World
 
+AT_ONCE_S = 200.0  # on a busy machine
+PATIENCE_S = 1000.0  # who waited for a stall would be much later
+
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
@@ -127,14 +130,12 @@ def test_ranks_whose_epochs_come_apart_stop_before_a_weight_changes(tmp_path: Pa
 
 
 def end_first(world: World, folder: str, options: dict[str, Any]) -> tuple[str, int]:
-    begun = time.monotonic()
     loader = TooLong(world.rank)
     if options.get("evaluation"):
         options = {**options, "evaluation": Evaluation(batches=rows(world), metrics=add_up)}
-    with make_trainer(world, folder, loader, steps=None, stall_timeout_s=40.0, **options) as trainer:
+    with make_trainer(world, folder, loader, steps=None, stall_timeout_s=PATIENCE_S, **options) as trainer:
         with pytest.raises(TrainerError) as caught:
             trainer.train()
-        assert time.monotonic() - begun < 20
         assert trainer.progress.step == 3 // options.get("step", {}).get("accumulate", 1)
     with (Path(folder) / "told").open("a") as file:
         file.write(f"{caught.value}\n")
@@ -153,22 +154,20 @@ def end_first(world: World, folder: str, options: dict[str, Any]) -> tuple[str, 
 )
 def test_a_rank_whose_loader_ends_first_says_so_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its next collective would not be a step's, and the others would wait for it in theirs."""
-    Ranks(end_first, 2, str(tmp_path), options).join(60.0)
+    outcomes = Ranks(end_first, 2, str(tmp_path), options).join(AT_ONCE_S)
+    assert [outcome.exit_code for outcome in outcomes] == [3, 3], outcomes
     told = (tmp_path / "told").read_text()
     assert "the loader of rank 1 gave 3 batches and len(loader) says 4, and rank 0 has one more" in told
 
 
-def end_early_together(world: World, folder: str) -> tuple[int, float]:
-    begun = time.monotonic()
-    options: dict[str, Any] = {"steps": None, "epochs": 2, "stall_timeout_s": 100.0}
+def end_early_together(world: World, folder: str) -> int:
+    options: dict[str, Any] = {"steps": None, "epochs": 2, "stall_timeout_s": PATIENCE_S}
     with make_trainer(world, folder, TooLong(1), **options) as trainer:
-        return trainer.train().steps, time.monotonic() - begun
+        return trainer.train().steps
 
 
 def test_loaders_that_all_end_before_their_length_train(tmp_path: Path) -> None:
-    for steps, seconds in run_ranks(end_early_together, 2, str(tmp_path)):
-        assert steps == 6
-        assert seconds < 20
+    assert run_ranks(end_early_together, 2, str(tmp_path), timeout_s=AT_ONCE_S) == [6, 6]
 
 
 class OwnPosition:
@@ -256,19 +255,19 @@ class Sleeping(TooLong):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for number, batch in enumerate(super().__iter__()):
-            time.sleep(60 * (number == 2 and self.rank == 1))
+            time.sleep(600 * (number == 2 and self.rank == 1))
             yield batch
 
 
 def wait_for_a_batch(world: World, folder: str, options: dict[str, Any]) -> None:
     model = nn.Sequential(Line(), nn.BatchNorm1d(2, affine=False))
-    with make_trainer(world, folder, Sleeping(world.rank), model, stall_timeout_s=3.0, **options) as trainer:
+    with make_trainer(world, folder, Sleeping(world.rank), model, stall_timeout_s=10.0, **options) as trainer:
         trainer.train()
 
 
 @pytest.mark.parametrize("options", [{"parallel": {"zero": 2}}, {"step": {"microbatch": 2}}], ids=["buffers", "rows"])
 def test_a_rank_that_waits_for_anothers_batch_is_not_blamed(tmp_path: Path, options: dict[str, Any]) -> None:
-    Ranks(wait_for_a_batch, 2, str(tmp_path), options).join(40.0)
+    Ranks(wait_for_a_batch, 2, str(tmp_path), options).join(AT_ONCE_S)
     told = (tmp_path / "stalls" / "stall-rank-0.txt").read_text().splitlines()[0]
     assert "training stops: rank 1 is stalled in fetch (step=2" in told
     assert "rank 0 is stalled" not in told

