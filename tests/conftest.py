@@ -42,7 +42,7 @@ settings.load_profile("penstock")
 # `make test` runs them last, two at a time, so that they do not take the cores from each other.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
-SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "kill", "killpg"}
+SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "started_process", "kill", "killpg"}
 SLOW_FILES = {
     "test_endings.py",
     "test_examples.py",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from started_process import started_process
 
 from penstock import audit
 
@@ -21,16 +22,16 @@ DEMO = Path(__file__).parents[1] / "examples" / "demo" / "run.py"
 EPOCHS = 6
 
 
-def start_demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_demo(folder: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, str(DEMO), "--folder", str(folder), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return started_process(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def running_ranks(folder: Path) -> list[int]:
     """The processes whose command line names the demo's folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if int(entry.name) != os.getpid() and str(folder).encode() in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return found
@@ -38,8 +39,8 @@ def running_ranks(folder: Path) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_demo_survives_a_killed_rank_and_accounts_for_every_sample(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path / "run", "--epochs", str(EPOCHS))
-    shown, _ = demo.communicate(timeout=570)
+    with start_demo(tmp_path / "run", "--epochs", str(EPOCHS)) as demo:
+        shown, _ = demo.communicate(timeout=570)
     logs = "\n".join(path.read_text() for path in sorted((tmp_path / "run").glob("*.log")))
     assert demo.returncode == 0, shown + logs
     assert "\x1b" not in shown  # colours are for terminals
@@ -58,8 +59,7 @@ def test_demo_survives_a_killed_rank_and_accounts_for_every_sample(tmp_path: Pat
 @pytest.mark.timeout(600)
 def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    demo = start_demo(folder, "--epochs", "1000")
-    try:
+    with start_demo(folder, "--epochs", "1000") as demo:
         until = time.monotonic() + 300
         while not list(folder.glob("audit/*")):  # a rank has its loader, and trains
             assert demo.poll() is None
@@ -68,15 +68,13 @@ def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
         assert len(running_ranks(folder)) >= 3
         demo.send_signal(signal.SIGINT)
         shown, _ = demo.communicate(timeout=120)
-    finally:
-        demo.kill()
-    assert demo.returncode == 130
-    assert "interrupted" in shown
-    assert running_ranks(folder) == []
+        assert demo.returncode == 130
+        assert "interrupted" in shown
+        assert running_ranks(folder) == []
 
 
 def test_demo_says_what_is_wrong_with_its_arguments(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--store", "bucket")
-    shown, _ = demo.communicate(timeout=120)
+    with start_demo(tmp_path, "--store", "bucket") as demo:
+        shown, _ = demo.communicate(timeout=120)
     assert demo.returncode == 2
     assert "s3://bucket/prefix" in shown

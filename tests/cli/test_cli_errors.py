@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from called_commands import call
+from started_process import started_process
 
 from penstock import pack
 from penstock.cli import run
@@ -134,12 +135,9 @@ main()
 def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
     reader, writer = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SLOW, "index", str(shards), "--no-write", "--threads", "1"],
-        stdout=subprocess.PIPE,
-        stderr=writer,
-    )
-    out = process.communicate(timeout=60)[0]
+    command = [sys.executable, "-c", _SLOW, "index", str(shards), "--no-write", "--threads", "1"]
+    with started_process(command, stdout=subprocess.PIPE, stderr=writer) as process:
+        out = process.communicate(timeout=60)[0]
     os.close(writer)
     drawn = b""
     while True:
@@ -153,23 +151,19 @@ def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -
     os.close(reader)
     assert process.returncode == 0
     assert b"indexing" in drawn
-    assert b"200" in out
+    assert "200" in out
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
     slow = _SLOW.replace("time.sleep(0.4)", "print('begun', flush=True); time.sleep(600)")
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, "index", str(shards)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    command = [sys.executable, "-c", slow, "index", str(shards)]
+    with started_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip() == "penstock index: interrupted"
 

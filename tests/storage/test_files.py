@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from started_process import started_process
 
 from penstock.storage.files import (
     TEMPORARY_PREFIX,
@@ -138,10 +139,11 @@ def test_a_writer_killed_in_between_leaves_the_old_file_whole(tmp_path: Path) ->
             time.sleep(600)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+    with started_process(command, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "written\n"
         writer.send_signal(signal.SIGKILL)
+        writer.wait()
     assert (tmp_path / "x").read_bytes() == b"old"
     left = [path.name for path in tmp_path.iterdir() if path.name != "x"]
     assert len(left) == 1

@@ -17,16 +17,34 @@ from penstock.loader.dataset.index import open_manifest
 from penstock.loader.formats.arrow.parquet import ParquetFormat
 from penstock.loader.formats.shard import ShardIndex, ShardTask
 from penstock.storage import PenstockError, Store
+from penstock.storage.files import write_whole
 
 
 def main(folder: str, *modes: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join()
     for mode in modes:
         run(f"{folder}/{mode}", mode)
         if len(modes) > 1:
             dist.barrier()
     if len(modes) > 1:
         dist.destroy_process_group()
+
+
+def join() -> None:
+    """Under torchrun as it says; else rank 0 hosts the store, at a port of the kernel's choice, and writes it down."""
+    patience = timedelta(seconds=60)
+    if "PORT_FILE" not in os.environ:
+        dist.init_process_group("gloo", timeout=patience)
+        return
+    rank, size, file = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(os.environ["PORT_FILE"])
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+        write_whole(file, str(store.port).encode())
+    else:
+        while not file.exists():
+            time.sleep(0.05)
+        store = dist.TCPStore("127.0.0.1", int(file.read_text()), wait_for_workers=False, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
 
 
 def run(folder: str, mode: str) -> None:

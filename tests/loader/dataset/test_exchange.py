@@ -4,17 +4,18 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from started_process import started_process
 from torchrun import run_ranks
 
 from penstock.loader.dataset import exchange
@@ -88,16 +89,17 @@ def test_the_builders_error_is_raised_on_all_ranks_with_its_cause(reports: Any) 
     assert "(on rank" not in found[builder]["message"]
 
 
-def start_ranks(folder: Path, mode: str) -> list[subprocess.Popen[str]]:
+@contextmanager
+def start_ranks(folder: Path, mode: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks without torchrun's agent, which would end the survivor before it could say anything."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen([sys.executable, str(WORKER), str(folder), mode], env=shared | {"RANK": str(rank)}, text=True)
-        for rank in range(2)
-    ]
+    shared = os.environ | {"WORLD_SIZE": "2", "PORT_FILE": str(folder / "port")}
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                started_process([sys.executable, WORKER, str(folder), mode], env=shared | {"RANK": str(rank)})
+            )
+            for rank in range(2)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +114,10 @@ def test_a_killed_builder_is_named_by_the_others_in_seconds(
     put_shards: Callable[..., list[int]], tmp_path: Path, killed: int, message: str
 ) -> None:
     mode = f"killed {killed}"
-    ranks = start_ranks(write_data(tmp_path, put_shards, mode), mode)
-    for rank in ranks:
-        rank.wait(timeout=120)
-    assert ranks[killed].returncode == -signal.SIGKILL
+    with start_ranks(write_data(tmp_path, put_shards, mode), mode) as ranks:
+        for rank in ranks:
+            rank.wait(timeout=120)
+        assert ranks[killed].returncode == -signal.SIGKILL
     report = json.loads((tmp_path / f"{mode}.{1 - killed}.json").read_text())
     assert report["error"] == "DatasetError"
     assert re.search(message, report["message"])

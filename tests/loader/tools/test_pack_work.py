@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from packed_samples import read_samples
+from started_process import started_process
 
 from penstock import TokensFormat, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError, WorkerError
@@ -203,12 +204,10 @@ pack(sys.argv[1], sys.argv[2], shard_bytes=8_000, progress=False)
 @pytest.mark.slow
 def test_a_killed_pack_goes_on_where_it_stopped(rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-c", _KILLED, str(rows), str(out)])
-    deadline = time.monotonic() + 60
-    while len(list(out.glob("shard-*.tar"))) < 12 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    with started_process([sys.executable, "-c", _KILLED, str(rows), str(out)]) as process:
+        wait_for(lambda: len(list(out.glob("shard-*.tar"))) >= 12)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     with pytest.raises(DatasetError, match="interrupted"):
         open_manifest(out)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("shard-*.tar")}
@@ -291,20 +290,19 @@ def test_processes_end_with_the_one_that_started_them(rows: Path, tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text(_IN_PROCESSES)
     environment = {**os.environ, "NOTED_PROCESSES": str(noted), "PYTHONPATH": python_path()}
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(rows), str(tmp_path / "out")], env=environment, stderr=subprocess.PIPE
-    )
-    wait_for(lambda: len(list(noted.iterdir())) == 2)
-    process.send_signal(sent)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    wait_for(lambda: not any(Path("/proc", path.name).exists() for path in noted.iterdir()))
+    command = [sys.executable, str(script), str(rows), str(tmp_path / "out")]
+    with started_process(command, env=environment, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: len(list(noted.iterdir())) == 2)
+        process.send_signal(sent)
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+        wait_for(lambda: not any(Path("/proc", path.name).exists() for path in noted.iterdir()))
 
 
 def python_path() -> str:
     """With which another process finds what this module imports, and this module."""
     folder = Path(__file__).parent
-    return os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([*map(str, (folder, *folder.parents[:2])), os.environ.get("PYTHONPATH", "")])
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -318,16 +316,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_ctrl_c_in_a_terminal_while_processes_start_is_told_of_once(rows: Path, tmp_path: Path) -> None:
     """A terminal sends it to all processes of the command."""
     command = [sys.executable, "-m", "penstock.cli", "pack", str(rows), str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [*command, "--map", "test_pack_work:thin", "--processes", "2"],
-        env={**os.environ, "PYTHONPATH": python_path()},
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    wait_for(lambda: any("numpy" in libraries for libraries in libraries_of_others(process.pid)))
-    os.killpg(process.pid, signal.SIGINT)
-    told = process.communicate(timeout=60)[1]
+    command += ["--map", "test_pack_work:thin", "--processes", "2"]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    with started_process(command, env=environment, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: any("numpy" in libraries for libraries in libraries_of_others(process.pid)))
+        os.killpg(process.pid, signal.SIGINT)
+        told = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert "Traceback" not in told
 

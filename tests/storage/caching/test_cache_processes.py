@@ -8,9 +8,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from started_process import started_process
 
 from penstock.storage import ByteRange, CacheStore, LocalStore
 from penstock.storage.caching.disk import CacheDisk
@@ -35,29 +37,29 @@ READER = """
 """
 
 
-def _start_reader(root: Path, delay_s: float) -> subprocess.Popen[str]:
+def _start_reader(root: Path, delay_s: float) -> AbstractContextManager[subprocess.Popen[str]]:
     arguments = [str(root / "data"), str(root / "cache"), str(root / "log"), str(delay_s)]
     command = [sys.executable, "-c", textwrap.dedent(READER), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return started_process(command, stdout=subprocess.PIPE)
 
 
 @pytest.mark.slow
 def test_two_processes_that_miss_at_once_fetch_once(tmp_path: Path) -> None:
     LocalStore(tmp_path / "data").put("x", DATA)
-    readers = [_start_reader(tmp_path, 1.0) for _ in range(2)]
-    for reader in readers:
-        reader.communicate(timeout=60)
-        assert reader.returncode == 0
+    with _start_reader(tmp_path, 1.0) as first, _start_reader(tmp_path, 1.0) as second:
+        for reader in (first, second):
+            reader.communicate(timeout=60)
+            assert reader.returncode == 0
     assert (tmp_path / "log").read_text() == "fetch\n"
 
 
 def test_a_process_killed_while_it_fetches_leaves_nothing_that_blocks_the_next(tmp_path: Path) -> None:
     LocalStore(tmp_path / "data").put("x", DATA)
-    killed = _start_reader(tmp_path, 60)
-    assert killed.stdout
-    assert killed.stdout.readline() == "fetching\n"
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    with _start_reader(tmp_path, 60) as killed:
+        assert killed.stdout
+        assert killed.stdout.readline() == "fetching\n"
+        killed.send_signal(signal.SIGKILL)
+        killed.communicate()
     started = time.monotonic()
     store = CacheStore(LocalStore(tmp_path / "data"), tmp_path / "cache", 10**9)
     assert store.get("x", ByteRange(0, CHUNK)) == DATA[:CHUNK]

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
+from started_process import started_process
 
 from penstock.storage.retrying.limiter import open_budget
 
@@ -92,10 +94,10 @@ with ThreadPoolExecutor(threads) as pool:
 
 def start_client(
     url: str, key: str, *, threads: int, requests: int, folder: Path, places: int
-) -> subprocess.Popen[bytes]:
+) -> AbstractContextManager[subprocess.Popen[str]]:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "PENSTOCK_NODE_REQUESTS": str(places)}
     command = [sys.executable, "-c", CLIENT, url, key, str(threads), str(requests)]
-    return subprocess.Popen(command, env=environment)
+    return started_process(command, env=environment)
 
 
 @pytest.mark.slow
@@ -104,8 +106,10 @@ def test_four_processes_send_no_more_requests_at_once_than_their_node_may(
     tmp_path: Path, counting: tuple[str, type[Counting]], places: int
 ) -> None:
     url, handler = counting
-    clients = [start_client(url, "x", threads=12, requests=60, folder=tmp_path, places=places) for _ in range(4)]
-    assert [client.wait(120) for client in clients] == [0] * 4
+    with ExitStack() as stack:
+        started = (start_client(url, "x", threads=12, requests=60, folder=tmp_path, places=places) for _ in range(4))
+        clients = [stack.enter_context(client) for client in started]
+        assert [client.wait(120) for client in clients] == [0] * 4
     assert len(handler.begun) == 240
     assert handler.most <= 6 if places else handler.most > 6  # switched off, each has its own limit
 
@@ -113,21 +117,16 @@ def test_four_processes_send_no_more_requests_at_once_than_their_node_may(
 @pytest.mark.slow
 def test_a_killed_process_frees_its_places(tmp_path: Path, counting: tuple[str, type[Counting]]) -> None:
     url, handler = counting
-    hung = start_client(url, "hang", threads=3, requests=3, folder=tmp_path, places=3)
-    for _ in range(3):
-        assert handler.hanging.acquire(timeout=60)
-    other = start_client(url, "x", threads=3, requests=30, folder=tmp_path, places=3)
-    try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(2)
-        assert "/x" not in handler.begun
-        hung.send_signal(signal.SIGKILL)
-        hung.wait(60)
-        assert other.wait(60) == 0
-    finally:
-        for client in (hung, other):
-            client.kill()
-            client.wait(60)
+    with start_client(url, "hang", threads=3, requests=3, folder=tmp_path, places=3) as hung:
+        for _ in range(3):
+            assert handler.hanging.acquire(timeout=60)
+        with start_client(url, "x", threads=3, requests=30, folder=tmp_path, places=3) as other:
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.wait(2)
+            assert "/x" not in handler.begun
+            hung.send_signal(signal.SIGKILL)
+            hung.wait(60)
+            assert other.wait(60) == 0
     assert handler.begun.count("/x") == 30
 
 
@@ -137,7 +136,8 @@ def test_a_server_that_throttles_one_process_has_fewer_requests_from_all_that_fo
 ) -> None:
     url, handler = counting
     handler.busy_beyond = 4
-    assert start_client(url, "x", threads=16, requests=60, folder=tmp_path, places=16).wait(120) == 0
+    with start_client(url, "x", threads=16, requests=60, folder=tmp_path, places=16) as client:
+        assert client.wait(120) == 0
     assert len(handler.begun) > 60  # some were sent again
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     budget = open_budget(url, 16)

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +17,42 @@ import pytest
 from launch_ranks import Ranks, run_ranks
 from small_trainers import make_trainer
 
+from penstock.storage.files import write_whole
 from penstock.trainer import CheckpointConfig, CheckpointError, CheckpointTakenError, World
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
+from penstock.trainer.checkpoint.lock import start_ticks
 
 
 def hold(world: World, folder: str, how: str) -> None:
     checkpoints = Checkpointer(CheckpointConfig(folder=folder), world)
-    child = os.fork() if how == "with a child" else 1
-    if child and world.rank == 0:
-        Path(folder, "pid").write_text(str(os.getpid()))
-    time.sleep(30.0 if child == 0 else 600.0)
+    child = os.fork() if how == "with a child" else None
     if child == 0:
+        time.sleep(300.0)
         os._exit(0)  # a rank's group cannot be closed in a child of it
+    if world.rank == 0:
+        write_whole(Path(folder, "pids"), f"{os.getpid()} {child or ''}".encode())
+    time.sleep(600.0)
     checkpoints.close()
 
 
-def start_holding(folder: Path, ranks: int = 1, how: str = "alone") -> tuple[Ranks, int]:
-    """Ranks that hold the folder, and rank 0's pid."""
+@contextmanager
+def holding(folder: Path, ranks: int = 1, how: str = "alone") -> Iterator[list[int]]:
+    """The pids of rank 0 of a run that holds the folder, and of its child; all ranks and the child end at the end."""
     folder.mkdir()
-    holding = Ranks(hold, ranks, str(folder), how)
-    deadline_s = time.monotonic() + 60.0
-    while not (folder / "pid").exists() or not (folder / "pid").read_text():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    return holding, int((folder / "pid").read_text())
+    run = Ranks(hold, ranks, str(folder), how)
+    pids: list[int] = []
+    try:
+        deadline_s = time.monotonic() + 120.0
+        while not (folder / "pids").exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        pids += map(int, (folder / "pids").read_text().split())
+        yield pids
+    finally:
+        for child in pids[1:]:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        run.join(0.0)
 
 
 def try_to_open(world: World, folder: str) -> tuple[str, float]:
@@ -51,16 +65,13 @@ def try_to_open(world: World, folder: str) -> tuple[str, float]:
 
 
 def test_a_second_run_on_a_folder_is_refused_on_every_rank_by_the_name_of_the_first(tmp_path: Path) -> None:
-    holding, pid = start_holding(tmp_path / "run", ranks=2)
-    (tmp_path / "run" / "step-7.tmp").mkdir()
-    for message, seconds in run_ranks(try_to_open, 2, str(tmp_path / "run")):
-        assert f"process {pid} on {socket.gethostname()}, started 20" in message
-        assert "give another folder" in message
-        assert seconds < 15.0, "refused at once"
-    assert (tmp_path / "run" / "step-7.tmp").exists(), "a save of the first run was deleted"
-    for process in holding.processes:
-        process.kill()
-    holding.join(20.0)
+    with holding(tmp_path / "run", ranks=2) as (pid,):
+        (tmp_path / "run" / "step-7.tmp").mkdir()
+        for message, seconds in run_ranks(try_to_open, 2, str(tmp_path / "run")):
+            assert f"process {pid} on {socket.gethostname()}, started 20" in message
+            assert "give another folder" in message
+            assert seconds < 15.0, "refused at once"
+        assert (tmp_path / "run" / "step-7.tmp").exists(), "a save of the first run was deleted"
     assert [message for message, _ in run_ranks(try_to_open, 2, str(tmp_path / "run"))] == ["opened"] * 2
 
 
@@ -73,24 +84,19 @@ def try_to_train(world: World, folder: str) -> str:
 
 
 def test_a_refused_run_leaves_nothing_beside_what_the_first_tells_of_itself(tmp_path: Path) -> None:
-    holding, pid = start_holding(tmp_path / "checkpoints")
-    found = run_ranks(try_to_train, 2, str(tmp_path))
-    assert all(f"process {pid} on" in message for message in found), found
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    for process in holding.processes:
-        process.kill()
-    holding.join(20.0)
+    with holding(tmp_path / "checkpoints") as (pid,):
+        found = run_ranks(try_to_train, 2, str(tmp_path))
+        assert all(f"process {pid} on" in message for message in found), found
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_killed_run_holds_its_folder_no_longer_though_it_had_forked(world: World, tmp_path: Path) -> None:
-    holding, pid = start_holding(tmp_path / "run", how="with a child")
-    os.kill(pid, signal.SIGKILL)
-    try:
+    with holding(tmp_path / "run", how="with a child") as (pid, child):
+        os.kill(pid, signal.SIGKILL)
         message, seconds = try_to_open(world, str(tmp_path / "run"))
         assert message == "opened"
         assert seconds < 15.0, "the child must not hold it"
-    finally:
-        holding.join(0.0)
+        assert start_ticks(child) is not None, "it has ended, and proves nothing"
 
 
 @pytest.mark.slow

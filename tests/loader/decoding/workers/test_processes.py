@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import row_functions
 import torch
+from started_process import started_process
 from started_threads import started_threads
 from tar_dataset import write_tars
 
@@ -289,7 +290,7 @@ def test_workers_that_ignore_signals_end_with_their_killed_parent(tars, tmp_path
         "    for batch in loader:\n"
         "        print(*set(batch['process'].tolist()), flush=True)\n"
     )
-    with subprocess.Popen([sys.executable, script, tars], stdout=subprocess.PIPE, text=True) as parent:
+    with started_process([sys.executable, script, tars], stdout=subprocess.PIPE) as parent:
         workers = {int(pid) for pid in parent.stdout.readline().split()}
         assert workers
         for pid in workers:
@@ -297,10 +298,10 @@ def test_workers_that_ignore_signals_end_with_their_killed_parent(tars, tmp_path
             os.kill(pid, signal.SIGINT)
         assert parent.stdout.readline()
         parent.kill()
-    until = time.monotonic() + 30
-    while any(is_running(pid) for pid in workers):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+        until = time.monotonic() + 30
+        while any(is_running(pid) for pid in workers):
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 def test_a_worker_ends_without_a_warning_where_warnings_are_shown():
