@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,15 @@ def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
+def count_children() -> int:
+    return sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
+
+
+def pause() -> None:
+    """Stop all processes of the group, so that the test may look at them, until it continues them."""
+    os.killpg(0, signal.SIGSTOP)
+
+
 def main() -> None:
     mode, source, *pairs = sys.argv[1:]
     options = {name: json.loads(value) for name, _, value in (pair.partition("=") for pair in pairs)}
@@ -41,7 +51,11 @@ def main() -> None:
         waiting = threading.Thread(target=lambda: next(iter(loader), None), daemon=True)
         threading.excepthook = lambda args: None
         waiting.start()
+        while count_children() < options.get("processes", 0):
+            time.sleep(0.02)
         time.sleep(1.0)
+        say(waiting=True)
+        pause()
         started = time.monotonic()
         loader.close()
         say(took_s=time.monotonic() - started)
@@ -51,6 +65,7 @@ def main() -> None:
         for step, batch in enumerate(loader):
             if step == 1 and epoch == 0:
                 say(batch=len(batch["txt"]), process=os.getpid(), state=loader.state_dict())
+                pause()
                 if mode == "exit":
                     return
                 if mode == "raise":
