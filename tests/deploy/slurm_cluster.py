@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 
 NODES = ("n1", "n2")
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin"  # where daemons are, of which not every user's PATH knows
@@ -63,8 +64,8 @@ class Cluster:
         self.naming = {"SLURM_CONF": f"{folder}/slurm.conf"}
         for name in ("state", *NODES):
             (folder / name).mkdir()
-        ports = free_ports(3)
-        rendezvous = free_port_from(20_000, 30_000)  # the batch file derives it from the job's number
+        ports = [free_port() for _ in range(3)]
+        rendezvous = free_port()  # the batch file derives it from the job's number
         text = CONFIGURATION.format(
             host=socket.gethostname(),
             user=pwd.getpwuid(os.getuid()).pw_name,
@@ -138,23 +139,6 @@ def kill_all(processes: list[int]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-def free_port_from(start: int, stop: int) -> int:
-    begin = os.getpid() % (stop - start)  # two runs of the tests begin at different ports
-    for offset in range(stop - start):
-        port = start + (begin + offset) % (stop - start)
-        with suppress(OSError), socket.create_server(("", port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 def need_slurm() -> None:

@@ -7,15 +7,16 @@ import http.server
 import os
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from free_port import free_port
 
 NGINX_CONF = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -30,6 +31,7 @@ http {{
     location /busy/ {{ return 503; }}
     location /broken/ {{ return 500; }}
     location /denied/ {{ return 403; }}
+    location = /own-token {{ return 200 {token}; }}
   }}
 }}
 """
@@ -122,22 +124,29 @@ def serve_python(www: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serve_nginx(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, token = free_port(), uuid4().hex
     (folder / "nginx.conf").write_text(
-        ("user root;" if os.geteuid() == 0 else "") + NGINX_CONF.format(folder=folder, port=port)
+        ("user root;" if os.geteuid() == 0 else "") + NGINX_CONF.format(folder=folder, port=port, token=token)
     )
     server = subprocess.Popen(["nginx", "-p", folder, "-c", folder / "nginx.conf"], stderr=subprocess.DEVNULL)
     try:
-        for _ in range(100):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
+        until = time.monotonic() + 60
+        while _ask(f"http://127.0.0.1:{port}/own-token") != token:
+            if server.poll() is not None or time.monotonic() > until:
+                log = folder / "error.log"
+                raise RuntimeError(f"nginx does not answer: {log.read_text() if log.exists() else 'it left no log'}")
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(10)
+
+
+def _ask(url: str) -> str:
+    """What a server answers; nothing where none does."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        return str(answer.read().decode())
+    return ""
 
 
 @pytest.fixture(autouse=True)

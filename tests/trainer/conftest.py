@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 
 from penstock.trainer import World, close_world, open_world
 
@@ -20,9 +20,7 @@ def world(settled_imports: None) -> Iterator[World]:
 
 @pytest.fixture
 def unused_tcp_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(scope="session")

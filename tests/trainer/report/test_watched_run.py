@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from free_port import free_port
 from launch import start_ranks
 
 from penstock.cli import run
@@ -38,12 +38,6 @@ OF_A_GPU = {"penstock_rank_gpu_utilisation", "penstock_rank_device_memory_reserv
 class Job:
     folder: Path
     port: int
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(found: Callable[[], Any], what: str, patience_s: float = 90.0) -> Any:
@@ -173,6 +167,7 @@ def test_a_real_prometheus_answers_every_question_of_the_dashboard(job: Job, tmp
     try:
 
         def ask(expression: str) -> list[Any]:
+            assert server.poll() is None, "Prometheus has ended"
             filled = expression.replace("$job", ".*").replace("$rank", ".*").replace("$__rate_interval", "30s")
             query = urllib.parse.urlencode({"query": filled})
             try:

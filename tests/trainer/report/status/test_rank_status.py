@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -196,15 +197,13 @@ def test_prometheus_serves_the_run_and_its_ranks_on_this_machine_alone(
         urllib.request.urlopen(f"http://127.0.0.1:{unused_tcp_port}/metrics", timeout=20)
 
 
-def test_a_port_in_use_and_an_address_of_nobody_are_refused_by_name(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Prometheus(unused_tcp_port)
+def test_a_port_in_use_and_an_address_of_nobody_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Prometheus(0)
+    port = urlsplit(first.url).port
+    assert port
     try:
-        with pytest.raises(
-            TrainerConfigError, match=rf"prometheus_port={unused_tcp_port} cannot .*in use.*a free port"
-        ):
-            Prometheus(unused_tcp_port)
+        with pytest.raises(TrainerConfigError, match=rf"prometheus_port={port} cannot .*in use.*a free port"):
+            Prometheus(port)
         monkeypatch.setenv("PENSTOCK_METRICS_TOKEN", "token-of-the-tests")
         with pytest.raises(TrainerConfigError, match=r"prometheus_address=203\.0\.113\.9 .*Cannot assign"):
             Prometheus(0, "203.0.113.9")
