@@ -52,18 +52,19 @@ bench: ARGS ?= --quick
 bench: $(VENV)/.bench
 	$(BIN)/penstock bench $(ARGS)
 
-# A real S3 server, a real web server and a real Slurm, where Debian's apt and root are there. Elsewhere their tests say
-# what to do.
+# A real S3 server, a real web server, a real Slurm and a real Prometheus, where Debian's apt and root are there.
+# Elsewhere their tests say what to do.
 servers:
 	@if command -v radosgw >/dev/null && command -v nginx >/dev/null && command -v srun >/dev/null && \
-	  command -v slurmctld >/dev/null && command -v slurmd >/dev/null; then :; \
+	  command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v prometheus >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  echo 'installing the servers that the tests talk to (Ceph gateway, nginx, Slurm)'; \
+	  echo 'installing the servers that the tests talk to (Ceph gateway, nginx, Slurm, Prometheus)'; \
 	  tests/servers/s3_server.sh install && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends nginx-light \
-	    slurmctld slurmd slurm-client >/dev/null || \
+	    slurmctld slurmd slurm-client >/dev/null && \
+	  tests/servers/prometheus.sh || \
 	  echo 'they could not be installed; tests that need one will say so'; \
-	else echo 'no apt or no root: tests that need an S3 or web server, or Slurm, will say what to do'; fi
+	else echo 'no apt or no root: tests that need an S3 or web server, Slurm or Prometheus will say what to do'; fi
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

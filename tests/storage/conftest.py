@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import pytest
 from free_port import free_port
+from missing_server import skip_or_fail_in_ci
 
 NGINX_CONF = """
 daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -165,7 +166,7 @@ def _make_www(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nginx_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an nginx with ranges, PUT and index pages, and folders that answer with errors."""
     if not shutil.which("nginx"):
-        pytest.skip("nginx is not installed here; the same tests run on Python's http.server")
+        skip_or_fail_in_ci("no nginx: apt-get install nginx-light; the same tests run on Python's http.server")
     with serve_nginx(_make_www(tmp_path_factory)) as url:
         yield url
 

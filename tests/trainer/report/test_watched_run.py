@@ -23,6 +23,7 @@ import pytest
 import torch
 from free_port import free_port
 from launch import start_ranks
+from missing_server import skip_or_fail_in_ci
 
 from penstock.cli import run
 from penstock.loader.metrics import LoaderMetrics
@@ -154,7 +155,7 @@ def test_a_timeline_of_all_ranks_is_one_chrome_trace(
 @pytest.mark.slow
 def test_a_real_prometheus_answers_every_question_of_the_dashboard(job: Job, tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
-        pytest.skip("no Prometheus: apt-get install prometheus")
+        skip_or_fail_in_ci("no Prometheus: run prometheus.sh in tests/servers as root on Debian")
     port = free_port()
     text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
     text = text.replace("127.0.0.1:9100", f"127.0.0.1:{job.port}").replace("scrape_interval: 5s", "scrape_interval: 1s")
