@@ -11,8 +11,18 @@ set -euo pipefail
 
 usage() { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
 
+# Below those that the kernel gives away, so that nothing takes it before the daemon does, seconds later.
 free_port() {
-  python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+  python3 -c '
+import random, socket
+while True:
+    port = random.SystemRandom().randrange(20_000, 30_000)
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        continue
+    break
+print(port)'
 }
 
 install_packages() {
