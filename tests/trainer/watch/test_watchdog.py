@@ -138,6 +138,7 @@ def test_a_killed_rank_ends_the_others_in_seconds_however_patient_they_are_with_
 
 
 def _stop_before_watching(world: World, folder: str) -> str:
+    dist.barrier()  # the others may still need the store to join the group
     if world.rank == 0:
         Path(folder, "event").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -156,6 +157,7 @@ def test_ranks_that_begin_to_watch_when_the_store_is_gone_end_in_time_and_say_so
 
 
 def _end_before_watching(world: World) -> str:
+    dist.barrier()
     if world.rank == 0:
         time.sleep(4.0)
         os._exit(0)
