@@ -38,6 +38,7 @@ ALLOWED = {
     "benchmarks/harness/peer_decode.py": {"np.load(allow_pickle=False)"},
     "benchmarks/contenders/torch_loader.py": {"np.load(allow_pickle=False)"},
     "benchmarks/contenders/webdataset.py": {"np.load(allow_pickle=False)"},
+    "trainer/checkpoint/settings.py": {"torch.load(weights_only=True)"},
     "trainer/checkpoint/readable.py": {"torch.load"},  # what this process has just written, before it is saved
 }
 
@@ -66,11 +67,10 @@ def risky_calls(tree: ast.Module) -> set[str]:
         else:
             continue
         if name in RISKY.get(module, set()):
-            safe = any(
-                word.arg == "allow_pickle" and isinstance(word.value, ast.Constant) and word.value.value is False
-                for word in node.keywords
-            )
-            found.add(f"{module}.{name}" + ("(allow_pickle=False)" if safe else ""))
+            given = {word.arg: word.value.value for word in node.keywords if isinstance(word.value, ast.Constant)}
+            safe = "(allow_pickle=False)" if given.get("allow_pickle") is False else ""
+            safe = "(weights_only=True)" if given.get("weights_only") is True else safe
+            found.add(f"{module}.{name}{safe}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,9 +29,15 @@ def pack_settings(settings: Settings) -> bytes:
     return held.getvalue()
 
 
-def unpack_settings(packed: bytes) -> Settings:
-    """Undo ``pack_settings``; tensors are on the CPU."""
-    found: Settings = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+def unpack_settings(packed: bytes) -> Settings | None:
+    """Undo ``pack_settings``; tensors are on the CPU. None where a value is more than tensors, numbers and text.
+
+    What a checkpoint holds is data: no function that it names is called.
+    """
+    try:
+        found: Settings = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return None
     return found
 
 
