@@ -145,6 +145,9 @@ class Pass(Iterator[BatchT]):
                     item.epoch, item.start, item.stop, ids, item.dropped, item.left, item.replaced
                 )
             position.take(item)
+            if passes.resources.log is not None and (tail := position.tail):
+                # Now, since a loop may leave here; its next pass or attempt begins behind the tail.
+                passes.resources.log.record_drop(item.epoch, position.consumed, position.consumed + tail)
             self._at = (position.epoch, position.times_set)
             self._left_s = time.perf_counter()
             batch: BatchT = item.batch

@@ -55,6 +55,7 @@ class DeliveryLog:
     """
 
     _bad: BadSamples | None = None  # knows which of those filtered out are bad
+    _dropped: tuple[int, int] | None = None  # where the last samples of an epoch that fill no batch begin
 
     def __init__(
         self,
@@ -129,7 +130,10 @@ class DeliveryLog:
         self._write(np.array((SKIP_MAGIC, epoch, start, stop, 0), np.int64))
 
     def record_drop(self, epoch: int, start: int, stop: int) -> None:
-        """Record that the positions ``start`` to ``stop``, an epoch's last, fill no batch and are left out."""
+        """Record that the positions ``start`` to ``stop``, an epoch's last, fill no batch and are left out; once."""
+        if self._dropped == (epoch, start):
+            return
+        self._dropped = epoch, start
         self._write(np.array((DROP_MAGIC, epoch, start, stop, 0), np.int64))
 
     def record_batch_size(self, epoch: int, position: int, size: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from costed_docs import LENGTHS, SAMPLES, make_loader, write_docs
+from costed_docs import LENGTHS, SAMPLES, make_loader, write_docs, write_index
 
 from penstock import Bucket, TokenBudget, audit
 from penstock.loader import (
@@ -204,6 +207,25 @@ def test_the_audit_knows_the_tail_that_a_budget_drops(docs, tmp_path):
     report = audit(tmp_path)
     assert report.is_exact
     assert all(account.reached < SAMPLES for account in report.epochs[:2])
+
+
+def test_the_audit_knows_the_tail_of_a_budget_where_the_loop_leaves_after_the_last_batch(tmp_path):
+    folder, logs = tmp_path / "docs", tmp_path / "logs"
+    folder.mkdir()
+    lengths = np.array([1000] * 40 + [10] * 20)  # the last ones are more than a batch has, and fill none
+    pq.write_table(pa.table({"tokens": lengths, "n": np.arange(60)}), folder / "0.parquet")
+    write_index(folder, "tokens")
+    options = {"batch_tokens": TokenBudget(tokens=2000, padded=False), "shuffle": False, "last_batch": "drop"}
+    with make_loader(str(folder), audit_dir=logs, **options) as loader:
+        passing = iter(loader)
+        for _ in range(loader.steps_left):
+            next(passing)
+        state = loader.state_dict()
+    with make_loader(str(folder), audit_dir=logs, **options) as loader:
+        loader.load_state_dict(state)
+        list(loader)
+    report = audit(logs)
+    assert [(epoch.reached, epoch.missing) for epoch in report.epochs] == [(40, 0), (40, 0)]
 
 
 def test_an_epoch_whose_rest_is_below_the_new_batch_size_is_over(docs):
