@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
+from .held import check_held
 
 _NOT_ON_SHARDS = (torch.optim.Adafactor, torch.optim.Rprop)
 
@@ -47,12 +48,14 @@ def list_sparse(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -> None:
-    """Refuse parameters whose gradients cannot be sharded, or compressed, as this run would do it."""
+    """Refuse parameters that cannot be sharded, or whose gradients cannot be compressed, as this run would do it."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TrainerConfigError(
             f"model={type(model).__name__} lies in shards already, by a trainer before this one or by fully_shard; "
             "build it anew for each trainer, and give init_from or the checkpoint folder to go on from its weights"
         )
+    if zero:
+        check_held(model, zero)
     key = f"parallel.zero={zero}" if zero else f"compression.scheme={scheme!r}"
     for name in list_sparse(model):
         if zero or (scheme != "none" and world.world_size > 1):

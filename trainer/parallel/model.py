@@ -21,6 +21,7 @@ from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .entry import EngineEntry
+from .held import carry_attributes
 from .limits import (
     check_exchangeable,
     check_optimizer,
@@ -141,12 +142,13 @@ class ParallelModel:
         self._exchanges_last: bool | None = None
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
+        self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
+        carry_attributes(before, model.parameters())
         if config.zero:
             sharded = list(_sharded_modules(model))
             with named_if_formats_differ(model, config.zero):
                 self.usage = ParameterUsage(model, sharded)
             self.order = ModuleOrder(model, sharded, world)
-        self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
 
     @property
     def is_sharded(self) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import TrainerConfigError, TrainerError
 from ..ranks.world import World
 from .entry import HIDDEN_OUTPUT
+from .held import carry_attributes
 
 _HASH_BITS = 20  # squares of hashes, added over all ranks, stay exact in float64
 
@@ -34,7 +35,8 @@ class ParameterUsage:
         self._fills = all(hasattr(module, "set_reduce_scatter_unused_params") for module in modules)
         for module in modules if self._fills else ():
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        self._sharded = {name: one for name, one in root.named_parameters() if one.requires_grad}
+        shards = dict(root.named_parameters())
+        self._sharded = {name: one for name, one in shards.items() if one.requires_grad}
         self._flags = dict.fromkeys(self._sharded, False)
         self.whole: dict[str, nn.Parameter] = {}
         for module in modules:
@@ -43,6 +45,7 @@ class ParameterUsage:
             for name, whole in root.named_parameters():
                 if not isinstance(whole, DTensor):
                     self.whole[name] = whole
+                    carry_attributes([shards[name]], [whole])  # forward may read them
                 if name in self._sharded and whole is not self._sharded[name]:
                     whole.register_hook(self._listener(name))  # type: ignore[no-untyped-call]
             module.reshard()
