@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,8 +84,7 @@ def evaluate(
     world = parallel.world
     model = parallel.module if parallel.is_sharded else parallel.inner
     sums = MetricSums(world.device)
-    with in_evaluation(model), ExitStack() as stack:
-        stack.callback(parallel.gather_no_more)
+    with in_evaluation(model), parallel.without_backward():
         if hasattr(evaluation.batches, "set_epoch"):
             evaluation.batches.set_epoch(0)  # each evaluation sees all samples, even after an interrupted one
         source = iter(evaluation.batches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -40,6 +39,7 @@ from .precision import (
     check_master_weights,
     list_batch_norms,
 )
+from .prefetch import Prefetch
 from .same import check_same_model
 from .usage import ModuleOrder, ParameterUsage
 
@@ -144,8 +144,9 @@ class ParallelModel:
         self.order: ModuleOrder | None = None
         self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
         carry_attributes(before, model.parameters())
+        sharded = list(_sharded_modules(model))
+        self._prefetch = Prefetch(model, sharded, precision, overlap=config.overlap)
         if config.zero:
-            sharded = list(_sharded_modules(model))
             with named_if_formats_differ(model, config.zero):
                 self.usage = ParameterUsage(model, sharded)
             self.order = ModuleOrder(model, sharded, world)
@@ -269,10 +270,9 @@ class ParallelModel:
         if self.exchanges:
             share_buffers(self.inner.buffers(), self.world)
 
-    def gather_no_more(self) -> None:
-        """Free gathered weights, which a forward without a backward leaves whole with zero=1 and 2."""
-        for module in _sharded_modules(self.module):
-            module.reshard()
+    def without_backward(self) -> AbstractContextManager[None]:
+        """What forwards run in that no backward follows: no weights that were gathered for one are left after it."""
+        return self._prefetch.without_backward()
 
 
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
@@ -312,16 +312,6 @@ def _shard(
         fully_shard(block, **arguments)
     materialiser.materialise(model)
     fully_shard(model, **(arguments | {"mp_policy": build_root_policy(precision)}))
-    # Batch norms are small: gathering each ahead of its time would only cost calls.
-    norms = set(map(id, apart))
-    sharded = [module for module in _sharded_modules(model) if id(module) not in norms]
-    if config.overlap:
-        for module, following in pairwise(sharded[1:]):
-            module.set_modules_to_forward_prefetch([following])
-    else:
-        for module in sharded:
-            # Prefetching the module itself is a no-op that replaces the implicit prefetch.
-            module.set_modules_to_backward_prefetch([module])
     return model
 
 
