@@ -42,6 +42,7 @@ from .precision import (
 from .prefetch import Prefetch
 from .same import check_same_model
 from .usage import ModuleOrder, ParameterUsage
+from .written import ForwardWrites, check_renormalised
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -122,6 +123,7 @@ class ParallelModel:
         self.exchanges = exchange and world.world_size > 1
         self._exchanges_once = exchange_once or config.zero == 1
         check_exchangeable(model, config.zero, scheme, world)
+        check_renormalised(model, config.zero, exchanges=self.exchanges)
         self.materialiser = Materialiser(model, world, seed=seed, initialise=initialise)
         move_values(model, world.device)
         if config.sync_batchnorm:
@@ -150,6 +152,7 @@ class ParallelModel:
             with named_if_formats_differ(model, config.zero):
                 self.usage = ParameterUsage(model, sharded)
             self.order = ModuleOrder(model, sharded, world)
+        self._writes = ForwardWrites({} if self.usage is None else self.usage.whole)
 
     @property
     def is_sharded(self) -> bool:
@@ -217,7 +220,7 @@ class ParallelModel:
         """What a loss runs in, so that one that goes around forward, or runs other modules on other ranks, is found."""
         if self.order is not None:
             self.order.begin_forward()
-        with self._entry.watched():
+        with self._entry.watched(), self._writes.watched():
             yield
         if self.order is not None:
             self.order.end_forward()
