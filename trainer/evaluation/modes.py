@@ -19,11 +19,22 @@ def begin_training(model: nn.Module) -> None:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into its own mode afterwards."""
+    """Put every module into evaluation mode, and each back into its own mode afterwards.
+
+    A module whose ``train`` does more, as merging an adapter into the weights, is called to take that back.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
+        for module, training in modes:  # outer before inner, which they call
+            is_behind = module.training != training or (module is model and training)
+            if is_behind and _does_more(module):
+                module.train(training)
         for module, training in modes:
             module.training = training
+
+
+def _does_more(module: nn.Module) -> bool:
+    return "train" in vars(module) or type(module).train is not nn.Module.train

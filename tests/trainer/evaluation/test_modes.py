@@ -44,6 +44,71 @@ def test_a_stem_in_evaluation_mode_stays_there(world: World, tmp_path: Path, zer
     assert int(model.head[0].num_batches_tracked) == 4
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter, of which something is in the frozen weights while it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = Line().requires_grad_(False)
+        self.adapter = nn.Parameter(torch.zeros(2))
+        self.merges: list[bool] = []
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Adapted:
+        super().train(mode)
+        if self.is_merged == mode:
+            self.merges.append(not mode)
+            self.is_merged = not mode
+            with torch.no_grad():
+                self.line.line.bias.add_(torch.sign(self.adapter), alpha=-1.0 if mode else 1.0)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) if self.is_merged else self.line(x) + self.adapter
+
+
+class Whole(nn.Module):
+    """Layers in a model that calls ``train`` itself, or not; one of them stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Adapted(), Adapted(), nn.Dropout(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Calling(Whole):
+    def train(self, mode: bool = True) -> Calling:
+        for module in self.children():
+            module.train(mode)  # and no mode of its own
+        return self
+
+
+@pytest.mark.parametrize("kind", [Whole, Calling])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_what_a_module_does_when_it_is_evaluated_is_taken_back(
+    world: World, tmp_path: Path, zero: int, kind: type[nn.Module]
+) -> None:
+    def train(evaluates: bool) -> tuple[Any, list[torch.Tensor]]:
+        model: Any = kind()
+        model.layers[1].eval()
+        found: dict[str, Any] = {"parallel": {"zero": zero}}
+        if evaluates:
+            evaluation = Evaluation(batches=rows(world, "pad"), metrics=lambda *_: {"loss": (torch.tensor(0.0), 1)})
+            found |= {"evaluation": evaluation, "evaluate": {"every": 2}}
+        with make_trainer(world, str(tmp_path / f"{evaluates}"), model=model, **found) as trainer:
+            trainer.train()
+        return model, [getattr(one, "full_tensor", lambda one=one: one)() for one in model.parameters()]
+
+    (model, found), (_, expected) = train(True), train(False)
+    assert model.layers[0].merges == [True, False] * 2
+    assert model.layers[1].is_merged
+    assert kind is Calling or model.layers[1].merges == [True], "it was called in vain"
+    assert [module.training for module in model.layers] == [True, False, True]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def test_a_model_that_comes_in_evaluation_mode_is_trained(world: World, tmp_path: Path) -> None:
     model = Stemmed().eval()
     with make_trainer(world, str(tmp_path), model=model) as trainer:
