@@ -179,7 +179,7 @@ class DistributedTrainer:
         parallel, dtype = self.config.parallel, self.config.precision.dtype
         self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
-            stopped = self._evaluator.make_up() or self._end_last_epoch()
+            stopped = self._end_known_epoch(stopped=self._evaluator.make_up())
             while not stopped and not is_done(self.config, self.progress):
                 self._tracer.begin_step(self.progress.step)
                 batches = self._fetch()
@@ -211,7 +211,7 @@ class DistributedTrainer:
                 stopped = result.stop_requested
                 if self._rewinder.follow(result):
                     continue
-                stopped = self._evaluator.end_step(stopped=stopped) or self._end_last_epoch()
+                stopped = self._end_known_epoch(stopped=self._evaluator.end_step(stopped=stopped))
                 if not stopped and self._rewinder.is_save_due(self._is_multiple(self.config.checkpoint.every_steps)):
                     self._saver.save(self.progress.step, self._gather_state(), blocking=False)
             self._tracer.finish()
@@ -286,11 +286,7 @@ class DistributedTrainer:
             error.add_note(f"and while closing: {exc}")  # a consequence must not stand before its cause
 
     def _resume(self) -> None:
-        if not self._feed.is_exact:
-            self._recorder.note(
-                f"loader={type(self._feed.loader).__name__} has no state_dict: a resumed run starts its epoch over, so "
-                "that samples of that epoch may come twice"
-            )
+        self._feed.tell_limits(self._recorder.note)
         found = self._saver.load_newest()
         self._saver.settle_weights(resumed=found is not None)
         if found is None:
@@ -314,20 +310,21 @@ class DistributedTrainer:
         with self.stopwatch.phase("fetch"):
             return self._feed.take(self.progress.epoch)
 
-    def _end_epoch(self) -> bool:
-        """Count the epoch, evaluate if that is due, and return whether a signal asked to stop meanwhile."""
-        if self._feed.left_out:
-            self._recorder.note(
-                f"epoch {self.progress.epoch}: the ranks' iterables ended apart; at least {self._feed.left_out} "
-                "batches that only some ranks had were left out; give every rank as many"
-            )
+    def _end_epoch(self, *, stopped: bool = False) -> bool:
+        """Count the epoch, evaluate if that is due, and return whether a signal asks to stop."""
+        self._feed.tell_left_out(self.progress.epoch, self._recorder.note)
         self.progress.epoch += 1
-        return self._evaluator.end_epoch()
+        return self._evaluator.end_epoch(stopped=stopped)
 
-    def _end_last_epoch(self) -> bool:
-        """As ``_end_epoch``, where an epoch ends with the run's last step; what is drawn later goes on from it."""
-        over = is_done(self.config, self.progress) and self._feed.seems_over
-        return over and not self._feed.take(self.progress.epoch) and self._end_epoch()
+    def _end_known_epoch(self, *, stopped: bool) -> bool:
+        """As ``_end_epoch``, where an epoch ends with the run's last step; what is drawn later goes on from it.
+
+        Each that ends by the length of a loader without a state, too: no save tells a resumed run where it was.
+        """
+        is_last = is_done(self.config, self.progress) and not stopped
+        if (is_last or not self._feed.is_exact) and self._feed.find_end(self.progress.epoch):
+            return self._end_epoch(stopped=stopped)
+        return stopped
 
     def _share_anew(self, shares: SpeedShares, microbatches: Sequence[Any]) -> None:
         shares.add(microbatches)

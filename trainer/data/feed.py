@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -101,6 +101,15 @@ class Feed:
         self._found_none = True
         return []
 
+    def find_end(self, epoch: int) -> bool:
+        """Whether the epoch that seems over is over: then its end was taken. A batch too many is the next step's."""
+        if not self.seems_over:
+            return False
+        for batch in self._batches or ():
+            self._batches, self._taken = chain((batch,), self._batches or ()), None
+            return False
+        return not self.take(epoch)
+
     def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
         """Go on after the batches of that many more steps; returns how many epochs ended among them.
 
@@ -123,6 +132,22 @@ class Feed:
             else:
                 ended += 1
         return ended
+
+    def tell_limits(self, note: Callable[[str], None]) -> None:
+        """Note what cannot be promised of a loader without a state."""
+        if not self.is_exact:
+            note(
+                f"loader={type(self.loader).__name__} has no state_dict: a resumed run starts its epoch over, so that "
+                "samples of that epoch may come twice"
+            )
+
+    def tell_left_out(self, epoch: int, note: Callable[[str], None]) -> None:
+        """Note, at an epoch's end, what only some ranks had."""
+        if self.left_out:
+            note(
+                f"epoch {epoch}: the ranks' iterables ended apart; at least {self.left_out} batches that only some "
+                "ranks had were left out; give every rank as many"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state if it has one, the epoch of its last batch, and whether the caller saw its end."""

@@ -80,12 +80,12 @@ class Evaluator:
             return stopped or self.evaluate() is None
         return stopped
 
-    def end_epoch(self) -> bool:
+    def end_epoch(self, *, stopped: bool = False) -> bool:
         """Evaluate if that is due after each epoch; returns whether a signal asks to stop, as ``end_step`` does."""
         if self._evaluation is None or self._config.evaluate.every is not None:
-            return False
+            return stopped
         self._progress.evaluation_is_due = True
-        return self.evaluate() is None
+        return stopped or self.evaluate() is None
 
     def make_up(self) -> bool:
         """Make the evaluation that a stop left undone; returns whether a signal asks to stop again."""

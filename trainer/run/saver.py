@@ -54,6 +54,7 @@ class Saver:
         self._stopwatch = stopwatch
         self._settle = settle
         self._given = copy_settings(optimizer)
+        self._saved: tuple[int, Any, float | None] | None = None  # the last save's step, progress and metric
         self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
         self.checkpointer: Checkpointer | None = None
@@ -150,6 +151,7 @@ class Saver:
                 )
         self.note()
         if is_new:
+            self._saved = (step, state["progress"], metric)
             is_written = blocking or not self._config.checkpoint.background
             self._recorder.record("checkpoint", {"state": "written" if is_written else "being written"})
 
@@ -275,7 +277,7 @@ class Saver:
         if self.averager is not None and not self.averager.are_alike:
             self.averager.average_all()
         self._parallel.agree_on_buffers()
-        self.save(step, state, blocking=True)
+        self.save(step, state, blocking=True, **self._ended_since(step, state))
         if self.checkpointer is None:
             return
         if self._config.export is not None and self._parallel.world.is_first:
@@ -285,6 +287,12 @@ class Saver:
                 export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
         if stopped:
             self._recorder.note(f"asked to stop: saved after step {step}")
+
+    def _ended_since(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """How to save the last step again, if it was saved before the epoch's end, which no loader's state tells."""
+        if self._saved is None or self._saved[0] != step or state["feed"].get("loader", self) is not None:
+            return {}
+        return {} if self._saved[1] == state["progress"] else {"again": True, "metric": self._saved[2]}
 
     def note(self) -> None:
         """Hand the checkpointer's notes to the observers."""
