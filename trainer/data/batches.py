@@ -28,11 +28,38 @@ def find_rows(batch: Any) -> int:
     return known_rows(batch) or 0
 
 
+def find_doubt(batch: Any) -> str | None:
+    """What of a batch may be a sample, or a row, after another as well as fields, in words; None where it is certain.
+
+    A list or tuple of samples, or a field that is a tuple of rows. It is certain that nested tuples are of fields where
+    what they hold has as many rows as the fields that are no tuples.
+    """
+    if _is_of_samples(batch):
+        return f"the batch is a {type(batch).__name__} of {len(batch)} alike, which may be samples"
+    fields = _name_fields(batch)
+    rows = {_rows_of(field) for _, field in fields if not _is_of_rows(field)} - {None}
+    for name, field in fields:
+        if _is_of_rows(field) and not (rows and set(_leaves(field)) == rows) and rows <= {len(field)}:
+            return f"batch{name} is a tuple of {len(field)} alike, which may be rows"
+    return None
+
+
 def known_rows(batch: Any) -> int | None:
-    """As ``find_rows``; None where no field goes by rows, as in an object of a class that is not known here."""
-    # Fields are a mapping's values or a sequence's items.
-    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    return next((rows for field in fields if (rows := _rows_of(field)) is not None), None)
+    """As ``find_rows``; None where no field goes by rows, as in an object of a class that is not known here.
+
+    Where ``find_doubt`` has a doubt, what is more likely.
+    """
+    fields = [field for _, field in _name_fields(batch)]
+    tuples = [field for field in fields if _is_of_rows(field)]
+    if _is_of_samples(batch) and len(tuples) < len(fields):
+        return len(batch)
+    told = next((rows for field in fields if not _is_of_rows(field) and (rows := _rows_of(field)) is not None), None)
+    if told is not None or not tuples:
+        return told
+    leaves = [set(_leaves(field)) for field in tuples]
+    if all(leaves) and len(set().union(*leaves)) == 1:  # as fields, each with all rows
+        return leaves[0].pop()
+    return len(tuples[0]) if any(leaves) and len(set(map(len, tuples))) == 1 else _rows_of(tuples)
 
 
 def has_rows(value: Any) -> bool:
@@ -51,6 +78,42 @@ def _rows_of(field: Any) -> int | None:
         known: int | None = getattr(field, "num_rows", None)
         return next((rows for one in nested if (rows := _rows_of(one)) is not None), None) if known is None else known
     return len(field) if has_rows(field) else None
+
+
+def _name_fields(batch: Any) -> list[tuple[str, Any]]:
+    """A mapping's values or a sequence's items, and what to append to the batch's name for each."""
+    if isinstance(batch, Mapping):
+        return [(f"[{key!r}]", field) for key, field in batch.items()]
+    return [(f"[{i}]", field) for i, field in enumerate(batch)] if isinstance(batch, (list, tuple)) else [("", batch)]
+
+
+def _is_of_samples(batch: Any) -> bool:
+    """Whether a list or tuple holds mappings or tuples alone, which have the same fields of the same kinds."""
+    if type(batch) not in (list, tuple) or not all(isinstance(one, Mapping | tuple) for one in batch):
+        return False
+    kinds = {
+        (
+            type(one),
+            *((key, type(field)) for key, field in (one.items() if isinstance(one, Mapping) else enumerate(one))),
+        )
+        for one in batch
+        if not hasattr(one, "num_rows")
+    }
+    return len(kinds) == 1
+
+
+def _is_of_rows(field: Any) -> bool:
+    """Whether a field is a plain tuple of values of one kind."""
+    return type(field) is tuple and len(set(map(type, field))) == 1
+
+
+def _leaves(field: Any) -> list[int]:
+    """The rows of all that goes by rows in nested fields."""
+    if isinstance(field, Mapping | tuple) and not hasattr(field, "num_rows"):
+        nested = field.values() if isinstance(field, Mapping) else field
+        return [rows for one in nested for rows in _leaves(one)]
+    rows = _rows_of(field)
+    return [] if rows is None else [rows]
 
 
 def count_rows(batch: Any) -> int | torch.Tensor:

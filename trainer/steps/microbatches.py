@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data.batches import find_rows, has_rows, known_rows
+from ..data.batches import find_doubt, find_rows, has_rows, known_rows
 from ..errors import TrainerConfigError, TrainerError
 from ..ranks.world import World
 from .step import StepConfig
@@ -26,6 +26,7 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
     """
     if parts == 1:
         return [batch]
+    _check_layout(batch)
     rows = find_rows(batch)
     starts = [part * rows // parts for part in range(parts + 1)]
     return [_cut(batch, start, stop, rows, "", is_field=False) for start, stop in pairwise(starts)]
@@ -34,7 +35,10 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
 def first_rows(batch: Any, rows: int) -> Any:
     """The first rows of a batch, all of it where it has no more. Raises TrainerConfigError as ``cut_batch``."""
     whole = find_rows(batch)
-    return batch if rows >= whole else _cut(batch, 0, rows, whole, "", is_field=False)
+    if rows >= whole:
+        return batch
+    _check_layout(batch)
+    return _cut(batch, 0, rows, whole, "", is_field=False)
 
 
 def _cut(value: Any, start: int, stop: int, rows: int, name: str, *, is_field: bool) -> Any:
@@ -58,6 +62,16 @@ def _cut(value: Any, start: int, stop: int, rows: int, name: str, *, is_field: b
         "batch with it is not cut into microbatches; hand out tensors or lists, or leave step.microbatch and "
         "step.adaptive_batch out"
     )
+
+
+def _check_layout(batch: Any) -> None:
+    doubt = find_doubt(batch)
+    if doubt is not None:
+        raise TrainerConfigError(
+            f"{doubt}, or fields that each have all rows, so it is not known how to cut the batch into microbatches; "
+            "hand out a mapping or a named tuple of fields, each a tensor or a list of rows, or leave step.microbatch "
+            "and step.adaptive_batch out"
+        )
 
 
 def _count(batch: Any) -> int:

@@ -65,3 +65,49 @@ def test_rows_are_counted_and_cut_in_views_and_arrays_too(alone: bool) -> None:
 def test_fields_that_do_not_go_by_rows_are_refused_by_name(field: Any, said: str) -> None:
     with pytest.raises(TrainerConfigError, match=said):
         cut_batch({"x": torch.zeros(4, 2), "cu_seqlens": field}, 2)
+
+
+x, y = torch.zeros(5, 3), torch.zeros(5)
+samples = [(torch.zeros(8, 2), row % 3) for row in range(4)]
+boxes = [{"boxes": torch.zeros(row, 4), "labels": torch.zeros(row)} for row in range(4)]
+images = tuple(torch.zeros(3, 2, 2 + row) for row in range(4))
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "said"),
+    [
+        (tuple(zip(*samples, strict=True)), 4, r"the batch is a tuple of 2|batch\[0\] is a tuple of 4 alike"),
+        (samples, 4, "the batch is a list of 4 alike, which may be samples"),
+        (
+            [{"x": torch.zeros(2), "y": torch.tensor(1.0)}] * 4,
+            4,
+            "the batch is a list of 4 alike, which may be samples",
+        ),
+        (boxes, 4, "the batch is a list of 4 alike"),
+        ((images, tuple(boxes)), 4, r"batch\[0\] is a tuple of 4 alike, which may be rows"),
+        ((images, torch.zeros(4)), 4, r"batch\[0\] is a tuple of 4 alike, which may be rows"),
+        ({"x": x, "label": (0, 1, 0, 1, 1)}, 5, r"batch\['label'\] is a tuple of 5 alike, which may be rows"),
+    ],
+)
+def test_tuples_of_rows_and_lists_of_samples_are_counted_and_not_cut(batch: Any, rows: int, said: str) -> None:
+    assert count_rows(batch) == rows
+    assert cut_batch(batch, 1) == [batch]
+    with pytest.raises(TrainerConfigError, match=said):
+        cut_batch(batch, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [x, y],
+        (x, y),
+        ((x, x), y),
+        {"x": (x, (y, [1, 2, 3, 4, 5])), "size": (480, 640), "y": y},
+        Pair((x, x), Pair(y, y)),
+        {"inputs": {"a": x, "b": x}, "y": (y, y)},
+        (Pair(x, y), {"z": y}),
+    ],
+)
+def test_nested_tuples_of_fields_are_cut_where_other_fields_have_as_many_rows(batch: Any) -> None:
+    assert count_rows(batch) == 5
+    assert [count_rows(part) for part in cut_batch(batch, 2)] == [2, 3]

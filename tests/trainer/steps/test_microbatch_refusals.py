@@ -30,6 +30,25 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_not_computed_whole(
         trainer.train()
 
 
+def test_a_batch_of_tuples_of_rows_is_counted_and_not_cut_elsewhere(world: World, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        seen.append(len(batch[0]))
+        return model(torch.cat(batch[0])).sum(), len(batch[1])
+
+    batches = [tuple(zip(*[(torch.ones(8, 4), row) for row in range(6)], strict=True))]
+    with make(world, tmp_path, loss, batches, steps=1) as trainer:  # type: ignore[arg-type]
+        trainer.train()
+        assert (trainer.progress.samples, seen) == (6, [6])
+    with (
+        make(world, tmp_path, loss, batches, step={"microbatch": 2}, steps=1) as trainer,  # type: ignore[arg-type]
+        pytest.raises(TrainerConfigError, match=r"batch\[0\] is a tuple of 6 alike, which may be rows, or fields"),
+    ):
+        trainer.train()
+    assert seen == [6]
+
+
 @pytest.mark.parametrize(
     ("loss", "kind", "said"),
     [
