@@ -20,7 +20,7 @@ from ..watch.epoch_end import find_stepping
 from ..watch.stop_flag import StopFlag, TraceFlag
 from ..watch.watchdog import Activity, Advance, Watchdog
 
-_OF_BYTES = ("checkpoint", "resume", "read checkpoint", "warm start", "export")
+_OF_BYTES = ("checkpoint", "checkpoint lock", "resume", "read checkpoint", "warm start", "export")
 
 
 class Guard:

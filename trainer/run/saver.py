@@ -73,7 +73,9 @@ class Saver:
             folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
             resolved = replace(given, folder=folder, best=config.best_end)
             try:
+                stopwatch.enter("checkpoint lock")
                 self.checkpointer = Checkpointer(resolved, world, config.evaluate.best)
+                stopwatch.enter("construction")
                 self.checkpointer.entered = stopwatch.enter
                 self.checkpointer.check_room(parallel.inner, 0 if self.ema is None else self.ema.nbytes)
             except BaseException:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from launch_ranks import run_ranks
 from saved_nets import build
 from small_trainers import make_trainer
 from stored_checkpoints import keys_in, make_config, named_keys
@@ -112,3 +115,26 @@ def test_the_lock_shows_that_its_holder_lives_and_survives_a_broken_connection(b
     lock.close()
     with pytest.raises(NotFoundError):
         bucket.head(LOCK_KEY)
+
+
+LEASE_S = 12.0
+
+
+def wait_for_a_dead_run(world: World, url: str, stall_timeout_s: float) -> tuple[str, float]:
+    """What the trainer says, and after how long; the ranks' stores are their own, which it finds after the lock."""
+    store = MemoryStore(url).create()
+    dead = {"token": "of another run", "host": "node-7", "pid": 7, "processes": "of another host", "ticks": 7}
+    store.put(LOCK_KEY, json.dumps(dead).encode())
+    (StoreLock.__init__.__kwdefaults__ or {})["lease_s"] = LEASE_S
+    began_s = time.monotonic()
+    checkpoint = {"every_steps": 2, "folder": url}
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(CheckpointError) as caught:
+        make_trainer(world, folder, checkpoint=checkpoint, stall_timeout_s=stall_timeout_s)
+    return str(caught.value), time.monotonic() - began_s
+
+
+@pytest.mark.slow
+def test_waiting_for_the_lease_of_a_dead_run_is_no_stall() -> None:
+    for said, seconds in run_ranks(wait_for_a_dead_run, 2, f"mem://{uuid4().hex}/run", LEASE_S / 2):
+        assert "rank 1 does not see what rank 0 writes" in said
+        assert seconds >= LEASE_S

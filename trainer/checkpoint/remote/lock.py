@@ -23,6 +23,7 @@ from ....storage.store import Store
 from ....storage.threads.interruptible import Event, Thread
 from ...errors import CheckpointError, CheckpointTakenError
 from ..lock import start_ticks
+from ..traffic import TRAFFIC
 
 LOCK_KEY = "lock.json"
 BEAT_S = 10.0
@@ -161,6 +162,7 @@ class StoreLock:
                 return None
             except ObjectChangedError:
                 continue
+            TRAFFIC.add(len(data))  # who waits for a lease shows that the store answers
             try:
                 owner = json.loads(data)
             except ValueError:
