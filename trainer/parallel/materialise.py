@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
-from .meta import RESETS, is_on_meta, join_name, lost_values, own_tensors
+from .meta import RESETS, is_on_meta, join_name, lost_values, own_tensors, writers_of_tied
 from .precision import local_part
 
 Initialiser = Callable[[str, nn.Module], None]
@@ -59,6 +59,7 @@ class Materialiser:
             for name, tensor in named:
                 names.setdefault(id(tensor), []).append(name)
         self._aliases = {group[0]: group for group in names.values()}
+        self._writers = writers_of_tied(model)
         if initialise is None:
             for name, why in lost_values(model).items():
                 self._mark(name, why)
@@ -131,7 +132,11 @@ class Materialiser:
         try:
             with torch.no_grad():
                 if reset is not None and own:
+                    others = [one for key, one in own.items() if self._writers.get(join_name(name, key), name) != name]
+                    kept = [one.clone() for one in others]
                     reset()
+                    for one, before in zip(others, kept, strict=True):
+                        one.copy_(before)
                 if self._initialise is not None:
                     self._initialise(name, module)
         except Exception as exc:

@@ -18,6 +18,7 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 _RESET_FRAMES = (*RESETS, "reset_running_stats")
 _LOST = "_penstock_lost_values"
+_WRITERS = "_penstock_writers_of_tied"
 
 
 def build_on_meta(build: Callable[..., Module], *arguments: Any, **options: Any) -> Module:
@@ -25,13 +26,14 @@ def build_on_meta(build: Callable[..., Module], *arguments: Any, **options: Any)
 
     Unlike the bare context, this keeps in mind which weights the constructor writes outside of ``reset_parameters``:
     their values are lost on the meta device, and the trainer refuses the model by their names, unless it gets a
-    function that initialises them or weights to start from.
+    function that initialises them or weights to start from. Of tied weights it keeps whose values they have.
     """
     watch = _Writes()
     with torch.device("meta"), watch:
         model = build(*arguments, **options)
     if isinstance(model, nn.Module):
         object.__setattr__(model, _LOST, watch.list_lost(model))
+        object.__setattr__(model, _WRITERS, watch.list_writers(model))
     return model
 
 
@@ -42,6 +44,12 @@ def is_on_meta(model: nn.Module) -> bool:
 def lost_values(model: nn.Module) -> Mapping[str, str]:
     """Why a tensor's value did not survive the constructor, by name, where ``build_on_meta`` saw that."""
     found: Mapping[str, str] = getattr(model, _LOST, {})
+    return found
+
+
+def writers_of_tied(model: nn.Module) -> Mapping[str, str]:
+    """The module whose reset gave a tied tensor its values, by each of its names, where ``build_on_meta`` saw that."""
+    found: Mapping[str, str] = getattr(model, _WRITERS, {})
     return found
 
 
@@ -92,6 +100,20 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif written is not None and written[1] is None:
                     lost[join_name(module_name, key)] = f"a constructor gives it its value, by {written[2]}"
         return lost
+
+    def list_writers(self, model: nn.Module) -> dict[str, str]:
+        """The module that reset a tensor last, of those that hold it, by each of the tensor's names."""
+        holders: dict[int, list[tuple[str, str, nn.Module, Tensor]]] = {}
+        for name, module in model.named_modules():
+            for key, tensor in own_tensors(module).items():
+                holders.setdefault(id(tensor), []).append((join_name(name, key), name, module, tensor))
+        found: dict[str, str] = {}
+        for group in holders.values():
+            written = self._last.get(group[0][3].untyped_storage()._cdata)
+            writers = [name for _, name, module, _ in group if written is not None and module is written[1]]
+            if len(group) > 1 and writers:
+                found.update({key: writers[0] for key, *_ in group})
+        return found
 
 
 def _find_resetting_module(frame: FrameType | None) -> nn.Module | None:

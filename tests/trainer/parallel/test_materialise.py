@@ -220,3 +220,35 @@ def test_an_optimizer_over_meta_parameters_trains_the_real_ones(world: World, tm
         trainer.train()
         after = whole_state(trainer.parallel.inner)
     assert all(not torch.equal(before[name], after[name]) for name, _ in model.named_parameters())
+
+
+class Scored(nn.Module):
+    """An embedding and the layer that scores its rows with one weight, which is that of the one or the other."""
+
+    def __init__(self, survivor: str, order: str) -> None:
+        super().__init__()
+        for name in order.split():
+            self.add_module(name, nn.Embedding(500, 64) if name == "table" else nn.Linear(64, 500))
+        if survivor == "table":
+            self.scores.weight = self.table.weight
+        else:
+            self.table.weight = self.scores.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.table(torch.zeros(len(x), dtype=torch.long)))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("order", ["table scores", "scores table"])
+@pytest.mark.parametrize("survivor", ["table", "scores"])
+def test_tied_weights_begin_as_the_module_made_them_whose_they_are(
+    world: World, tmp_path: Path, survivor: str, order: str, zero: int
+) -> None:
+    expected = Scored(survivor, order).table.weight.std()  # 1, or a thirtieth
+    with make_trainer(
+        world, str(tmp_path), model=build_on_meta(Scored, survivor, order), parallel={"zero": zero}
+    ) as trainer:
+        found = whole_state(trainer.parallel.inner)
+    assert torch.equal(found["table.weight"], found["scores.weight"])
+    assert torch.allclose(found["table.weight"].std(), expected, rtol=0.1)
+    assert found["scores.bias"].abs().max() > 0
