@@ -21,6 +21,7 @@ from .evaluation.evaluate import Evaluation
 from .evaluation.modes import begin_training
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
+from .parallel.precision import tell_scaling
 from .parts import make_parts
 from .randomness import seed_step
 from .ranks.world import World, open_world
@@ -295,6 +296,7 @@ class DistributedTrainer:
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
         self.schedule.tell_changes(state.get("schedule"), self._recorder.note)
+        tell_scaling(self.config.precision, state["steps"]["scaler"], self._recorder.note)
         self._recorder.record("resume", {"world_size": self.world.world_size})
         done = ", where the run was done" if is_done(self.config, self.progress) else ""
         self._recorder.note(f"resumed from the checkpoint of step {step}{done}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.world import World
 
+_SCALING = ("growth_factor", "growth_interval", "backoff_factor")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -123,6 +125,11 @@ class LossScaler(torch.amp.GradScaler):
         )
         self._world = world
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the scale, and the updates since it changed; how it changes stays as it is given now."""
+        since = min(state_dict["_growth_tracker"], self.get_growth_interval() - 1)  # torch compares for equality
+        super().load_state_dict({**self.state_dict(), "scale": state_dict["scale"], "_growth_tracker": since})
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -156,6 +163,13 @@ class LossScaler(torch.amp.GradScaler):
         self.step(optimizer)
         self.update()
         return bool(self.get_scale() >= before)
+
+
+def tell_scaling(config: PrecisionConfig, saved: Mapping[str, Any] | None, tell: Callable[[str], None]) -> None:
+    """Tell of each setting of the loss scale that a checkpoint's scaler had otherwise."""
+    for key in _SCALING if config.dtype == "fp16" and saved else ():
+        if saved and saved.get(key) != getattr(config, key):
+            tell(f"precision.{key}={getattr(config, key)!r}, where the checkpoint had {saved.get(key)!r}")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
