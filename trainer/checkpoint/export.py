@@ -8,9 +8,11 @@ from typing import Literal
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ...storage.files import sync_folder
 from ...storage.store import ByteRange
 from ..errors import CheckpointError
 from ..options import check_choice
+from .finished import finish_file
 from .folder import read_manifest
 from .remote.download import opened_checkpoint
 from .safetensors_file import can_write, write_safetensors
@@ -57,7 +59,9 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
             write_safetensors(tensors, partial, stated)
         else:
             save_file(tensors, partial, metadata=stated)
+        finish_file(partial)
         partial.replace(path)
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as exc:  # safetensors has its own for a full disk
         with suppress(OSError):
             partial.unlink()

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ...storage.files import sync_folder, write_whole
 from ...storage.store import ByteRange
+from ..checkpoint.finished import finish_file
 from ..checkpoint.folder import read_manifest, seal_file
 from ..checkpoint.state import EMA, MODEL, find_needs_of, list_averages, read_weights
 from ..checkpoint.traffic import open_reader
@@ -213,19 +213,10 @@ def _save(tensors: dict[str, Tensor], path: Path, step: int) -> None:
         ) from exc
     try:
         save_file(tensors, path, metadata={"format": "pt", "step": str(step)})
-        path.chmod(_mode_of_new_files(path.parent))  # safetensors lets nobody else read it
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        finish_file(path)
     except Exception as exc:  # safetensors has its own for a full disk
         path.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {exc}") from exc
-
-
-def _mode_of_new_files(folder: Path) -> int:
-    """What the umask leaves, which can't be read without being set."""
-    with tempfile.TemporaryDirectory(dir=folder) as probe:
-        (Path(probe) / "new").touch()
-        return (Path(probe) / "new").stat().st_mode & 0o777
 
 
 def _read_config(chosen: Chosen) -> bytes | None:
