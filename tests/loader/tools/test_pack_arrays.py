@@ -25,11 +25,11 @@ def read_back(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5,), (2, 3), (1,), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(5,), (2, 1, 2)])
 def test_arrays_of_one_shape_are_tensors_of_their_dtype(
     tmp_path: Path, form: Table, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    arrays = [(np.random.default_rng(i).random(shape) * 100).astype(dtype) for i in range(600)]
+    arrays = [(np.random.default_rng(i).random(shape) * 100).astype(dtype) for i in range(300)]
     pack(({"x": array} for array in arrays), tmp_path, format=form, shard_bytes=10_000, progress=False)
     found = read_back(tmp_path)["x"]
     assert isinstance(found, torch.Tensor)

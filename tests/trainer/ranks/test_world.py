@@ -63,6 +63,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom() -> None:
             agree_on_start(dist.HashStore(), rank, 2, timeout_s=0.05)
 
 
+@pytest.mark.slow
 def test_the_first_rank_names_those_that_did_not_come() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as ranks:

@@ -15,10 +15,14 @@ from penstock.trainer.watch.stop_flag import StopFlag
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_sets_the_flag_and_its_name_is_the_reason(number: signal.Signals) -> None:
-    with StopFlag() as flag:
-        assert flag.reason is None
-        os.kill(os.getpid(), number)
-        assert flag.reason == number.name
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with StopFlag() as flag:
+            assert flag.reason is None
+            os.kill(os.getpid(), number)
+            assert flag.reason == number.name
+    finally:
+        signal.signal(number, before)
 
 
 def test_handlers_are_restored_and_a_second_interrupt_interrupts() -> None:
