@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from .caching.cache import CacheStore
 from .clients.bridge import BridgeStore
 from .clients.local import LocalStore
-from .clients.remote import CLOUD_SCHEMES, RemoteStore
+from .clients.remote import RemoteStore
 from .encryption.store import EncryptedStore
 from .errors import UnsupportedURLError
 from .memory import MemoryStore
@@ -20,7 +20,7 @@ from .options import ENCRYPTION_OPTION, MAPPED_OPTION
 from .retrying.config import RetryConfig
 from .retrying.retry import RetryStore
 from .store import Store
-from .urls import WEB_SCHEMES
+from .urls import CLOUD_SCHEMES, WEB_SCHEMES
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _SIGNATURE = re.compile(r"&(sig|signature|x-amz-signature|x-goog-signature|x-amz-credential)=", re.IGNORECASE)

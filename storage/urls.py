@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
+from .errors import UnsupportedURLError
+
+CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
 WEB_SCHEMES = frozenset({"http", "https"})
 # Up to the last @ of the authority; a password may itself have one, or a slash.
 PASSWORD = re.compile(r"://[^/@:]*:(?:[^/]*|[^@]*)@")
+_AUTHORITY = re.compile(r"[^:\[\]?#]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _PLAIN = "/:@!$&'()*+,;="  # RFC 3986, section 3.3: what a path's segments may have as it is
 
 
@@ -16,6 +20,27 @@ def split_root(url: str) -> tuple[str, str, str]:
     scheme, _, rest = url.partition("://")
     authority, _, path = rest.partition("/")
     return scheme.lower(), authority, path
+
+
+def parse_remote(url: str) -> tuple[str, str, str]:
+    """What ``split_root`` returns, of a URL of a cloud or a web server.
+
+    Raises:
+        UnsupportedURLError: it is none, or has credentials, a query or, of a web server, a fragment.
+    """
+    scheme, authority, path = split_root(url)
+    if scheme not in CLOUD_SCHEMES | WEB_SCHEMES or not authority:
+        raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
+    user, mark, _ = authority.rpartition("@")
+    has_user = bool(mark) and (not scheme.startswith("abfs") or ":" in user)  # which writes 'container@account'
+    if has_user or path.partition("?")[2] or not _AUTHORITY.fullmatch(authority):
+        raise UnsupportedURLError(
+            f"the {scheme} URL carries credentials or a query, or its port is no number; "
+            "use storage_options= for credentials"
+        )
+    if scheme in WEB_SCHEMES and "#" in path:
+        raise UnsupportedURLError(f"{url!r} has a fragment, which no server gets; write %23 for a '#' in a name")
+    return scheme, authority, path
 
 
 def decode_path(url: str, path: str) -> str:

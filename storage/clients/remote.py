@@ -25,24 +25,21 @@ from ..checks import (
     past_the_end,
     where,
 )
-from ..errors import NotFoundError, ObjectChangedError, ShortReadError, StorageError, UnsupportedURLError
+from ..errors import NotFoundError, ObjectChangedError, ShortReadError, StorageError
 from ..options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_true, limit_options
 from ..ranges import read_ranges
 from ..retrying.patience import TimeLimit
 from ..store import ByteRange, ObjectInfo, byte_view
-from ..urls import WEB_SCHEMES, decode_path, split_root
+from ..urls import WEB_SCHEMES, decode_path, parse_remote
 from .autoindex import list_index
 from .direct import DirectReads, plain_urls, sign_with, times_of, why_not
 from .remote_errors import Translator
 from .shared import open_shared
 from .web import WebClient
 
-CLOUD_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"})
-
 # Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
 # listing shows, and costs money.
 MULTIPART_BYTES = 64 << 20
-_AUTHORITY = re.compile(r"[^:\[\]?#]+(:\d*)?|\[[0-9A-Fa-f:.]+\](:\d*)?")
 _Infos = list[ObjectInfo]  # inside the class, list is a verb
 
 # What obstore raises: its own errors, and Python's for bad arguments and missing objects.
@@ -80,18 +77,7 @@ class RemoteStore:
         Raises:
             UnsupportedURLError: the URL or an option is not understood.
         """
-        scheme, authority, path = split_root(url)
-        if scheme not in CLOUD_SCHEMES | WEB_SCHEMES or not authority:
-            raise UnsupportedURLError(f"{url!r} names no bucket or host; write e.g. s3://bucket/prefix")
-        user, mark, _ = authority.rpartition("@")
-        has_user = bool(mark) and (not scheme.startswith("abfs") or ":" in user)  # which writes 'container@account'
-        if has_user or path.partition("?")[2] or not _AUTHORITY.fullmatch(authority):
-            raise UnsupportedURLError(
-                f"the {scheme} URL carries credentials or a query, or its port is no number; "
-                "use storage_options= for credentials"
-            )
-        if scheme in WEB_SCHEMES and "#" in path:
-            raise UnsupportedURLError(f"{url!r} has a fragment, which no server gets; write %23 for a '#' in a name")
+        scheme, authority, path = parse_remote(url)
         self._options = dict(storage_options or {})
         self._lock = threading.Lock()
         self._limited: dict[TimeLimit, RemoteStore] = {}

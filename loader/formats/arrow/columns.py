@@ -90,11 +90,6 @@ def marks_nulls(kind: pa.DataType) -> bool:
     return pt.is_integer(kind) or pt.is_boolean(kind) or _is_temporal(kind)
 
 
-def may_be_null(field: pa.Field) -> bool:
-    """Whether a schema lets values of a field be null, or those of its lists of one length."""
-    return field.nullable or (pt.is_fixed_size_list(field.type) and may_be_null(field.type.value_field))
-
-
 @lru_cache(_TYPES_KEPT)
 def value_bytes(kind: pa.DataType) -> int | None:
     """Bytes that one value takes as an ArrayColumn; None for columns of other kinds."""

@@ -19,7 +19,7 @@ from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
-from .columns import batch_block, has_offsets, marks_nulls, may_be_null, schema_columns, table_block, value_bytes
+from .columns import batch_block, has_offsets, marks_nulls, schema_columns, table_block, value_bytes
 from .parquet_footer import (
     SparseFile,
     arrow_schema,
@@ -93,7 +93,7 @@ class ParquetFormat(BaseFormat):
         nullable = {
             field.name
             for field in schema
-            if may_be_null(field) and (not marks_nulls(field.type) or may_hold_nulls(footer, leaves[field.name]))
+            if _may_be_null(field) and (not marks_nulls(field.type) or may_hold_nulls(footer, leaves[field.name]))
         }
         return ShardIndex(chunks, {"columns": schema_columns(schema, nullable, shard.key), "seen_in": shard.key})
 
@@ -297,3 +297,8 @@ def _read_counted(file: pq.ParquetFile, groups: range, names: list[str], chunk: 
         total += batch.nbytes
         refuse_large(chunk, total, at_least=True)
     return pa.Table.from_batches(batches)
+
+
+def _may_be_null(field: pa.Field) -> bool:
+    """Whether a schema lets values of a field be null, or those of its lists of one length."""
+    return field.nullable or (pt.is_fixed_size_list(field.type) and _may_be_null(field.type.value_field))
