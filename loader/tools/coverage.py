@@ -39,7 +39,8 @@ def count_lost(standing: Iterable[Standing], *, by_rows: bool = False) -> dict[i
         elif not record.is_skip and not record.is_drop:
             ranks[record.epoch, record.start, record.stop][attempt].add(rank)
             worlds[attempt] = world_size
-    lost = {epoch: _count_gaps(of_epoch, is_first=epoch == min(ranges)) for epoch, of_epoch in ranges.items()}
+    first = min(ranges, default=0)
+    lost = {epoch: _count_gaps(of_epoch, is_first=epoch == first) for epoch, of_epoch in ranges.items()}
     for (epoch, start, stop), found in rows.items():
         lost[epoch] += max(0, stop - start - found)
     for (epoch, start, stop), by_attempt in ranks.items():
@@ -63,10 +64,13 @@ def refuse_other_order(starts: Sequence[tuple[int, int]], ends: Sequence[tuple[i
     Raises:
         DatasetError: one begins where none before it had come to, and a later one passed.
     """
-    for number, start in enumerate(starts):
-        is_reached = start[1] == 0 or any(start <= end for end in ends[:number])
+    furthest = (-1, -1)
+    for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        is_reached, furthest = start[1] == 0 or start <= furthest, max(furthest, end)
+        if is_reached:
+            continue
         passed = next((n for n in range(number + 1, len(starts)) if starts[n] < start <= ends[n]), None)
-        if not is_reached and passed is not None:
+        if passed is not None:
             raise DatasetError(
                 f"attempt {number + 1} begins at position {start[1]:,} of epoch {start[0]:,}, which no attempt before "
                 f"it reached, but attempt {passed + 1} did, which began later by its host's clock: the clocks of hosts "
