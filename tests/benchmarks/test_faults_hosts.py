@@ -56,7 +56,7 @@ def test_frames_pass_are_lost_or_late_as_the_weather_says() -> None:
         assert connect(hosts) == "silent"
         hosts.set_weather(delay_s=0.2)
         assert connect(hosts, timeout_s=20.0) == "refused"
-        sleeper = subprocess.Popen(["ip", "netns", "exec", hosts.names[0], "sleep", "600"])
+        sleeper = hosts.start(0, ["sleep", "600"], subprocess.DEVNULL, os.environ)
     assert sleeper.wait(timeout=20) != 0
     assert namespaces() == []
 

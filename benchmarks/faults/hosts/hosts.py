@@ -92,9 +92,9 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def start(
-        self, host: int, command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+        self, host: int, command: Sequence[str], output: IO[bytes] | int, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host, in a session of its own."""
+        """Start a command on a host, in a session of its own; returns once it is there, where ``kill`` finds it."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *command],
             stdout=output,
@@ -103,6 +103,8 @@ class Hosts:
             start_new_session=True,
         )
         self._processes.append(process)
+        while process.poll() is None and not _is_on(self.names[host], process.pid):
+            time.sleep(0.002)
         return process
 
     def pids(self, host: int) -> list[int]:
@@ -155,6 +157,13 @@ def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise StageError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+
+
+def _is_on(name: str, pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/ns/net").samefile(f"/run/netns/{name}")
+    except OSError:  # it has ended
+        return False
 
 
 def is_running(pid: int) -> bool:
