@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
@@ -40,6 +41,9 @@ from .state import (
     restore_rank_state,
     restore_state,
 )
+
+# Before 2.13 a stager forgot how to copy after its first use.
+_STAGERS_STAY = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +73,7 @@ class Checkpointer:
             )
         self._world = world
         self._control = ControlGroup(world)
-        on_device = world.device.type != "cpu"
-        self._stager = DefaultStager(StagingOptions(on_device, False, False, on_device))
+        self._stager = self._make_stager()
         self._thread: Thread | None = None
         self._failure: Exception | None = None
         self._current_step: int | None = None
@@ -87,6 +90,10 @@ class Checkpointer:
             self._stager.close()
             self._control.close()
             raise
+
+    def _make_stager(self) -> DefaultStager:
+        on_device = self._world.device.type != "cpu"
+        return DefaultStager(StagingOptions(on_device, False, False, on_device))
 
     def check_room(self, model: nn.Module, more_bytes: int = 0) -> None:
         """Raise a CheckpointRoomError, on every rank, if the disk cannot hold the checkpoints that are to be kept.
@@ -144,6 +151,8 @@ class Checkpointer:
         )
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was told to copy at once"
+        if not _STAGERS_STAY:
+            self._stager = self._make_stager()
         self._thread = Thread(target=self._write, args=(step, staged, extra_text, metric), name="penstock-checkpoint")
         self._thread.start()
         if blocking:

@@ -151,7 +151,8 @@ class Tracer:
             return ProfilerAction.WARMUP if number < warmup else ProfilerAction.RECORD
 
         def start() -> None:
-            made = profile(activities=activities, schedule=plan, record_shapes=True)
+            # acc_events: there is one cycle, and torch 2.11 and 2.12 warn of what the others would lose.
+            made = profile(activities=activities, schedule=plan, record_shapes=True, acc_events=True)
             made.start()
             self._profile, self._steps = made, traced
 
