@@ -164,6 +164,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     "options",
     [
