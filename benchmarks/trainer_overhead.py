@@ -1,6 +1,7 @@
 """What the trainer's loop costs over a bare PyTorch loop with the same model, engine and optimizer.
 
 torchrun --nproc-per-node=2 -m penstock.benchmarks.trainer_overhead --results benchmarks/results
+python -m penstock.benchmarks.trainer_overhead --device cuda --workloads short large
 
 Rounds of both loops alternate in one run, so that a busy machine slows both. Steps are timed by when the loop asks for
 batches: what happens once a run does not count, all that happens once a step or once a record does. A round's time is
@@ -37,6 +38,7 @@ from ..trainer.config import TrainerConfig
 from ..trainer.data.arrays import ArrayLoader
 from ..trainer.options import build_config
 from ..trainer.ranks.world import World, close_world, open_world
+from ..trainer.report.flops import device_name
 from ..trainer.trainer import DistributedTrainer
 from .arguments import make_parser
 from .machine import describe_machine, list_versions
@@ -97,7 +99,9 @@ WORKLOADS = (
     Workload(name="short-accumulate-4", width=256, layers=8, batch_size=16, accumulate=4),
     Workload(name="short-zero1", width=256, layers=8, batch_size=64, zero=1),
     Workload(name="short-zero3", width=256, layers=8, batch_size=64, zero=3),
+    Workload(name="large", width=2048, layers=8, batch_size=2048),  # some ms a step on a large GPU
 )
+_ON_CPU = [work.name for work in WORKLOADS if work.name != "large"]
 
 
 class TimedBatches:
@@ -129,9 +133,9 @@ class TimedBatches:
 
 def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
     """The loop that a PyTorch user writes: exchange with the last microbatch, clip where asked to, step."""
-    model: nn.Module = work.make_model()
+    model: nn.Module = work.make_model().to(world.device)
     if work.zero:
-        mesh = init_device_mesh("cpu", (world.world_size,))
+        mesh = init_device_mesh(world.device.type, (world.world_size,))
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, reshard_after_forward=work.zero == 3)
         fully_shard(model, mesh=mesh, reshard_after_forward=work.zero == 3)
@@ -178,7 +182,8 @@ def run_trainer(work: Workload, world: World, loader: TimedBatches) -> None:
 
 def measure(work: Workload, world: World, *, rounds: int, steps: int) -> dict[str, Any]:
     """The steps of each round of both loops in ms, and the quartiles of the rounds' ratios."""
-    batches = list(make_loader(world, 16 * work.batch_size * world.world_size, work.batch_size, work.width))
+    made = make_loader(world, 16 * work.batch_size * world.world_size, work.batch_size, work.width)
+    batches = [{name: value.to(world.device) for name, value in batch.items()} for batch in made]
     loops: dict[str, Callable[[Workload, World, TimedBatches], None]] = {"bare": run_bare, "trainer": run_trainer}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for turn in range(rounds):
@@ -187,7 +192,8 @@ def measure(work: Workload, world: World, *, rounds: int, steps: int) -> dict[st
             dist.barrier()
             loops[name](work, world, loader)
             found[name].append(loader.step_ms(work.accumulate))
-    row: dict[str, Any] = {**vars(work), "ranks": world.world_size, "rounds": rounds, "steps": steps}
+    row: dict[str, Any] = {**vars(work), "device": device_name(world.device), "ranks": world.world_size}
+    row |= {"rounds": rounds, "steps": steps}
     for k, prefix in enumerate(("", "cpu_")):
         bare, ours = ([round_[k] for round_ in found[name]] for name in ("bare", "trainer"))
         low, middle, high = statistics.quantiles((one / other for one, other in zip(ours, bare, strict=True)), n=4)
@@ -227,13 +233,14 @@ def write_results(path: Path, rows: list[dict[str, Any]], design: str) -> None:
 def main() -> int:
     parser = make_parser(__doc__)
     names = [work.name for work in WORKLOADS]
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names, help="which to measure")
+    parser.add_argument("--workloads", nargs="+", choices=names, default=_ON_CPU, help="which to measure")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both loops train")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of rounds, which alternate")
     parser.add_argument("--steps", type=int, default=60, help="timed steps in a round, a multiple of ten")
     parser.add_argument("--results", type=Path, help="append to trainer-overhead.json in this folder")
     parser.add_argument("--design", default="", help="what is measured, in words, for the results")
     given = parser.parse_args()
-    world = open_world(device="cpu")
+    world = open_world(device=given.device)
     try:
         rows = []
         for work in WORKLOADS:
