@@ -174,7 +174,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         fetch_threads: int | Literal["auto"] = "auto",
         read_ahead: int | str = "auto",
         autotune: bool | Literal["auto"] = "auto",
-        processes: int = 0,
+        processes: int | Literal["auto"] = "auto",
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
@@ -240,8 +240,9 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             has_budget=told.budget is not None,
             audit_dir=audit_dir,
         )
-        FieldDecoders(decode, raw, processes)
-        check_at_least("processes", processes, 0)
+        asked_processes = 0 if processes == "auto" else processes
+        check_at_least("processes", asked_processes, 0)
+        FieldDecoders(decode, raw, asked_processes)
         group = GroupArguments.read(
             fields_by_stage,
             sequence_cut,
@@ -257,12 +258,12 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         needs_host = {
             "transform=": transform,
             "collate=": collate,
-            "processes=": processes or None,
+            "processes=": asked_processes or None,
             "keep=, may_drop=, packing= or on_error='skip'": reshaping,
             "a Mixture": source if isinstance(source, Mixture) else None,
         }
         codec = open_image_codec(decode, on_device, needs_host)
-        choice = read_tuning(threads, fetch_threads, read_ahead, autotune, memory_limit, processes)
+        choice = read_tuning(threads, fetch_threads, read_ahead, autotune, memory_limit, asked_processes)
         self._counters = Counters()
         common = Common(
             share=share,

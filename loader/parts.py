@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.images.device_codec import DeviceCodec
 from .decoding.images.first_values import ImageFields
 from .decoding.row_work import RowWork
+from .decoding.workers.images import ImageProcesses, count_image_processes
 from .decoding.workers.pool import WorkerPool
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
@@ -73,7 +74,7 @@ class Common:
     last_batch: LastBatch
     decode: DecodeChoice
     raw: RawValues
-    processes: int
+    processes: int | Literal["auto"]
     errors: ErrorArguments
     tuning_choice: TuningChoice
     device: torch.device | None
@@ -106,6 +107,11 @@ class Common:
         return self.tuning_choice.decode_threads or self.tuning_choice.cores
 
     @property
+    def asked_processes(self) -> int:
+        """The worker processes that the user asks for."""
+        return 0 if self.processes == "auto" else self.processes
+
+    @property
     def max_bad_chunks(self) -> int | None:
         return self.errors.max_bad_chunks
 
@@ -117,8 +123,12 @@ class Common:
         return "views" if self.raw == "view" else True
 
     def start_workers(self, work: RowWork, decode: DecodeChoice) -> None:
-        if self.processes:
-            self.resources.workers = WorkerPool(work, decode, self.processes)
+        """Processes that decode and transform: those asked for, or of images alone what the machine has cores for."""
+        if self.processes != "auto":
+            self.resources.workers = WorkerPool(work, decode, self.processes) if self.processes else None
+        elif work.transform is None and self.raw == "bytes" and self.tuning_choice.is_free:
+            count = count_image_processes(self.tuning_choice.cores)
+            self.resources.images = ImageProcesses(work, count) if count else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +173,7 @@ def open_one(
     weights: SampleWeights | None,
 ) -> Parts:
     """The parts of a loader of one data set."""
-    decoders = FieldDecoders(common.decode, common.raw, common.processes, common.codec)
+    decoders = FieldDecoders(common.decode, common.raw, common.asked_processes, common.codec)
     batch_options = common.batch_options
     common.start_workers(batch_options.work, common.decode)
     with ExitStack() as lingering:  # until the data's store has taken over their connections
@@ -242,6 +252,7 @@ def open_one(
         decoders=decoders,
         counters=common.counters,
         workers=common.resources.workers,
+        images=common.resources.images,
         replacer=policy.replacer(chunks.apart(names), batch_options.work),
         bad=policy.bad,
         tuner=Tuner(common.tuning_choice),
@@ -294,7 +305,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         },
         ordering={**common.ordering, "share": common.share},
         raw=common.raw,
-        processes=common.processes,
+        processes=common.asked_processes,
         max_bad_chunks=common.max_bad_chunks or 0,
         is_logged=common.is_logged,
     )
@@ -320,6 +331,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         decoders=parts.kinds[0].decoders,
         counters=common.counters,
         workers=common.resources.workers,
+        images=common.resources.images,
         tuner=Tuner(common.tuning_choice),
         make_assembler=parts.make_assembler,
     )

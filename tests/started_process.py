@@ -50,3 +50,18 @@ def _marked(mark: str) -> list[int]:
             if f"{_MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return found
+
+
+def worker_processes() -> list[int]:
+    """The worker processes of this one; other tests may have left servers of their own for the whole session."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return sorted(pid for pid in found if _is_worker(pid))
+
+
+def _is_worker(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+        return b"workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

@@ -41,6 +41,7 @@ _CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens"
 _SMALL_ROWS = {"images": 4, "tokens": 1}
 _COPIED_ROWS = 1024
 _NO_GPU = 3
+_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns, where it is installed; here an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def run_tests(screen: Console) -> dict[str, Any]:
     if not (_ROOT / "tests").is_dir():
         return {"summary": "there are no tests beside an installed penstock"}
     screen.print("tests marked gpu", style="dim")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(min(6, usable_cores())), *_PLUGINS, "tests"]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if done.returncode:
@@ -122,7 +123,8 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
 
     peers, refused = prepare_peers(settings, manifest, layout, ours, say)
     on_gpu = config.device == "cuda"
-    jobs: dict[str, Job | None] = {OURS: ours, **peers, LIMIT: None}
+    # Without workers, which leaves their number to the loader.
+    jobs: dict[str, Job | None] = {OURS: replace(ours, workers=0), **peers, LIMIT: None}
     runs: dict[str, list[dict[str, Any]]] = {}
     for number in range(config.rounds):
         for loader, job in jobs.items():
@@ -154,7 +156,7 @@ def run_copies(config: GpuConfig, screen: Console) -> dict[str, Any]:
     screen.print("  copies to the device", style="dim")
     case = CASES["tokens"]
     url = str(make_case(case, config.data, config.scale))
-    job = Job(contender=OURS, url=url, num_samples=1, scratch="", workers=usable_cores())
+    job = Job(contender=OURS, url=url, num_samples=1, scratch="")
     asked = Copying(device="cuda", url=url, rows=_COPIED_ROWS, seconds=config.seconds / 2, job=asdict(job))
     return _run(asked, "copies to the device")
 
@@ -191,7 +193,12 @@ def print_result(result: Mapping[str, Any], screen: Console) -> None:
 
 
 def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
-    names = {"cpu": "on the CPU", "device": "on the device", "bare": "bare codec, whole images"}
+    names = {
+        "cpu": "on the CPU",
+        "threads": "on the CPU by threads alone",
+        "device": "on the device",
+        "bare": "by the device's bare codec, whole images",
+    }
     for way, name in names.items():
         if way in result:
             rate, cpu = result[way]["images_per_s"], result[way]["cpu_us_per_image"]

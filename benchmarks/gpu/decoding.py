@@ -15,8 +15,9 @@ import torch
 from ...loader import ConfigError, DistributedDataLoader, ImageDecoder
 from ...loader.decoding.images import device_codec
 from ...storage import PenstockError
+from ..harness.process_time import tree_cpu_s
 
-_WARM_STEPS = 3
+_WARM_STEPS, _WARM_S = 3, 3.0  # what a loader starts later is there then
 _BARE_IMAGES = 128
 
 
@@ -31,9 +32,15 @@ class Decoding:
 
 
 def run_decoding(asked: Decoding) -> dict[str, Any]:
-    """Rates by way: "cpu", "device", "bare" (whole images, neither cut nor resized); "refused" if there is no codec."""
+    """Rates by way: "cpu", and with "threads" alone; "device", and "bare" (whole images, neither cut nor resized).
+
+    "refused" if there is no codec.
+    """
     device = torch.device(asked.device)
-    result: dict[str, Any] = {"cpu": _rate_of_loader(asked, device, on_device=False)}
+    result: dict[str, Any] = {
+        "cpu": _rate_of_loader(asked, device, on_device=False),
+        "threads": _rate_of_loader(asked, device, on_device=False, processes=0),
+    }
     try:
         result["device"] = _rate_of_loader(asked, device, on_device=True)
         result["bare"] = _rate_of_codec(asked, device)
@@ -42,10 +49,12 @@ def run_decoding(asked: Decoding) -> dict[str, Any]:
     return result
 
 
-def _rate_of_loader(asked: Decoding, device: torch.device, *, on_device: bool) -> dict[str, float]:
+def _rate_of_loader(asked: Decoding, device: torch.device, *, on_device: bool, **options: Any) -> dict[str, float]:
     decoder = ImageDecoder(size=224, crop="random", flip=0.5, device="cuda" if on_device else None)
     where = device if device.type == "cuda" else None
-    with DistributedDataLoader(asked.url, batch_size=asked.rows, decode={"jpg": decoder}, device=where) as loader:
+    with DistributedDataLoader(
+        asked.url, batch_size=asked.rows, decode={"jpg": decoder}, device=where, **options
+    ) as loader:
         batches = _endless(loader)
 
         def take() -> int:
@@ -86,9 +95,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _rate(take: Callable[[], int], seconds: float) -> dict[str, float]:
-    for _ in range(_WARM_STEPS):
+    began, steps = time.perf_counter(), 0
+    while steps < _WARM_STEPS or time.perf_counter() - began < _WARM_S:
         take()
-    images, started, cpu = 0, time.perf_counter(), time.process_time()
+        steps += 1
+    images, started, cpu = 0, time.perf_counter(), tree_cpu_s()
     while (spent := time.perf_counter() - started) < seconds or not images:
         images += take()
-    return {"images_per_s": images / spent, "cpu_us_per_image": 1e6 * (time.process_time() - cpu) / images}
+    return {"images_per_s": images / spent, "cpu_us_per_image": 1e6 * (tree_cpu_s() - cpu) / images}

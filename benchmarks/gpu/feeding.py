@@ -27,7 +27,7 @@ from ..harness.measure import tell
 from .decoding import Decoding, run_decoding
 from .models import Model, TrainStep, make_batch
 
-_WARM_STEPS = 3
+_WARM_STEPS, _WARM_S = 3, 3.0  # what is read ahead, and what a loader starts later, is there then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def run_feeding(asked: Feeding) -> dict[str, Any]:
 
 
 def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, started: float) -> dict[str, Any]:
-    waits, samples, steps = 0.0, 0, 0
+    waits, samples, steps, warm_steps = 0.0, 0, 0, 0
     first_s = counted_from = 0.0
     while True:
         in_pass = 0
@@ -75,17 +75,18 @@ def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, 
             done = time.perf_counter()
             first_s = first_s or got - started
             steps, in_pass = steps + 1, in_pass + 1
-            if steps == _WARM_STEPS:
-                counted_from = done
-            elif steps > _WARM_STEPS:
+            if not counted_from:
+                if steps >= _WARM_STEPS and done - started >= _WARM_S:
+                    counted_from, warm_steps = done, steps
+            else:
                 waits, samples = waits + got - asked, samples + rows
                 if done - counted_from >= seconds:
                     spent = done - counted_from
                     return {
                         "samples_per_s": samples / spent,
                         "wait_share": waits / spent,
-                        "steps": steps,
-                        "step_ms": 1e3 * (spent - waits) / (steps - _WARM_STEPS),
+                        "steps": steps - warm_steps,
+                        "step_ms": 1e3 * (spent - waits) / (steps - warm_steps),
                         "first_batch_s": first_s,
                         "device_peak_bytes": _device_peak(step.device),
                     }

@@ -58,7 +58,7 @@ def bench(config: BenchConfig, *, command: Sequence[str] = (), say: Say = lambda
         cache_dir=config.cache_dir,
         fields=layout,
     )
-    jobs = {OURS: ours}
+    jobs = {OURS: ours if config.workers else replace(ours, workers=0)}  # which leaves it to the loader
     refused: dict[str, str] = {}
     if config.against:
         from .prepare import prepare_peers

@@ -32,6 +32,7 @@ from .replace import Replacer
 from .row_job import RowCrew, RowJob
 from .row_work import Sample
 from .rows import Rows
+from .workers.images import ImageProcesses
 from .workers.pool import WorkerPool
 
 
@@ -39,9 +40,10 @@ from .workers.pool import WorkerPool
 class BatchMaker:
     """Makes batches of gathered rows: has them decoded and transformed, then collates them.
 
-    The threads of ``pool`` do this work, or ``workers``, which are processes. ``replacer`` replaces bad
-    samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of one source
-    of a mixture; None: that of the options. Rows that are copied late, and images of one size, go into ``memory``.
+    The threads of ``pool`` do this work, or processes: ``workers``, or of images alone ``images``. ``replacer``
+    replaces bad samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of
+    one source of a mixture; None: that of the options. Rows that are copied late, and images of one size, go into
+    ``memory``.
     """
 
     options: BatchOptions
@@ -55,11 +57,19 @@ class BatchMaker:
     bad: BadSamples | None = None
     seed: int | None = None
     memory: BatchMemory | None = None
+    images: ImageProcesses | None = None
 
     @property
     def parts(self) -> int:
         """How many threads or processes work at once."""
-        return (self.pool.max_threads or 1) if self.workers is None else self.workers.processes
+        running = 0 if self.images is None else self.images.running
+        return running or (self.pool.max_threads or 1 if self.workers is None else self.workers.processes)
+
+    @property
+    def stopped(self) -> list[int]:
+        """The ids of worker processes that are suspended by a signal."""
+        workers = self.workers if self.images is None else self.images.pool
+        return [] if workers is None else workers.stopped
 
     def start(
         self, rows: Rows, epoch: int, num_rows: int, num_valid: int, keys: AnyArray | None = None
@@ -120,6 +130,7 @@ class BatchMaker:
             manifest=self.manifest,
             pool=self.pool,
             workers=self.workers,
+            images=self.images,
             parts=self.parts,
             counters=self.counters,
             is_stopped=self.stopping.is_set,

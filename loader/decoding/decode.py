@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 
+_PACKAGE = __name__.rpartition(".")[0]
 # Numbers that are handed out as int64.
 WIDENED = frozenset({"uint16", "uint32"})
 
@@ -170,6 +171,11 @@ class _Named:
         self.plan = cast("ImageDecoder", decoder).plan if plans else None
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is one of this package's, which decodes value by value on the CPU."""
+        return self.codec is None and type(self._decoder).__module__.startswith(_PACKAGE)
+
+    @property
     def asks_for_device(self) -> bool:
         return decodes_on_device(self._decoder)
 
@@ -227,6 +233,10 @@ class _Calling:
         self._field = field
         self._function = function
         self.takes_rng = isinstance(function, _UserFunction) and function.takes_rng
+
+    @property
+    def is_own(self) -> bool:
+        return not isinstance(self._function, _UserFunction)
 
     def give_views(self) -> None:
         """Call a user's function with memoryviews instead of bytes."""

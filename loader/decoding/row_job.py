@@ -28,12 +28,13 @@ from .replace import tell_bad
 from .row_errors import explain_row_error
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample, channels_first
 from .rows import Rows
+from .workers.images import ImageProcesses
 from .workers.pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCrew:
-    """Who does ``work`` on rows: ``pool``'s threads, or ``workers``, about ``parts`` of a batch at once.
+    """Who does ``work`` on rows: ``pool``'s threads, ``workers``, or ``images``, about ``parts`` of a batch at once.
 
     Where bad samples are dropped, ``bad`` counts them. What is decoded into slots of a batch is so in ``memory``.
     """
@@ -43,6 +44,7 @@ class RowCrew:
     manifest: Manifest
     pool: DaemonPool
     workers: WorkerPool | None
+    images: ImageProcesses | None
     parts: int
     counters: Counters
     is_stopped: Callable[[], bool]
@@ -69,9 +71,10 @@ class RowJob:
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
         if encoded or crew.work.transform is not None or crew.work.avoided:
+            workers = crew.images.take(self.task) if crew.images is not None else crew.workers
             count = len(rows.ids)
             size = max(1, -(-count // (2 * crew.parts)))
-            self._futures = [self._submit(start, min(start + size, count)) for start in range(0, count, size)]
+            self._futures = [self._submit(start, min(start + size, count), workers) for start in range(0, count, size)]
 
     @property
     def results(self) -> RowResults:
@@ -85,12 +88,12 @@ class RowJob:
                 self._results = self._work.allocate(self.task, self._crew.memory)
             return self._results
 
-    def _submit(self, start: int, stop: int) -> Future[None]:
+    def _submit(self, start: int, stop: int, workers: WorkerPool | None) -> Future[None]:
         crew = self._crew
-        if crew.workers is None:
+        if workers is None:
             return crew.pool.submit(self._run, start, stop)
         task = self.task.cut(start, stop, with_plain=crew.work.transform is not None)
-        return crew.workers.submit(task, partial(self._place, start, stop), crew.is_stopped)
+        return workers.submit(task, partial(self._place, start, stop), crew.is_stopped)
 
     def _run(self, start: int, stop: int) -> None:
         """Work on some of the rows; on a thread of the pool."""

@@ -115,6 +115,7 @@ def _peek(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Pas
         decoders=decoders.copy(),
         counters=Counters(),
         workers=None,
+        images=None,
         bad=None,
         tuner=None,
     )

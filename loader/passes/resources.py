@@ -11,6 +11,7 @@ from typing import Any, Self
 from ...storage.telling.counts import StoreCounts, count_running, count_store
 from ...storage.telling.process_usage import resident_bytes
 from ...storage.threads.interruptible import Thread
+from ..decoding.workers.images import ImageProcesses
 from ..decoding.workers.pool import WorkerPool
 from ..errors import ForkedLoaderError, LoaderClosedError
 from ..metrics import Levels
@@ -34,6 +35,7 @@ class Resources:
         self.store: Any = None
         self.pipeline: Pipeline | None = None
         self.workers: WorkerPool | None = None
+        self.images: ImageProcesses | None = None
         self.log: DeliveryLog | None = None
         self.peers: PeerWatch | None = None
         self.calls: Calls | None = None  # which are compared with those of the other ranks
@@ -156,7 +158,7 @@ class Resources:
             while self.others:
                 self.others.pop().close()
             self._counts = self.count_store()
-            for owned in (self.workers, self.store):  # before the pipeline's threads, which wait for these two
+            for owned in (self.workers, self.images, self.store):  # before the pipeline's threads, which wait for these
                 if owned is not None:
                     owned.close()
             self.stop_pipeline()
@@ -164,7 +166,7 @@ class Resources:
                 self.peers.leave(self)
             if self.log is not None:
                 self.log.close()
-            self.workers = self.log = self.store = self.peers = None
+            self.workers = self.images = self.log = self.store = self.peers = None
 
 
 _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()
@@ -175,8 +177,9 @@ def _let_go_in_child() -> None:
     global _process
     _process = os.getpid()
     for resources in list(_ALL):
-        if resources.workers is not None:
-            resources.workers.let_go()
+        for processes in (resources.workers, resources.images):
+            if processes is not None:
+                processes.let_go()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

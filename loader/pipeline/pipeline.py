@@ -22,6 +22,7 @@ from ..decoding.batch_memory import BatchMemory
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
 from ..decoding.replace import Replacer
+from ..decoding.workers.images import ImageProcesses
 from ..decoding.workers.pool import WorkerPool
 from ..metrics import Counters, Levels
 from ..reading.bad.samples import BadSamples
@@ -55,6 +56,7 @@ class Pipeline:
         make_assembler: Callable[[Equipment, Start], Assembler],
         start: Start,
         workers: WorkerPool | None = None,
+        images: ImageProcesses | None = None,
         replacer: Replacer | None = None,
         bad: BadSamples | None = None,
         tuner: Tuner | None = None,
@@ -81,6 +83,7 @@ class Pipeline:
             replacer=replacer,
             bad=bad,
             memory=self._memory,
+            images=images,
         )
         self._finishing: tuple[Delivery, float] | None = None  # the batch being finished, and since when
         source.limit_headers(options.header_budget_bytes)
@@ -164,8 +167,7 @@ class Pipeline:
             item, since = finishing
             shown = ", ".join(map(str, item.ids[:_SHOWN_IDS])) + (", ..." if len(item.ids) > _SHOWN_IDS else "")
             what = f"decoding and transforming samples {shown} of epoch {item.epoch}"
-            stopped = [] if self._maker.workers is None else self._maker.workers.stopped
-            if stopped:
+            if stopped := self._maker.stopped:
                 pids = " ".join(map(str, stopped))
                 what += f"; stopped worker processes, which `kill -CONT {pids}` continues: {pids}"
             return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}

@@ -51,6 +51,11 @@ class TuningChoice:
     has_workers: bool = False
 
     @property
+    def is_free(self) -> bool:
+        """Whether nobody says what is to decode."""
+        return self.decode_threads is None and self.autotune is not False
+
+    @property
     def kept(self) -> frozenset[str]:
         """What is not changed, by its name in ``autotune.Settings``."""
         given = {name: getattr(self, name) for name in ("fetch_threads", "decode_threads", "read_ahead_bytes")}

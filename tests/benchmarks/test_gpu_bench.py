@@ -61,6 +61,7 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = str(make_case(CASES["images"], tmp_path, 0.001))
+    monkeypatch.setattr(decoding, "_WARM_S", 0.0)
     asked = Decoding(device="cpu", url=url, rows=4, seconds=0.01)
     told = run_decoding(asked)
     assert "give the loader device='cuda' too" in told["refused"]
@@ -78,7 +79,7 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     monkeypatch.setattr(device_codec, "open_codec", lambda device: Codec())
     monkeypatch.setattr(decoding, "_BARE_IMAGES", 4)
     rates = run_decoding(asked)
-    assert rates.keys() == {"cpu", "device", "bare"}
+    assert rates.keys() == {"cpu", "threads", "device", "bare"}
     assert all(rate["images_per_s"] > 0 for rate in rates.values())
     screen = Console(record=True, width=120)
     print_decoding(rates, screen)

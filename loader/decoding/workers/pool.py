@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -29,6 +30,7 @@ from .main import Code, Done, Failed, Job, Unusable
 from .process import Worker, start_process
 
 _ENDING_S = 0.3  # for workers to exit before they are killed
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class WorkerPool:
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._workers: list[Worker] = []
         self._threads: list[Thread] = []
+        self._greeted = 0
         self._is_whole = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -116,6 +119,21 @@ class WorkerPool:
         return future
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all processes are there, and have what they need. Called by any thread."""
+        return self._greeted == self.processes
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait for all processes. Raises what went wrong with one, and WorkerError if they take too long."""
+        until = time.monotonic() + timeout_s
+        while not self.is_ready:
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > until:
+                raise WorkerError(f"{self.processes} worker processes were not ready after {timeout_s:.0f} s")
+            time.sleep(_LOOK_S)
+
+    @property
     def stopped(self) -> list[int]:
         """The ids of processes that are suspended by a signal. Called by any thread."""
         return [worker.process.pid for worker in list(self._workers) if worker.is_stopped]
@@ -148,6 +166,7 @@ class WorkerPool:
                 thread.join()
         self._workers.clear()
         self._threads.clear()
+        self._greeted = 0
 
     def _fail(self, error: BaseException) -> None:
         """End everything submitted, now and later, in ``error``, unless something failed before."""
@@ -169,6 +188,8 @@ class WorkerPool:
     def _feed(self, worker: Worker, code: Code) -> None:
         try:
             self._greet(worker, code)
+            with self._lock:
+                self._greeted += 1
             while (job := self._jobs.get()) is not None:
                 if job.is_stopped():
                     job.future.cancel()

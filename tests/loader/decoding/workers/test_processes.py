@@ -13,7 +13,6 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 import row_functions
 import torch
-from started_process import started_process
+from started_process import started_process, worker_processes
 from started_threads import started_threads
 from tar_dataset import write_tars
 
@@ -53,21 +52,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(bytes(data)))
     return str(folder)
-
-
-def children() -> list[int]:
-    """The worker processes of this one; other tests may have left servers of their own for the whole session."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return sorted(pid for pid in found if is_worker(pid))
-
-
-def is_worker(pid: int) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
-        return b"workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 def is_running(pid: int) -> bool:
@@ -152,7 +136,7 @@ def test_a_stopped_worker_is_named_while_it_is_waited_for_and_then_an_error(tars
             has_ended.set()
             watcher.join()
     assert any(map(watched.search, told))
-    assert children() == []
+    assert worker_processes() == []
 
 
 @pytest.mark.slow
@@ -161,7 +145,7 @@ def test_a_worker_that_is_stopped_and_continued_loses_nothing(tars, monkeypatch)
     with DistributedDataLoader(tars, batch_size=16, transform=row_functions.rest_a_moment, processes=2) as loader:
         batches = iter(loader)
         count = len([next(batches)])
-        workers = children()
+        workers = worker_processes()
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
         threading.Timer(3.0, lambda: [os.kill(worker, signal.SIGCONT) for worker in workers]).start()
@@ -171,15 +155,15 @@ def test_a_worker_that_is_stopped_and_continued_loses_nothing(tars, monkeypatch)
 def test_processes_do_not_import_torch_and_outlive_a_move(tars):
     with DistributedDataLoader(tars, batch_size=16, decode={"bin": row_functions.reverse_bytes}, processes=2) as loader:
         first = next(iter(loader))
-        workers = children()
+        workers = worker_processes()
         loader.set_epoch(3)
         next(iter(loader))
-        assert children() == workers
+        assert worker_processes() == workers
         loader.set_epoch(0)
         assert_equal(next(iter(loader)), first)
         mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in workers]
         assert not any("libtorch" in maps for maps in mapped)
-    assert children() == []
+    assert worker_processes() == []
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -231,13 +215,13 @@ def test_a_killed_worker_is_an_error_at_once(tars):
             list(loader)
         with pytest.raises(WorkerError):
             list(loader)
-    assert children() == []
+    assert worker_processes() == []
 
 
 def test_a_worker_killed_while_idle_is_an_error_of_the_next_batch_and_no_hang(tars):
     with DistributedDataLoader(tars, batch_size=4, processes=2, transform=row_functions.keep) as loader:
         next(iter(loader))
-        for pid in children():
+        for pid in worker_processes():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="SIGKILL"):
             list(itertools.chain.from_iterable(loader for _ in range(10)))
@@ -251,7 +235,7 @@ def test_closing_ends_workers_that_are_busy(tars):
         list(loader)
     assert time.monotonic() - started < 60
     loader.close()
-    assert children() == []
+    assert worker_processes() == []
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
