@@ -7,7 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +60,9 @@ class GpuConfig:
     against: tuple[Literal["webdataset", "litdata", "mosaicml-streaming"], ...] = ("webdataset", "litdata")
     """Which peers to compare with; those that are not installed are left out, and named."""
 
+    workers: int | None = None
+    """Worker processes of peers; by default the fastest of none, one and two a core, which takes trials."""
+
     cases: tuple[Literal["images", "tokens"], ...] = ("images", "tokens")
     """What to train on."""
 
@@ -105,7 +108,14 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
     rows = _SMALL_ROWS[name] if config.small else rows
     url = str(make_case(case, config.data, config.scale))
     manifest = open_manifest(url)
-    settings = BenchConfig(source=url, against=config.against, batch_size=rows, decode=case.decode, environments="here")
+    settings = BenchConfig(
+        source=url,
+        against=config.against,
+        batch_size=rows,
+        decode=case.decode,
+        environments="here",
+        workers=config.workers,
+    )
     layout = find_layout(manifest, None, None)
     ours = Job(
         contender=OURS,
@@ -114,7 +124,7 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
         scratch="",
         batch_size=rows,
         decode=case.decode,
-        workers=usable_cores(),
+        workers=config.workers or usable_cores(),
         fields=layout,
     )
 
@@ -207,6 +217,19 @@ def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
         screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
 
 
+def run_parts(config: GpuConfig, screen: Console, *, on_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """What is measured, part by part, by its name in the results."""
+    if config.tests and on_gpu:
+        yield "tests", run_tests(screen)
+    if on_gpu:
+        yield "decoding", run_decoding(config, screen)
+        yield "copies", run_copies(config, screen)
+    cases: list[dict[str, Any]] = []
+    for name in config.cases:
+        cases = [*cases, run_case(name, config, screen)]
+        yield "cases", cases
+
+
 def main(config: GpuConfig, screen: Console) -> int:
     on_gpu = config.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
@@ -224,15 +247,12 @@ def main(config: GpuConfig, screen: Console) -> int:
         "machine": describe_machine() | {"gpu": torch.cuda.get_device_name() if on_gpu else None},
         "versions": list_versions(),
     }
-    if config.tests and on_gpu:
-        result["tests"] = run_tests(screen)
-    result["cases"] = [run_case(name, config, screen) for name in config.cases]
-    if on_gpu:
-        result["decoding"] = run_decoding(config, screen)
-        result["copies"] = run_copies(config, screen)
-    print_result(result, screen)
     config.results.mkdir(parents=True, exist_ok=True)
-    (config.results / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    for name, value in run_parts(config, screen, on_gpu=on_gpu):
+        result[name] = value
+        # After each part, so that who interrupts this keeps what was measured.
+        (config.results / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    print_result(result, screen)
     plot_feeding(result, config.results / "gpu.png", limit=LIMIT)
     screen.print(f"written: {config.results / 'gpu.json'} and gpu.png", highlight=False)
     return 1 if result.get("tests", {}).get("exit_code") else 0
