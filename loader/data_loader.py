@@ -111,8 +111,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             time, and how many bytes are held ahead of need; "auto" begins with what fits machine and store.
         autotune: "auto" changes those not given while the loader runs, True also those given, False none.
         processes: worker processes that decode and transform instead of threads, with the same results: for a
-            transform in pure Python, which holds the GIL. It must be defined at the top level of a module. Samples
-            are sent back and forth, and ``memory_limit`` does not cover the processes' own memory.
+            transform in pure Python, which holds the GIL; define it at the top level of a module. ``memory_limit`` does
+            not cover the processes' own memory. "auto": of images alone, where a rank has many cores.
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" follows the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
