@@ -104,7 +104,7 @@ class Common:
     @property
     def threads(self) -> int:
         """How many threads decode and transform, to begin with."""
-        return self.tuning_choice.decode_threads or self.tuning_choice.cores
+        return self.tuning_choice.first_decode_threads
 
     @property
     def asked_processes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from .collate import collate_samples
 from .decode import FieldDecoders
 from .late.call import Call
 from .late.jobs import start_on_call, start_together, started
+from .pace import Pace
 from .replace import Replacer
 from .row_job import RowCrew, RowJob
 from .row_work import Sample
@@ -58,6 +59,7 @@ class BatchMaker:
     seed: int | None = None
     memory: BatchMemory | None = None
     images: ImageProcesses | None = None
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def parts(self) -> int:
@@ -132,6 +134,7 @@ class BatchMaker:
             workers=self.workers,
             images=self.images,
             parts=self.parts,
+            pace=self.pace,
             counters=self.counters,
             is_stopped=self.stopping.is_set,
             bad=self.bad,

@@ -24,6 +24,7 @@ from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .collate import collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
+from .pace import PROCESSES_LEAST_S, THREADS_LEAST_S, Pace
 from .replace import tell_bad
 from .row_errors import explain_row_error
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample, channels_first
@@ -46,6 +47,7 @@ class RowCrew:
     workers: WorkerPool | None
     images: ImageProcesses | None
     parts: int
+    pace: Pace
     counters: Counters
     is_stopped: Callable[[], bool]
     bad: BadSamples | None
@@ -73,7 +75,7 @@ class RowJob:
         if encoded or crew.work.transform is not None or crew.work.avoided:
             workers = crew.images.take(self.task) if crew.images is not None else crew.workers
             count = len(rows.ids)
-            size = max(1, -(-count // (2 * crew.parts)))
+            size = crew.pace.part_rows(count, crew.parts, PROCESSES_LEAST_S if workers else THREADS_LEAST_S)
             self._futures = [self._submit(start, min(start + size, count), workers) for start in range(0, count, size)]
 
     @property
@@ -97,10 +99,12 @@ class RowJob:
 
     def _run(self, start: int, stop: int) -> None:
         """Work on some of the rows; on a thread of the pool."""
-        started = time.perf_counter()
+        started, cpu_s = time.perf_counter(), time.thread_time()
         try:
             results = self.results
             self._work.run(self.task, results, start, stop, self._crew.is_stopped)
+            cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - started
+            self._crew.pace.note(stop - start, cpu_s, wall_s, self._crew.parts)
             is_joint = any(isinstance(results.values[name], BatchValues) for name in self.task.encoded)
             if is_joint and self._is_last(stop - start):
                 self._work.finish(self.task, results, self._crew.is_stopped)
@@ -121,6 +125,7 @@ class RowJob:
             of_field[start:stop] = values
         own.samples[start:stop] = results.samples
         own.failed.extend(results.failed)
+        self._crew.pace.note(stop - start, busy_s, busy_s, self._crew.parts)
         self._crew.counters.add(decode_s=busy_s, decoded_rows=stop - start)
 
     def wait(self) -> RowError | None:

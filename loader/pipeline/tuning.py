@@ -27,6 +27,7 @@ _SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 1024
 _LOCAL_FETCHES, _REMOTE_FETCHES, _MOST_FETCHES = 4, SERVED, 64
 _MOST_LOCAL_FETCHES = 16
 _LINK_BYTES_PER_S = 1.25e9  # a link of 10 Gb/s
+_FIRST_DECODE_THREADS = 8
 
 
 class MemoryLimitWarning(UserWarning):
@@ -49,6 +50,12 @@ class TuningChoice:
     cores: int
     cores_of_node: int
     has_workers: bool = False
+
+    @property
+    def first_decode_threads(self) -> int:
+        """How many threads decode to begin with. More may only wait for each other's turns of the GIL."""
+        most = self.cores if self.autotune is False else min(self.cores, _FIRST_DECODE_THREADS)
+        return self.decode_threads or most
 
     @property
     def is_free(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
 from penstock.loader.order.plan import Order
-from penstock.loader.pipeline.tuning import MemoryLimitWarning, PipelineOptions, first_fetch_threads, tune
+from penstock.loader.pipeline.tuning import (
+    MemoryLimitWarning,
+    PipelineOptions,
+    TuningChoice,
+    first_fetch_threads,
+    tune,
+)
 
 MANIFEST = make_manifest([[1000] * 40])  # chunks of 7,000 bytes of memory
 
@@ -83,3 +90,12 @@ def test_a_loader_begins_with_as_many_requests_as_its_store_is_slow(
     with DistributedDataLoader(memory_store.url, batch_size=4) as loader:
         next(iter(loader))
         assert loader.metrics().fetch_threads == threads
+
+
+def test_decoding_begins_with_what_threads_do_without_waiting_for_each_other() -> None:
+    def first(cores: int, **options: Any) -> int:
+        return TuningChoice(cores=cores, cores_of_node=cores, **options).first_decode_threads
+
+    assert [first(cores) for cores in (1, 2, 8, 64)] == [1, 2, 8, 8]
+    assert first(64, decode_threads=20) == first(64, decode_threads=20, autotune=False) == 20
+    assert first(64, autotune=False) == 64
