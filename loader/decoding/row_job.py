@@ -73,10 +73,14 @@ class RowJob:
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
         if encoded or crew.work.transform is not None or crew.work.avoided:
-            workers = crew.images.take(self.task) if crew.images is not None else crew.workers
+            submit, least_s = self._submit_to_threads, THREADS_LEAST_S
+            if crew.workers is not None:
+                submit, least_s = self._submit_to_workers, PROCESSES_LEAST_S
+            elif crew.images is not None and crew.images.takes(self.task):
+                submit, least_s = self._submit_images, PROCESSES_LEAST_S
             count = len(rows.ids)
-            size = crew.pace.part_rows(count, crew.parts, PROCESSES_LEAST_S if workers else THREADS_LEAST_S)
-            self._futures = [self._submit(start, min(start + size, count), workers) for start in range(0, count, size)]
+            size = crew.pace.part_rows(count, crew.parts, least_s)
+            self._futures = [submit(start, min(start + size, count)) for start in range(0, count, size)]
 
     @property
     def results(self) -> RowResults:
@@ -90,12 +94,19 @@ class RowJob:
                 self._results = self._work.allocate(self.task, self._crew.memory)
             return self._results
 
-    def _submit(self, start: int, stop: int, workers: WorkerPool | None) -> Future[None]:
-        crew = self._crew
-        if workers is None:
-            return crew.pool.submit(self._run, start, stop)
-        task = self.task.cut(start, stop, with_plain=crew.work.transform is not None)
-        return workers.submit(task, partial(self._place, start, stop), crew.is_stopped)
+    def _submit_to_threads(self, start: int, stop: int) -> Future[None]:
+        return self._crew.pool.submit(self._run, start, stop)
+
+    def _submit_to_workers(self, start: int, stop: int) -> Future[None]:
+        assert self._crew.workers is not None
+        task = self.task.cut(start, stop, with_plain=self._work.transform is not None)
+        return self._crew.workers.submit(task, partial(self._place, start, stop), self._crew.is_stopped)
+
+    def _submit_images(self, start: int, stop: int) -> Future[None]:
+        assert self._crew.images is not None
+        task, place = self.task.cut(start, stop, with_plain=False), partial(self._place, start, stop)
+        again = partial(self._submit_to_threads, start, stop)
+        return self._crew.images.submit(task, place, self._crew.is_stopped, again)
 
     def _run(self, start: int, stop: int) -> None:
         """Work on some of the rows; on a thread of the pool."""

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +169,30 @@ def test_one_that_dies_while_they_start_leaves_the_work_to_threads(
         assert worker_processes() == []
 
 
-def test_one_that_is_killed_later_is_an_error_that_names_the_signal(folder: str) -> None:
-    with load(folder) as loader:
-        wait_until(loader, 2)
-        os.kill(worker_processes()[0], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="SIGKILL"):
-            for _ in epochs(loader, 100):
-                pass
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_where_one_is_killed_threads_do_its_work_and_nothing_is_lost(
+    folder: str, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    with load(folder) as loader, load(folder, processes=0) as threads:
+        others = epochs(threads, 1000)
+        for _ in range(300):
+            killed = worker_processes() if loader.metrics().decode_threads == 2 else []
+            for batch in loader:
+                assert same(batch, next(others))
+                if killed:
+                    with suppress(ProcessLookupError):  # of an earlier batch
+                        os.kill(killed[0], number)
+            if killed and "images go on being decoded by threads" in caplog.text:
+                break
+            time.sleep(0.01)
+            if killed and number == signal.SIGTERM:
+                break
+        assert killed
+        assert ("SIGKILL" in caplog.text) == (number == signal.SIGKILL)  # SIGTERM is the rank's own to heed
+        for batch in epochs(loader, 3):
+            assert same(batch, next(others))
     assert worker_processes() == []
+    assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
 def test_closing_while_they_start_leaves_none(folder: str) -> None:
