@@ -162,7 +162,17 @@ def test_what_would_train_wrong_is_refused_in_words(
         assert all(word in told for word in words), told
 
 
-@pytest.mark.parametrize("make", [partial(Answering, Shown), Nested], ids=["dataclass", "lists in lists"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            partial(Answering, Shown),
+            marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="refused: older ones look into no dataclass"),
+        ),
+        Nested,
+    ],
+    ids=["dataclass", "lists in lists"],
+)
 def test_what_looks_like_it_trains_as_on_one_rank(make: Callable[[], nn.Module]) -> None:
     expected = run_ranks(train, 1, make, 0)[0]
     for zero in (1, 3):
