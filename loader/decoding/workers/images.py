@@ -26,7 +26,6 @@ from .pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 _LEAST_CORES = 6
-_SPARED_CORES = 2  # for the training loop, and for the threads that fetch and copy
 _MOST = 32
 _BYTES = 40 << 20  # of a process, beside what they share
 _MEMORY_SHARE = 0.05
@@ -40,7 +39,7 @@ def count_image_processes(cores: int) -> int:
     if cores < _LEAST_CORES or not is_python:  # an application that Python is part of would be started again
         return 0
     in_memory = int(_MEMORY_SHARE * usable_memory() / local_world_size() / _BYTES)
-    return min(cores - _SPARED_CORES, _MOST, in_memory)
+    return min(cores - 1, _MOST, in_memory)  # one is left to the loop, and to threads that fetch and copy
 
 
 class ImageProcesses:
