@@ -54,6 +54,11 @@ def _advise_on_storage(metrics: LoaderMetrics) -> str:
 
 
 def _advise_on_decoding(metrics: LoaderMetrics) -> str:
+    if metrics.decode_processes:
+        return (
+            f"Decoding is the limit, with {metrics.decode_processes} worker processes: give more processes= if there "
+            "are cores, decode to a smaller size, or store samples smaller."
+        )
     share = metrics.decode_s / max(metrics.elapsed_s * max(metrics.decode_threads, 1), 1e-9)
     if share < _BUSY:
         return (
@@ -61,7 +66,7 @@ def _advise_on_decoding(metrics: LoaderMetrics) -> str:
             "the time: a transform in pure Python holds the GIL, so give processes=."
         )
     return (
-        f"Decoding and transform= are the limit, and their {metrics.decode_threads} threads are busy: raise threads= "
-        "if there are cores, give processes= if it is pure Python, decode to a smaller size, or store samples "
-        "smaller."
+        f"Decoding and transform= are the limit, and their {metrics.decode_threads} threads are busy: leave threads= "
+        "out or raise it if there are cores, give processes= if it is pure Python, decode to a smaller size, or store "
+        "samples smaller."
     )

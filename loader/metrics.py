@@ -67,6 +67,7 @@ class Levels:
     peak_bytes: int = 0
     fetch_threads: int = 0
     decode_threads: int = 0
+    decode_processes: int = 0
     read_ahead_bytes: int = 0
     tuning_changes: int = 0
     tuning: str = ""
@@ -132,6 +133,7 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         peak_bytes: the most that they have been since the pipeline was last started.
         fetch_threads: threads that fetch and open chunks.
         decode_threads: threads, or worker processes, that decode and transform.
+        decode_processes: how many of these are worker processes.
         read_ahead_bytes: how much of chunks, and of batches, may be held ahead of need.
         tuning_changes: how often the last three were changed while the loader ran.
         tuning: the last decision on them and its reason, for people to read.

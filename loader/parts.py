@@ -30,6 +30,7 @@ from .decoding.workers.pool import WorkerPool
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .metrics import Counters
+from .mixtures.batch import group_kinds
 from .mixtures.mixture import Mixture
 from .mixtures.parts import MixtureParts, open_mixture
 from .mixtures.stream_position import MixedStreamPosition
@@ -122,11 +123,14 @@ class Common:
             return False
         return "views" if self.raw == "view" else True
 
-    def start_workers(self, work: RowWork, decode: DecodeChoice) -> None:
-        """Processes that decode and transform: those asked for, or of images alone what the machine has cores for."""
+    def start_workers(self, work: RowWork, decode: DecodeChoice, *, are_alike: bool = True) -> None:
+        """Processes that decode and transform: those asked for, or of images alone what the machine has cores for.
+
+        ``are_alike``: whether all rows are worked on in the same way.
+        """
         if self.processes != "auto":
             self.resources.workers = WorkerPool(work, decode, self.processes) if self.processes else None
-        elif work.transform is None and self.raw == "bytes" and self.tuning_choice.is_free:
+        elif are_alike and work.transform is None and self.raw == "bytes" and self.tuning_choice.is_free:
             count = count_image_processes(self.tuning_choice.cores)
             self.resources.images = ImageProcesses(work, count) if count else None
 
@@ -317,7 +321,8 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         options.refuse_taken_names(source.columns or fields_of(source.manifest), f"source {source.name!r}")
     first = parts.kinds[0]
     work = replace(options, transform=first.transform, may_drop=first.may_drop).work
-    common.start_workers(work, parts.sources[0].options.decode)
+    are_alike = len(group_kinds(parts.sources)) == 1
+    common.start_workers(work, parts.sources[0].options.decode, are_alike=are_alike)
 
     def fit_options(order: Order) -> PipelineOptions:
         others = [(one.manifest, own.order) for one, own in zip(parts.sources, parts.orders, strict=True)]

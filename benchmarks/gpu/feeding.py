@@ -65,7 +65,7 @@ def run_feeding(asked: Feeding) -> dict[str, Any]:
 
 def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, started: float) -> dict[str, Any]:
     waits, samples, steps, warm_steps = 0.0, 0, 0, 0
-    first_s = counted_from = 0.0
+    first_s = first_at = counted_from = 0.0
     while True:
         in_pass = 0
         asked = time.perf_counter()
@@ -73,10 +73,10 @@ def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, 
             got = time.perf_counter()
             rows = step(batch)
             done = time.perf_counter()
-            first_s = first_s or got - started
+            first_s, first_at = first_s or got - started, first_at or got
             steps, in_pass = steps + 1, in_pass + 1
             if not counted_from:
-                if steps >= _WARM_STEPS and done - started >= _WARM_S:
+                if steps >= _WARM_STEPS and done - first_at >= _WARM_S:
                     counted_from, warm_steps = done, steps
             else:
                 waits, samples = waits + got - asked, samples + rows

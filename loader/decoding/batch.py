@@ -64,8 +64,14 @@ class BatchMaker:
     @property
     def parts(self) -> int:
         """How many threads or processes work at once."""
-        running = 0 if self.images is None else self.images.running
-        return running or (self.pool.max_threads or 1 if self.workers is None else self.workers.processes)
+        return (self.pool.max_threads or 1) if self.workers is None else self.workers.processes
+
+    @property
+    def processes(self) -> int:
+        """How many worker processes decode now."""
+        if self.images is not None:
+            return self.images.running
+        return 0 if self.workers is None else self.workers.processes
 
     @property
     def stopped(self) -> list[int]:

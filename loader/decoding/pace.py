@@ -30,4 +30,4 @@ class Pace:
         even = -(-count // (2 * parts))
         if not self.row_s:
             return max(1, even)
-        return max(1, even, min(count, math.ceil(least_s / self.row_s)))
+        return max(1, even, math.ceil(min(count, least_s / self.row_s)))

@@ -73,13 +73,13 @@ class RowJob:
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
         if encoded or crew.work.transform is not None or crew.work.avoided:
-            submit, least_s = self._submit_to_threads, THREADS_LEAST_S
+            submit, parts, least_s = self._submit_to_threads, crew.parts, THREADS_LEAST_S
             if crew.workers is not None:
                 submit, least_s = self._submit_to_workers, PROCESSES_LEAST_S
-            elif crew.images is not None and crew.images.takes(self.task):
-                submit, least_s = self._submit_images, PROCESSES_LEAST_S
+            elif crew.images is not None and crew.images.takes(self.task, crew.work):
+                submit, parts, least_s = self._submit_images, crew.images.pool.processes, PROCESSES_LEAST_S
             count = len(rows.ids)
-            size = crew.pace.part_rows(count, crew.parts, least_s)
+            size = crew.pace.part_rows(count, parts, least_s)
             self._futures = [submit(start, min(start + size, count)) for start in range(0, count, size)]
 
     @property

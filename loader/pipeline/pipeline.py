@@ -199,8 +199,13 @@ class Pipeline:
         waiting, ready = self._out.count()
         if self._feeder is not None:
             waiting += self._host_out.count()[0]
+        processes = self._maker.processes
         levels = replace(
-            self._reader.levels(), waiting_batches=waiting, ready_batches=ready, decode_threads=self._maker.parts
+            self._reader.levels(),
+            waiting_batches=waiting,
+            ready_batches=ready,
+            decode_threads=processes or self._maker.parts,
+            decode_processes=processes,
         )
         tuner = self._tuner
         return levels if tuner is None else replace(levels, tuning_changes=tuner.changes, tuning=tuner.reason)
@@ -249,7 +254,8 @@ class Pipeline:
             waited_s=self._waited_s + (0.0 if since is None else now - since),
             chunk_waited_s=chunk_waited_s,
             fetching_s=fetching_s,
-            decoding_s=totals.decode_s,
+            # What processes do says nothing of the threads, which are what is tuned.
+            decoding_s=totals.decode_s - (0.0 if self._maker.images is None else self._maker.images.busy_s),
             fetched_bytes=totals.fetched_bytes,
             decoded_rows=totals.decoded_rows,
             batches=totals.batches,

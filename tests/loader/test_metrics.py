@@ -97,7 +97,8 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
         **dict.fromkeys(("cache_uncached", "cache_corrupt"), "int"),
         **dict.fromkeys(("waiting_batches", "ready_batches", "queued_chunks", "chunks_in_flight"), "int"),
         **dict.fromkeys(("resident_chunks", "resident_bytes", "peak_bytes", "process_bytes"), "int"),
-        **dict.fromkeys(("fetch_threads", "decode_threads", "read_ahead_bytes", "tuning_changes"), "int"),
+        **dict.fromkeys(("fetch_threads", "decode_threads", "decode_processes"), "int"),
+        **dict.fromkeys(("read_ahead_bytes", "tuning_changes"), "int"),
         "tuning": "str",
         **dict.fromkeys(("running_requests", "request_limit"), "int"),
         "elapsed_s": "float",
@@ -199,7 +200,7 @@ def test_every_bottleneck_has_advice_and_decoding_knows_the_gil() -> None:
     counters.add(**BUSY, decode_s=9.0)
     counters._made_s -= 10.0
     busy = counters.metrics(Levels(decode_threads=1), StoreCounts()).advice()  # or wait for the GIL in decoding
-    assert "are busy: raise threads=" in busy
+    assert "are busy: leave threads=" in busy
     assert "processes= if it is pure Python" in busy
     assert "holds the GIL, so give processes=" in counters.metrics(Levels(decode_threads=4), StoreCounts()).advice()
     for stage in ("consumer", "storage", "open", "assemble", "decode", "copy"):

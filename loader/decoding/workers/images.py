@@ -17,16 +17,15 @@ from functools import partial
 from pathlib import Path
 
 from ....storage.threads.interruptible import Future, Thread
-from ...errors import WorkerError
 from ...limits import usable_memory
 from ...ranks.detect import local_world_size
-from ..row_work import RowResults, RowTask, RowWork
+from ..row_work import RowError, RowResults, RowTask, RowWork
 from .pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 _LEAST_CORES = 6
-_MOST = 32
+_LEAST, _MOST = 8, 32  # fewer would decode less than the threads do
 _BYTES = 40 << 20  # of a process, beside what they share
 _MEMORY_SHARE = 0.05
 _LONGEST_START_S = 120.0
@@ -38,8 +37,9 @@ def count_image_processes(cores: int) -> int:
     is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
     if cores < _LEAST_CORES or not is_python:  # an application that Python is part of would be started again
         return 0
+    wanted = min(cores - 1, _MOST)  # one is left to the loop, and to threads that fetch and copy
     in_memory = int(_MEMORY_SHARE * usable_memory() / local_world_size() / _BYTES)
-    return min(cores - 1, _MOST, in_memory)  # one is left to the loop, and to threads that fetch and copy
+    return min(wanted, in_memory) if in_memory >= min(wanted, _LEAST) else 0
 
 
 class ImageProcesses:
@@ -47,29 +47,30 @@ class ImageProcesses:
 
     Nobody has asked for them, so nothing fails because of them: where they cannot be started, or one ends, the threads
     go on, also with what it was working on, and a warning is logged. Any thread may call any method. Mutable state: the
-    images so far, the pool, and whether it begins, has failed or is closed, under a lock.
+    images so far and the seconds that processes worked, the pool, the thread that starts it, and whether it has failed
+    or is closed, under a lock.
     """
 
     def __init__(self, work: RowWork, processes: int) -> None:
-        self.pool = WorkerPool(work, None, processes)
+        self.pool = WorkerPool(work, None, processes, cure="give processes=0, or smaller batches")
+        self.busy_s = 0.0
         self._images = 0
-        self._has_begun = self._has_failed = self._is_closed = False
+        self._starting: Thread | None = None
+        self._has_failed = self._is_closed = False
         self._lock = threading.Lock()
 
-    def takes(self, task: RowTask) -> bool:
-        """Whether the processes are to work on ``task``; else the threads are."""
+    def takes(self, task: RowTask, work: RowWork) -> bool:
+        """Whether the processes are to do ``work`` on ``task``; else the threads are."""
         decoders = task.encoded.values()
         is_ours = all(getattr(one, "is_own", False) for one in decoders) and any(one.is_image for one in decoders)
-        if not is_ours or self._has_failed:
+        if not is_ours or work.transform is not None or self._has_failed:
             return False
         if self.pool.is_ready:
             return True
         with self._lock:
             self._images += len(task.ids)
-            begins = self._images > _BEGIN_AFTER and not self._has_begun and not self._is_closed
-            self._has_begun |= begins
-        if begins:
-            Thread(target=self._begin, name="penstock-start-workers").start()
+            if self._images > _BEGIN_AFTER and self._starting is None and not self._is_closed:
+                self._starting = self._start(self._begin, "penstock-start-workers")
         return False
 
     def submit(
@@ -80,8 +81,16 @@ class ImageProcesses:
         by_threads: Callable[[], futures.Future[None]],
     ) -> Future[None]:
         """As ``WorkerPool.submit``; where a process ends, what ``by_threads`` starts does the work."""
+
+        def place_and_count(results: RowResults, busy_s: float) -> None:
+            place(results, busy_s)
+            with self._lock:
+                self.busy_s += busy_s
+
         done: Future[None] = Future()
-        self.pool.submit(task, place, is_stopped).add_done_callback(partial(self._settle, done, by_threads))
+        found = self.pool.submit(task, place_and_count, is_stopped)
+        done.add_done_callback(lambda ended: found.cancel() if ended.cancelled() else None)
+        found.add_done_callback(partial(self._settle, done, by_threads))
         return done
 
     @property
@@ -100,9 +109,10 @@ class ImageProcesses:
         self, done: Future[None], by_threads: Callable[[], futures.Future[None]], found: futures.Future[None]
     ) -> None:
         error = None if found.cancelled() else found.exception()
-        if isinstance(error, WorkerError):
+        is_of_pool = error is not None and not isinstance(error, RowError)
+        if error is not None and is_of_pool:
             self._give_up(error)
-        if isinstance(error, (WorkerError, CancelledError)) and not self._is_closed:
+        if is_of_pool and not self._is_closed:  # of an error that is not the pool's a thread tells again
             try:
                 by_threads().add_done_callback(partial(_pass_on, done))
             except Exception as exc:  # noqa: BLE001 - told where the batch is waited for
@@ -116,7 +126,17 @@ class ImageProcesses:
             is_first, self._has_failed = not self._has_failed, True
         if is_first and not self._is_closed:
             logger.warning("images go on being decoded by threads, not by processes: %s", cause)
-            Thread(target=self.pool.close, name="penstock-end-workers").start()
+            self._start(self.pool.close, "penstock-end-workers")
+
+    def _start(self, target: Callable[[], None], name: str) -> Thread | None:
+        thread = Thread(target=target, name=name)
+        try:
+            thread.start()
+        except RuntimeError as exc:  # there is no room for another thread
+            self._has_failed = True
+            logger.warning("images go on being decoded by threads, not by processes: %s", exc)
+            return None
+        return thread
 
     def let_go(self) -> None:
         """In a forked child: leave the processes to the parent."""
@@ -124,8 +144,11 @@ class ImageProcesses:
 
     def close(self) -> None:
         """End the processes at once, whatever they are doing."""
-        self._is_closed = True
+        with self._lock:
+            self._is_closed, starting = True, self._starting
         self.pool.close()
+        if starting is not None and starting is not threading.current_thread():
+            starting.join()
 
 
 def _pass_on(done: Future[None], found: futures.Future[None]) -> None:

@@ -48,7 +48,14 @@ class WorkerPool:
         ConfigError: ``work``'s transform, or a decoder that ``decode`` names, cannot be sent to another process.
     """
 
-    def __init__(self, work: RowWork, decode: DecodeChoice, processes: int) -> None:
+    def __init__(
+        self,
+        work: RowWork,
+        decode: DecodeChoice,
+        processes: int,
+        *,
+        cure: str = "use fewer processes= or smaller batches",
+    ) -> None:
         self._work = _pickle("transform=", work.transform, work)
         choices = decode if isinstance(decode, Mapping) else {}
         self._needs_main = any(
@@ -56,6 +63,7 @@ class WorkerPool:
             for data in (self._work, *(_pickle(f"decode[{name!r}]", choices[name], choices[name]) for name in choices))
         )
         self.processes = processes
+        self._cure = cure
         self._decoders: dict[str, bytes] = {}
         self._jobs: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._workers: list[Worker] = []
@@ -195,6 +203,7 @@ class WorkerPool:
                     job.future.cancel()
                 if job.future.set_running_or_notify_cancel():
                     self._settle(worker, job)
+                del job  # while this waits for another it keeps no batch
         except BaseException as exc:  # noqa: BLE001 - raised where batches are waited for
             self._fail(exc)
 
@@ -240,7 +249,7 @@ class WorkerPool:
             first, last = int(task.ids.min()), int(task.ids.max())
             raise WorkerError(
                 f"{worker.how_it_ended(exc)} while it worked on {len(task.ids)} samples "
-                f"from {first} to {last}; if memory ran out, use fewer processes= or smaller batches"
+                f"from {first} to {last}; if memory ran out, {self._cure}"
             ) from exc
         if isinstance(answer, Unusable):
             raise ConfigError(_unusable(answer))

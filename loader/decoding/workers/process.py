@@ -46,7 +46,12 @@ class Worker:
             return False
 
     def _look(self) -> None:
-        """Called by its thread each second that it waits; raises TimeoutError. A pause of this program adds none."""
+        """Called by its thread each second that it waits; raises TimeoutError. A pause of this program adds none.
+
+        Raises EOFError where the process has ended: a child that was forked meanwhile may hold a copy of its end.
+        """
+        if self.process.poll() is not None:
+            raise EOFError("it has ended")
         self._stopped_s = self._stopped_s + LOOK_S if self.is_stopped else 0.0
         if self._stopped_s >= STOPPED_S:
             raise TimeoutError

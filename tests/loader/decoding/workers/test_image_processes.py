@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,10 +19,12 @@ from device_pictures import picture, write
 from started_process import worker_processes
 from started_threads import started_threads
 
-from penstock import DistributedDataLoader, ImageDecoder, Mixture
+from penstock import DistributedDataLoader, ImageDecoder, Mixture, Source
 from penstock.loader.arguments import tuning
+from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.workers import images
 from penstock.loader.decoding.workers import pool as worker_pool
+from penstock.loader.decoding.workers import process as worker_process
 from penstock.loader.decoding.workers.images import count_image_processes
 from penstock.loader.errors import WorkerError
 
@@ -42,7 +45,8 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(source: Any, **options: Any) -> DistributedDataLoader:
-    given = {"batch_size": 8, "decode": RANDOM, "seed": 4, "with_ids": True, **options}
+    # Little is read ahead, so that what processes decode is soon what is handed out.
+    given = {"batch_size": 8, "decode": RANDOM, "seed": 4, "with_ids": True, "read_ahead": "128KiB", **options}
     return DistributedDataLoader(source, **given)
 
 
@@ -55,9 +59,9 @@ def wait_until(loader: DistributedDataLoader, running: int, passes: int = 500) -
     """Read until so many processes decode."""
     for _ in epochs(loader, passes):
         time.sleep(0.01)
-        if len(worker_processes()) == running and loader.metrics().decode_threads == running:
+        if len(worker_processes()) == running and loader.metrics().decode_processes == running:
             return
-    raise AssertionError(f"{worker_processes()} run, and {loader.metrics().decode_threads} decode")
+    raise AssertionError(f"{worker_processes()} run, and {loader.metrics().decode_processes} decode")
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -67,16 +71,22 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"decode": {"jpg": ImageDecoder()}}, {"decode": "auto"}, {"raw": "bytes"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(pytest.param({"decode": one}, marks=pytest.mark.slow) for one in ("auto", {"jpg": ImageDecoder()})),
+    ],
+)
 def test_batches_are_those_of_threads_before_and_after_and_in_between(folder: str, options: dict[str, Any]) -> None:
     with load(folder, **options) as loader, load(folder, **options, processes=0) as threads:
         others = epochs(threads, 1000)
         for batch in epochs(loader, 3):
             assert same_values(batch, next(others))
-        while loader.metrics().decode_threads != 2:
+        while loader.metrics().decode_processes != 2:
             for batch in loader:
                 assert same_values(batch, next(others))
-        for batch in epochs(loader, 3):
+        for batch in epochs(loader, 30):
             assert same_values(batch, next(others))
     assert worker_processes() == []
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
@@ -91,6 +101,7 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return same(one, other)
 
 
+@pytest.mark.slow
 def test_a_mixture_and_a_resume_are_those_of_threads_too(folder: str) -> None:
     mixture = Mixture({folder: 1.0}, stop="never")
     with load(mixture) as loader:
@@ -98,10 +109,32 @@ def test_a_mixture_and_a_resume_are_those_of_threads_too(folder: str) -> None:
         batches = iter(loader)
         next(batches)
         state = loader.state_dict()
-        expected = [next(batches) for _ in range(4)]
+        expected = [next(batches) for _ in range(40)]
     with load(mixture, processes=0) as threads:
         threads.load_state_dict(state)
         assert all(same(one, other) for one, other in zip(expected, threads, strict=False))
+
+
+def darker(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "jpg": sample["jpg"] // 2}
+
+
+CENTRE = {"jpg": ImageDecoder(size=(56, 72), crop="center")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"keep": lambda sample: True}], ids=["plain", "stream"])
+@pytest.mark.parametrize("own", [{"transform": darker}, {"decode": CENTRE}], ids=["transform", "decode"])
+def test_sources_that_are_worked_on_in_other_ways_stay_with_the_threads(
+    folder: str, tmp_path: Path, own: dict[str, Any], options: dict[str, Any]
+) -> None:
+    other = write(tmp_path / "other", [picture(number) for number in range(48)])
+    mixture = Mixture({"a": Source(folder), "b": Source(other, **own)}, stop="all_exhausted")
+    with load(mixture, **options) as loader, load(mixture, **options, processes=0) as threads:
+        for one, two in zip(epochs(loader, 12), epochs(threads, 12), strict=True):
+            assert same(one, two)
+            time.sleep(0.005)
+        assert loader.metrics().decode_processes == 0
 
 
 @pytest.mark.parametrize(
@@ -133,6 +166,7 @@ def test_who_reads_little_starts_none(folder: str, monkeypatch: pytest.MonkeyPat
         assert worker_processes() == []
 
 
+@pytest.mark.slow
 def test_where_processes_cannot_start_threads_go_on_and_a_warning_says_so(
     folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +182,7 @@ def test_where_processes_cannot_start_threads_go_on_and_a_warning_says_so(
         assert worker_processes() == []
 
 
+@pytest.mark.slow
 def test_one_that_dies_while_they_start_leaves_the_work_to_threads(
     folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,14 +204,17 @@ def test_one_that_dies_while_they_start_leaves_the_work_to_threads(
         assert worker_processes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_where_one_is_killed_threads_do_its_work_and_nothing_is_lost(
     folder: str, caplog: pytest.LogCaptureFixture, number: signal.Signals
 ) -> None:
     with load(folder) as loader, load(folder, processes=0) as threads:
         others = epochs(threads, 1000)
+        killed: list[int] = []
         for _ in range(300):
-            killed = worker_processes() if loader.metrics().decode_threads == 2 else []
+            if not killed and loader.metrics().decode_processes == 2:
+                killed = worker_processes()
             for batch in loader:
                 assert same(batch, next(others))
                 if killed:
@@ -195,6 +233,64 @@ def test_where_one_is_killed_threads_do_its_work_and_nothing_is_lost(
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
+@pytest.mark.slow
+def test_an_error_in_the_place_of_results_is_the_threads_to_tell(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, calls = RowJob._place, []
+
+    def fail_once(self: RowJob, *given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        place(self, *given)
+
+    monkeypatch.setattr(RowJob, "_place", fail_once)
+    with load(folder) as loader, load(folder, processes=0) as threads:
+        for one, other in zip(epochs(loader, 100), epochs(threads, 100), strict=True):
+            assert same(one, other)
+            time.sleep(0.001)
+        assert len(calls) >= 3
+        assert "not by processes: no room" in caplog.text
+        assert loader.metrics().decode_processes == 0
+
+
+@pytest.mark.slow
+def test_a_fork_while_they_start_does_not_hide_that_one_ended(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that is forked between a connection's making and its closing holds a copy of the worker's end."""
+    popen, forked = subprocess.Popen, []
+
+    def start_and_fork(*given: Any, **named: Any) -> Any:
+        started = popen(*given, **named)
+        if not forked:
+            forked.append(os.fork())
+            if not forked[0]:
+                time.sleep(600)
+                os._exit(0)
+        return started
+
+    monkeypatch.setattr(worker_process.subprocess, "Popen", start_and_fork)
+    try:
+        with load(folder) as loader, load(folder, processes=0) as threads:
+            others = epochs(threads, 1000)
+            for _ in range(300):
+                workers = worker_processes() if loader.metrics().decode_processes == 2 else []
+                for batch in loader:
+                    assert same(batch, next(others))
+                if workers:
+                    os.kill(min(workers), signal.SIGKILL)
+                    break
+                time.sleep(0.01)
+            assert workers
+            for batch in epochs(loader, 60):
+                assert same(batch, next(others))
+    finally:
+        for pid in forked:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.slow
 def test_closing_while_they_start_leaves_none(folder: str) -> None:
     loader = load(folder)
     for _ in epochs(loader, 2):
@@ -204,21 +300,24 @@ def test_closing_while_they_start_leaves_none(folder: str) -> None:
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.loader.BadSampleWarning")
-def test_bad_images_are_skipped_as_by_threads(tmp_path: Path) -> None:
+def test_bad_images_are_skipped_as_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [picture(number) if number % 9 else b"\xff\xd8\xff nothing" for number in range(48)]
     url = write(tmp_path / "some", pictures)
+    placed: list[Any] = []
+    place = RowJob._place
+    monkeypatch.setattr(RowJob, "_place", lambda self, *given: placed.append(place(self, *given)))
     skips = {"on_error": "skip", "max_errors": 0.5}
     with load(url, **skips) as loader, load(url, **skips, processes=0) as threads:
         others = epochs(threads, 1000)
         for _ in range(500):
-            is_taken_over = loader.metrics().decode_threads == 2
             for batch in loader:
                 assert same(batch, next(others))
-                time.sleep(0.01)
-            if is_taken_over:
+            if len(placed) > 200:  # long after what was ahead when processes took over
                 break
-        assert is_taken_over
+            time.sleep(0.01)
+        assert len(placed) > 200
 
 
 def test_how_many_depends_on_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,5 +326,7 @@ def test_how_many_depends_on_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -
     assert [count_image_processes(cores) for cores in (1, 5, 6, 16, 100)] == [0, 0, 5, 15, 32]
     monkeypatch.setattr(images, "usable_memory", lambda: 8 << 30)
     assert count_image_processes(32) == 10
+    monkeypatch.setattr(images, "usable_memory", lambda: 4 << 30)
+    assert [count_image_processes(cores) for cores in (6, 32)] == [5, 0]
     monkeypatch.setattr(images, "usable_memory", lambda: 100 << 20)
     assert count_image_processes(32) == 0
