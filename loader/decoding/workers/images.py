@@ -1,8 +1,8 @@
 """Processes that decode images where a rank has many cores, with the same results as its threads.
 
 A codec works without the GIL, but between its calls a thread needs it, and gets it only once another thread has been
-woken up and has let go of it. On a few cores these waits are little. Sixteen threads on 16 cores decode less than eight
-do, and each operation that a training loop starts waits with them.
+woken up and has let go of it. On a few cores these waits are little. Sixteen threads on 16 cores decode less than half
+of what as many processes do, and each operation that a training loop starts waits with them.
 """
 
 from __future__ import annotations
