@@ -164,7 +164,6 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     "options",
     [
