@@ -263,7 +263,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             "a Mixture": source if isinstance(source, Mixture) else None,
         }
         codec = open_image_codec(decode, on_device, needs_host)
-        choice = read_tuning(threads, fetch_threads, read_ahead, autotune, memory_limit, asked_processes)
+        choice = read_tuning(threads, fetch_threads, read_ahead, autotune, memory_limit, processes)
         self._counters = Counters()
         common = Common(
             share=share,
@@ -274,7 +274,6 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             last_batch=last_batch,
             decode=decode,
             raw=raw,
-            processes=processes,
             errors=errors,
             tuning_choice=choice,
             device=on_device,

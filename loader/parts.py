@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,7 +75,6 @@ class Common:
     last_batch: LastBatch
     decode: DecodeChoice
     raw: RawValues
-    processes: int | Literal["auto"]
     errors: ErrorArguments
     tuning_choice: TuningChoice
     device: torch.device | None
@@ -108,11 +107,6 @@ class Common:
         return self.tuning_choice.first_decode_threads
 
     @property
-    def asked_processes(self) -> int:
-        """The worker processes that the user asks for."""
-        return 0 if self.processes == "auto" else self.processes
-
-    @property
     def max_bad_chunks(self) -> int | None:
         return self.errors.max_bad_chunks
 
@@ -128,8 +122,8 @@ class Common:
 
         ``are_alike``: whether all rows are worked on in the same way.
         """
-        if self.processes != "auto":
-            self.resources.workers = WorkerPool(work, decode, self.processes) if self.processes else None
+        if asked := self.tuning_choice.asked_processes:
+            self.resources.workers = WorkerPool(work, decode, asked)
         elif are_alike and work.transform is None and self.raw == "bytes" and self.tuning_choice.is_free:
             count = count_image_processes(self.tuning_choice.cores)
             self.resources.images = ImageProcesses(work, count) if count else None
@@ -177,7 +171,7 @@ def open_one(
     weights: SampleWeights | None,
 ) -> Parts:
     """The parts of a loader of one data set."""
-    decoders = FieldDecoders(common.decode, common.raw, common.asked_processes, common.codec)
+    decoders = FieldDecoders(common.decode, common.raw, common.tuning_choice.asked_processes, common.codec)
     batch_options = common.batch_options
     common.start_workers(batch_options.work, common.decode)
     with ExitStack() as lingering:  # until the data's store has taken over their connections
@@ -309,7 +303,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         },
         ordering={**common.ordering, "share": common.share},
         raw=common.raw,
-        processes=common.asked_processes,
+        processes=common.tuning_choice.asked_processes,
         max_bad_chunks=common.max_bad_chunks or 0,
         is_logged=common.is_logged,
     )

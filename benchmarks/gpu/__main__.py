@@ -46,7 +46,7 @@ _PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns,
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig:
-    """Run the tests marked gpu, then measure how well loaders feed a GPU; in less than eight minutes on 16 cores.
+    """Run the tests marked gpu, then measure how well loaders feed a GPU; in about eight minutes on 16 cores.
 
     ResNet-50 on photos that are decoded to 224 px, and a small GPT on tokens, in bf16: the same loop for every loader,
     in a process of its own, in turns. "no loader" trains on one batch that stays on the device. Also how fast images
@@ -108,13 +108,14 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
     rows = _SMALL_ROWS[name] if config.small else rows
     url = str(make_case(case, config.data, config.scale))
     manifest = open_manifest(url)
+    workers = config.workers or usable_cores()
     settings = BenchConfig(
         source=url,
         against=config.against,
         batch_size=rows,
         decode=case.decode,
         environments="here",
-        workers=config.workers or usable_cores(),
+        workers=workers,
     )
     layout = find_layout(manifest, None, None)
     ours = Job(
@@ -124,7 +125,7 @@ def run_case(name: str, config: GpuConfig, screen: Console) -> dict[str, Any]:
         scratch="",
         batch_size=rows,
         decode=case.decode,
-        workers=config.workers or usable_cores(),
+        workers=workers,
         fields=layout,
     )
 

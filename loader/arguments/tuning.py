@@ -17,7 +17,7 @@ def read_tuning(
     read_ahead: int | str,
     autotune: object,
     memory_limit: int | str,
-    processes: int,
+    processes: int | Literal["auto"],
 ) -> TuningChoice:
     """What was chosen of threads and read-ahead. Raises ConfigError where that is impossible."""
     for name, value in (("threads", threads), ("fetch_threads", fetch_threads)):
@@ -40,5 +40,5 @@ def read_tuning(
         memory_bytes=memory_bytes,
         cores=max(1, cores // local_world_size()),
         cores_of_node=cores,
-        has_workers=processes > 0,
+        processes=processes,
     )

@@ -49,7 +49,7 @@ class TuningChoice:
     memory_bytes: int | None = None
     cores: int
     cores_of_node: int
-    has_workers: bool = False
+    processes: int | Literal["auto"] = 0
 
     @property
     def first_decode_threads(self) -> int:
@@ -58,16 +58,21 @@ class TuningChoice:
         return self.decode_threads or most
 
     @property
+    def asked_processes(self) -> int:
+        """The worker processes that the user asks for."""
+        return 0 if self.processes == "auto" else self.processes
+
+    @property
     def is_free(self) -> bool:
         """Whether nobody says what is to decode."""
-        return self.decode_threads is None and self.autotune is not False
+        return self.processes == "auto" and self.decode_threads is None and self.autotune is not False
 
     @property
     def kept(self) -> frozenset[str]:
         """What is not changed, by its name in ``autotune.Settings``."""
         given = {name: getattr(self, name) for name in ("fetch_threads", "decode_threads", "read_ahead_bytes")}
         kept = {name for name, value in given.items() if not self.autotune or (self.autotune == "auto" and value)}
-        return frozenset(kept | ({"decode_threads"} if self.has_workers else set()))
+        return frozenset(kept | ({"decode_threads"} if self.asked_processes else set()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from saved_nets import assert_same, build, build_net, step_once, whole_state
 from started_threads import started_threads
 from torch import nn
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from penstock.storage import MemoryStore
 from penstock.trainer import (
@@ -26,6 +27,7 @@ from penstock.trainer import (
     World,
     export_safetensors,
 )
+from penstock.trainer.checkpoint import checkpointer
 from penstock.trainer.checkpoint.checkpointer import Checkpointer
 from penstock.trainer.checkpoint.folder import list_steps, publish_folder
 from penstock.trainer.checkpoint.retention import choose_kept
@@ -83,6 +85,27 @@ def test_the_writing_thread_asks_no_device_for_a_stream(
     with Checkpointer(CheckpointConfig(folder=bucket.url if is_remote else tmp_path), alone) as checkpoints:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         checkpoints.save(1, net, optimizer, {}, blocking=True)
+
+
+def test_stagers_that_forget_after_one_use_are_made_anew(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of torch 2.11 and 2.12 do."""
+    stage = DefaultStager.stage
+
+    def stage_and_forget(self: DefaultStager, *given: Any, **options: Any) -> Any:
+        staged = stage(self, *given, **options)
+        self._state_dict_stager.close()
+        return staged
+
+    monkeypatch.setattr(DefaultStager, "stage", stage_and_forget)
+    monkeypatch.setattr(checkpointer, "_STAGERS_STAY", False)
+    net, optimizer = build()
+    with Checkpointer(CheckpointConfig(folder=tmp_path), alone) as checkpoints:
+        for step in (1, 2, 3):
+            step_once(net, optimizer, step)
+            checkpoints.save(step, net, optimizer, {}, blocking=True)
+        assert list_steps(tmp_path)[0] == 3
 
 
 def test_the_last_and_the_best_are_kept(alone: World, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import row_functions
-import torch
 from device_pictures import picture, write
+from equal_batches import assert_equal
 from started_process import worker_processes
 from started_threads import started_threads
 
@@ -64,13 +64,6 @@ def wait_until(loader: DistributedDataLoader, running: int, passes: int = 500) -
     raise AssertionError(f"{worker_processes()} run, and {loader.metrics().decode_processes} decode")
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-        for name, value in one.items()
-    )
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,23 +75,14 @@ def test_batches_are_those_of_threads_before_and_after_and_in_between(folder: st
     with load(folder, **options) as loader, load(folder, **options, processes=0) as threads:
         others = epochs(threads, 1000)
         for batch in epochs(loader, 3):
-            assert same_values(batch, next(others))
+            assert_equal(batch, next(others))
         while loader.metrics().decode_processes != 2:
             for batch in loader:
-                assert same_values(batch, next(others))
+                assert_equal(batch, next(others))
         for batch in epochs(loader, 30):
-            assert same_values(batch, next(others))
+            assert_equal(batch, next(others))
     assert worker_processes() == []
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
-
-
-def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    lists = [name for name, value in one.items() if isinstance(value, list)]
-    for name in lists:
-        pairs = zip(one.pop(name), other.pop(name), strict=True)
-        if not all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs):
-            return False
-    return same(one, other)
 
 
 @pytest.mark.slow
@@ -112,7 +96,8 @@ def test_a_mixture_and_a_resume_are_those_of_threads_too(folder: str) -> None:
         expected = [next(batches) for _ in range(40)]
     with load(mixture, processes=0) as threads:
         threads.load_state_dict(state)
-        assert all(same(one, other) for one, other in zip(expected, threads, strict=False))
+        for one, other in zip(expected, threads, strict=False):
+            assert_equal(one, other)
 
 
 def darker(sample: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +117,7 @@ def test_sources_that_are_worked_on_in_other_ways_stay_with_the_threads(
     mixture = Mixture({"a": Source(folder), "b": Source(other, **own)}, stop="all_exhausted")
     with load(mixture, **options) as loader, load(mixture, **options, processes=0) as threads:
         for one, two in zip(epochs(loader, 12), epochs(threads, 12), strict=True):
-            assert same(one, two)
+            assert_equal(one, two)
             time.sleep(0.005)
         assert loader.metrics().decode_processes == 0
 
@@ -176,7 +161,7 @@ def test_where_processes_cannot_start_threads_go_on_and_a_warning_says_so(
     monkeypatch.setattr(worker_pool, "start_process", refuse)
     with caplog.at_level(logging.WARNING), load(folder) as loader, load(folder, processes=0) as threads:
         for one, other in zip(epochs(loader, 6), epochs(threads, 6), strict=True):
-            assert same(one, other)
+            assert_equal(one, other)
             time.sleep(0.01)
         assert "images go on being decoded by threads, not by processes: a worker process cannot be" in caplog.text
         assert worker_processes() == []
@@ -216,7 +201,7 @@ def test_where_one_is_killed_threads_do_its_work_and_nothing_is_lost(
             if not killed and loader.metrics().decode_processes == 2:
                 killed = worker_processes()
             for batch in loader:
-                assert same(batch, next(others))
+                assert_equal(batch, next(others))
                 if killed:
                     with suppress(ProcessLookupError):  # of an earlier batch
                         os.kill(killed[0], number)
@@ -228,7 +213,7 @@ def test_where_one_is_killed_threads_do_its_work_and_nothing_is_lost(
         assert killed
         assert ("SIGKILL" in caplog.text) == (number == signal.SIGKILL)  # SIGTERM is the rank's own to heed
         for batch in epochs(loader, 3):
-            assert same(batch, next(others))
+            assert_equal(batch, next(others))
     assert worker_processes() == []
     assert not [thread.name for thread in started_threads() if thread.name.startswith("penstock")]
 
@@ -248,7 +233,7 @@ def test_an_error_in_the_place_of_results_is_the_threads_to_tell(
     monkeypatch.setattr(RowJob, "_place", fail_once)
     with load(folder) as loader, load(folder, processes=0) as threads:
         for one, other in zip(epochs(loader, 100), epochs(threads, 100), strict=True):
-            assert same(one, other)
+            assert_equal(one, other)
             time.sleep(0.001)
         assert len(calls) >= 3
         assert "not by processes: no room" in caplog.text
@@ -276,14 +261,14 @@ def test_a_fork_while_they_start_does_not_hide_that_one_ended(folder: str, monke
             for _ in range(300):
                 workers = worker_processes() if loader.metrics().decode_processes == 2 else []
                 for batch in loader:
-                    assert same(batch, next(others))
+                    assert_equal(batch, next(others))
                 if workers:
                     os.kill(min(workers), signal.SIGKILL)
                     break
                 time.sleep(0.01)
             assert workers
             for batch in epochs(loader, 60):
-                assert same(batch, next(others))
+                assert_equal(batch, next(others))
     finally:
         for pid in forked:
             os.kill(pid, signal.SIGKILL)
@@ -313,7 +298,7 @@ def test_bad_images_are_skipped_as_by_threads(tmp_path: Path, monkeypatch: pytes
         others = epochs(threads, 1000)
         for _ in range(500):
             for batch in loader:
-                assert same(batch, next(others))
+                assert_equal(batch, next(others))
             if len(placed) > 200:  # long after what was ahead when processes took over
                 break
             time.sleep(0.01)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import row_functions
-import torch
+from equal_batches import assert_equal
 from started_process import started_process, worker_processes
 from started_threads import started_threads
 from tar_dataset import write_tars
@@ -59,23 +59,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for name in one:
-            assert_equal(one[name], other[name])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize(
