@@ -23,12 +23,15 @@ MODULES = {
     "torch": "torch_loader",
     "penstock-view": "ours",
     "penstock-gather": "ours",
+    "penstock-unchecked": "ours",
     "spdl-view": "spdl",
 }
-# Contenders that hand raw bytes out otherwise than as bytes objects, and the loader that each of them is: views of what
-# was read, or one tensor of all bytes and one of offsets.
-VIEWS, GATHER = "penstock-view", "penstock-gather"
-VARIANTS = {VIEWS: OURS, GATHER: OURS, "spdl-view": "spdl"}
+# Contenders that are measured of raw bytes alone, and the loader that each of them is. Most hand these out otherwise
+# than as bytes objects: as views of what was read, or as one tensor of all bytes and one of offsets. UNCHECKED compares
+# no checksums, as peers have none.
+VIEWS, GATHER, UNCHECKED = "penstock-view", "penstock-gather", "penstock-unchecked"
+VARIANTS = {VIEWS: OURS, GATHER: OURS, UNCHECKED: OURS, "spdl-view": "spdl"}
+WITHOUT_OBJECTS = VARIANTS.keys() - {UNCHECKED}
 
 
 def base_of(name: str) -> str:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ...loader import ByteViews, DecodeChoice, DistributedDataLoader
+from ...loader.dataset.index import open_manifest
+from ...loader.dataset.manifest import Manifest
 from ...loader.formats.detect import make_format
+from ...loader.formats.shard import ShardFormat
 from ..harness.job import Job
 from ..harness.layout import image_fields
-from . import GATHER, OURS
+from . import GATHER, UNCHECKED, WITHOUT_OBJECTS
 
 
 class Ours:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._loader = DistributedDataLoader(
-            job.url,
+            _without_checksums(job) if job.contender == UNCHECKED else job.url,
             batch_size=job.batch_size,
             last_batch="partial",
             decode=choose_decode(job),
-            raw="bytes" if job.contender == OURS else "view",
+            raw="view" if job.contender in WITHOUT_OBJECTS else "bytes",
             threads=job.workers or "auto",
             cache_dir=job.cache_dir,
             storage_options=_storage_options(job) or None,
-            format=None if job.format is None else make_format(job.format, job.format_config),
+            format=None if job.contender == UNCHECKED else _format(job),
             device=job.device,
             rank=job.rank,
             world_size=job.world_size,
@@ -51,10 +55,20 @@ class Ours:
         self._loader.close()
 
 
+def _format(job: Job) -> ShardFormat | None:
+    return None if job.format is None else make_format(job.format, job.format_config)
+
+
+def _without_checksums(job: Job) -> Manifest:
+    """The data set as ``penstock index --no-checksums`` leaves it."""
+    manifest = open_manifest(job.url, storage_options=job.storage_options or None, format=_format(job))
+    return replace(manifest, checksums=None, parts=None)
+
+
 def _storage_options(job: Job) -> dict[str, Any]:
     """Who asks for views lets local files be mapped for them, as other loaders map theirs."""
-    is_local = isinstance(job.url, str) and "://" not in job.url
-    return {**job.storage_options, **({"mapped_reads": "views"} if is_local and job.contender != OURS else {})}
+    maps = job.contender in WITHOUT_OBJECTS and isinstance(job.url, str) and "://" not in job.url
+    return {**job.storage_options, **({"mapped_reads": "views"} if maps else {})}
 
 
 def _gather(batch: Any) -> dict[str, Any]:

@@ -229,8 +229,9 @@ _METHOD = (
     keep on the local disk.""",
     """penstock's chunks are in random order, and so are the samples in each window of some of them, whose length it
     chooses by the size of the chunks. Raw bytes are handed out as a list of bytes objects, as by all others; "views"
-    are memoryviews over what was read, "gather" is one tensor of all bytes and one of offsets. Of every bytes object
-    and view the consumer reads a byte of each page.""",
+    are memoryviews over what was read, "gather" is one tensor of all bytes and one of offsets. "unchecked" reads bytes
+    objects of a data set that was indexed without checksums, which the others do not compare either. Of every bytes
+    object and view the consumer reads a byte of each page.""",
     """Resume: time to the first batch after a resume in mid-epoch, over that of a fresh start, pair by pair.""",
     """CPU: user and system time of the process tree in the first pass, start-up of the loader included. Peak RSS: the
     sum of the processes' peaks (VmHWM), pages that they share or map counted in each.""",

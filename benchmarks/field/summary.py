@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..contenders import LIMIT, OURS, VARIANTS, VIEWS, base_of
+from ..contenders import LIMIT, OURS, VARIANTS, VIEWS, WITHOUT_OBJECTS, base_of
 from ..harness.job import Measurement
 from ..harness.prepare import whole_pass_s
 
@@ -115,7 +115,7 @@ def peers_of(contenders: Mapping[str, Any], ours: str = OURS) -> list[str]:
     return [
         name
         for name in contenders
-        if not is_ours(name) and name != LIMIT and (ours in VARIANTS or name not in VARIANTS)
+        if not is_ours(name) and name != LIMIT and (ours in WITHOUT_OBJECTS or name not in WITHOUT_OBJECTS)
     ]
 
 
@@ -135,7 +135,7 @@ def too_slow(rounds: Mapping[str, Sequence[Mapping[str, float]]], times: float) 
     measured = {name: each for name, each in rounds.items() if each}
     behind: dict[str, float] = {}
     for peer in peers_of(measured, VIEWS):
-        rivals = peers_of(measured, VIEWS if peer in VARIANTS else OURS)
+        rivals = peers_of(measured, VIEWS if peer in WITHOUT_OBJECTS else OURS)
         behind[peer] = min(_times_behind(measured, peer, rivals, rate) for rate in ("first_pass_per_s", "steady_per_s"))
     return {peer: value for peer, value in behind.items() if value > times}
 

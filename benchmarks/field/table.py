@@ -95,7 +95,7 @@ def lines_of(cells: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, 
 
 
 def name_of_line(cell: Mapping[str, Any], ours: str) -> str:
-    """The workload, and how its bytes are handed out: "bytes-40k views"."""
+    """The workload, and what sets the contender apart: "bytes-40k views"."""
     return f"{cell['workload']} {words.kind_of(ours)}".strip()
 
 

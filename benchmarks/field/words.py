@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..contenders import GATHER, LIMIT, VIEWS
+from ..contenders import GATHER, LIMIT, UNCHECKED, VIEWS
 
 NAMES = {
     LIMIT: "bare loop",
@@ -13,9 +13,10 @@ NAMES = {
     "datasets": "HF datasets",
     VIEWS: "penstock, views",
     GATHER: "penstock, gather",
+    UNCHECKED: "penstock, unchecked",
     "spdl-view": "spdl, views",
 }
-_KINDS = {VIEWS: "views", GATHER: "gathered"}
+_KINDS = {VIEWS: "views", GATHER: "gathered", UNCHECKED: "unchecked"}
 
 
 def name_of(contender: str) -> str:
@@ -23,7 +24,7 @@ def name_of(contender: str) -> str:
 
 
 def kind_of(ours: str) -> str:
-    """How one of our contenders hands out raw bytes, in short; "" where it is the plain one."""
+    """What sets one of our contenders apart, in short; "" where it is the plain one."""
     return _KINDS.get(ours, "")
 
 

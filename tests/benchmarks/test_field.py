@@ -17,7 +17,7 @@ import pytest
 from canned_field import entry, script
 from measured_runs import measured
 
-from penstock.benchmarks.contenders import LIMIT, OURS, VIEWS
+from penstock.benchmarks.contenders import LIMIT, OURS, UNCHECKED, VIEWS
 from penstock.benchmarks.contenders.records import RecordCodec
 from penstock.benchmarks.field.cells import Cell, FieldConfig, cells_of, other_settings, quick
 from penstock.benchmarks.field.summary import (
@@ -96,10 +96,11 @@ def test_the_best_peer_is_the_fastest_one_and_never_the_bare_loop() -> None:
 def test_bytes_are_compared_with_bytes_and_views_with_whatever_is_fastest() -> None:
     each = {
         OURS: entry(1000.0), VIEWS: entry(4000.0), LIMIT: entry(5000.0), "litdata": entry(500.0), "spdl": entry(400.0),
-        "spdl-view": entry(2000.0),
+        "spdl-view": entry(2000.0), UNCHECKED: entry(1500.0),
     }  # fmt: skip
-    assert ours_of(each) == [OURS, VIEWS]
+    assert ours_of(each) == [OURS, VIEWS, UNCHECKED]
     assert (best_peer(each), best_peer(each, ours=VIEWS)) == ("litdata", "spdl-view")
+    assert best_peer(each, ours=UNCHECKED) == "litdata"  # it makes bytes objects
     assert ratio(each, "litdata") == pytest.approx(2.0)
     assert ratio(each, "spdl-view", ours=VIEWS) == pytest.approx(2.0)
     spread = ratio_spread(each, LIMIT, ours=VIEWS)
