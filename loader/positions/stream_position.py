@@ -13,7 +13,7 @@ from ..order.plan import lane_offsets, lane_sizes, lane_turns
 from ..order.state import PACKING, LoaderState
 from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import order_key
-from .position import Position
+from .position import Position, Tell, tell_nobody
 from .uncounted import UncountedPosition
 
 FILTER = "filter"
@@ -109,7 +109,7 @@ class StreamPosition(UncountedPosition, Position):
             raise StateMismatchError("a damaged loader state: its cursors point past the ends of lanes")
         return cursors
 
-    def load(self, state: LoaderState) -> None:
+    def load(self, state: LoaderState, tell: Tell = tell_nobody) -> None:
         self._has_ended = False
-        super().load(state)
+        super().load(state, tell)
         self._began = (state.epoch, state.consumed, self._read(state)) if self._is_own(state) else None
