@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import StateMismatchError
 from ..order.cursors import Cursors
-from ..order.plan import lane_offsets, lane_sizes, lane_turns
+from ..order.plan import Share, lane_offsets, lane_sizes, lane_turns
 from ..order.state import PACKING, LoaderState
 from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import order_key
@@ -29,9 +29,13 @@ class StreamPosition(UncountedPosition, Position):
 
     def __init__(self, *args: Any, packing: tuple[str, int] | None = None, **options: Any) -> None:
         """``packing`` is what decides how documents are packed, and how many samples are packed together."""
-        super().__init__(*args, **options)
         self._packing = packing
+        super().__init__(*args, **options)
         self._began: tuple[int, int, Cursors] | None = None
+
+    def check_share(self, share: Share) -> None:
+        if self._packing is None:  # else few samples may make many sequences
+            super().check_share(share)
 
     def follows(self, item: Delivery) -> bool:
         if item.is_end and (item.epoch, item.start) == (self.epoch, self.consumed):
