@@ -70,6 +70,8 @@ class Control:
         self._resources.check_open()
         self._resources.stop_pipeline()
         self._note_move()
+        if self._resources.log is not None:
+            self._resources.log.record_load(loaded.epoch, loaded.consumed)
         self._position.load(loaded, self._record_rest)
 
     def skip_batches(self, count: int) -> None:
