@@ -70,7 +70,9 @@ class Control:
         self._resources.check_open()
         self._resources.stop_pipeline()
         self._note_move()
-        self._position.load(loaded)
+        if self._resources.log is not None:
+            self._resources.log.record_load(loaded.epoch, loaded.consumed)
+        self._position.load(loaded, self._record_rest)
 
     def skip_batches(self, count: int) -> None:
         """Go on ``count`` global batches further, without reading them; past an epoch's end in the next epoch.
@@ -88,7 +90,7 @@ class Control:
         self._passes.note_call(f"skip_batches({count})")
         self._note_move()
         log = self._resources.log
-        self._position.skip(count, (lambda *_: None) if log is None else log.record_skip)
+        self._position.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
 
     def set_batch_size(self, batch_size: int) -> None:
         """From the next batch on, each rank's batches have ``batch_size`` samples: a warm-up of the batch size, say.
@@ -139,5 +141,10 @@ class Control:
 
     def _change_share(self, share: Share) -> None:
         self._resources.stop_pipeline()
-        self._position.change_share(share)
+        self._position.change_share(share, self._record_rest)
         self._passes.share = share
+
+    def _record_rest(self, epoch: int, start: int, stop: int) -> None:
+        """Log what is left of an epoch and fills no batch now, which the batches before it do not tell."""
+        if self._resources.log is not None:
+            self._resources.log.record_drop(epoch, start, stop)

@@ -18,7 +18,7 @@ from ..order.mixtures.spans import SourceOrder
 from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import stream_key
 from ..order.plan import Order, Share
-from ..positions.position import RunPosition
+from ..positions.position import RunPosition, Tell, tell_nobody
 from .epochs import EpochPlace, EpochSteps, Place
 from .mixture import Mixture, check_position, update_weights
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream
@@ -125,7 +125,7 @@ class MixturePosition(RunPosition):
     def check_share(self, share: Share) -> None:
         replace(self.plan, global_batch_size=share.global_batch_size)
 
-    def change_share(self, share: Share) -> None:
+    def change_share(self, share: Share, tell: Tell = tell_nobody) -> None:
         if share.global_batch_size != self.plan.global_batch_size:
             epoch, start, here = self.cursor()
             self.plan = replace(self.plan, global_batch_size=share.global_batch_size)
@@ -133,7 +133,7 @@ class MixturePosition(RunPosition):
                 first = self._epochs[before].start
                 self._epochs[before] = self._epoch(first, first)
             self._stand(epoch, start, here, self.is_loaded)
-        super().change_share(share)
+        super().change_share(share, tell)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -303,7 +303,7 @@ class MixturePosition(RunPosition):
                     )
         return loaded
 
-    def load(self, state: MixtureState) -> None:
+    def load(self, state: MixtureState, tell: Tell = tell_nobody) -> None:
         self._take_over(state, match_sources(self._sources, state))
 
     def _take_over(self, state: MixtureState, known: Sequence[SourceState | None]) -> None:

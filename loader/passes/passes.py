@@ -68,13 +68,18 @@ class Passes:
         if calls is not None and calls.lacks_one:
             calls.check(self.position.upcoming, self.begun)
 
-    def pipeline(self) -> Pipeline:
-        """The running pipeline, or a new one from the position on."""
+    def running(self) -> Pipeline | None:
+        """The running pipeline, if there is one."""
         self.resources.check_open()
         pipeline = self.resources.pipeline
         if pipeline is not None and pipeline.is_stopped:  # an interrupt came before it was forgotten
             self.resources.stop_pipeline()
             pipeline = None
+        return pipeline
+
+    def pipeline(self) -> Pipeline:
+        """The running pipeline, or a new one from the position on."""
+        pipeline = self.running()
         if pipeline is None:
             try:
                 pipeline = self._start_pipeline()
@@ -171,6 +176,9 @@ class Pass(Iterator[BatchT]):
         passes, position, is_first = self._passes, self._passes.position, self._at is None
         asked_s = time.perf_counter()
         while True:
+            if not is_first and passes.running() is None and position.upcoming[0] != position.epoch:
+                position.skip_end()  # the pipeline that would have told the epoch's end is gone
+                return None
             item = passes.pipeline().get()
             got_s = time.perf_counter()
             is_end = item.is_end

@@ -27,6 +27,7 @@ FILTER_MAGIC = 0x70656E73746B6472
 END_MAGIC = 0x70656E73746B656E
 BAD_MAGIC = 0x70656E7374626164
 REPLACE_MAGIC = 0x70656E7374727066
+LOAD_MAGIC = 0x70656E736C6F6164
 SUFFIX = ".deliveries"
 KEY_BITS = 40  # of a mixture's sample ids, in front of which logs have the epochs of their sources
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -42,7 +43,8 @@ class DeliveryLog:
     """One rank's log: a line of JSON, then one record per batch: (magic, epoch, start, stop, n, n sample ids) as int64.
 
     Batches that were skipped on purpose have one record together, of another magic number and without sample ids; so do
-    samples at an epoch's end that fill no batch of a budget. A change of the batch size has a record with that number.
+    samples at an epoch's end that fill no batch. A change of the batch size has a record with that number; a state
+    that is loaded after some batches, one of where that is.
     After a batch may follow, with numbers of their own, the samples that were filtered out on the way to it, and after
     the last one of an epoch whose samples are filtered, those that fill no batch. Which of those filtered out are bad
     is told again; and so are pairs of bad samples among the batch's and of those that came instead.
@@ -56,6 +58,7 @@ class DeliveryLog:
 
     _bad: BadSamples | None = None  # knows which of those filtered out are bad
     _dropped: tuple[int, int] | None = None  # where the last samples of an epoch that fill no batch begin
+    _has_records = False
 
     def __init__(
         self,
@@ -136,6 +139,11 @@ class DeliveryLog:
         self._dropped = epoch, start
         self._write(np.array((DROP_MAGIC, epoch, start, stop, 0), np.int64))
 
+    def record_load(self, epoch: int, position: int) -> None:
+        """Record that a state was loaded, where batches were handed out before: they need not lead up to it."""
+        if self._has_records:
+            self._write(np.array((LOAD_MAGIC, epoch, position, position, 0), np.int64))
+
     def record_batch_size(self, epoch: int, position: int, size: int) -> None:
         """Record that global batches have ``size`` samples from a position on."""
         self._write(np.array((SIZE_MAGIC, epoch, position, position, 1, size), np.int64))
@@ -151,6 +159,7 @@ class DeliveryLog:
             self._file.truncate(before)
             self._file.seek(before)
             raise DatasetError(f"{self._file.name}: a delivery was logged only in part; is the disk full?")
+        self._has_records = True
 
     def close(self) -> None:
         self._file.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from ..dataset.manifest import Manifest
@@ -17,6 +18,12 @@ from ..order.plan import Order, Share, require_steps
 from ..order.selecting.selection import Selection
 from ..order.state import PACKING, LoaderState
 from ..pipeline.delivery_queue import Delivery
+
+Tell = Callable[[int, int, int], None]  # gets positions of an epoch: (epoch, start, stop)
+
+
+def tell_nobody(epoch: int, start: int, stop: int) -> None:
+    pass
 
 
 class State(Protocol):
@@ -69,14 +76,17 @@ class RunPosition(ABC):
         """
 
     @abstractmethod
-    def load(self, state: Any) -> None:
-        """Take over the order and position of a state that ``check_state`` returned."""
+    def load(self, state: Any, tell: Tell = tell_nobody) -> None:
+        """Take over the order and position of a state that ``check_state`` returned; ``tell`` as of ``skip_end``."""
 
-    def change_share(self, share: Share) -> None:
-        """From the upcoming batch on, cut global batches as ``share`` says, which ``check_share`` has seen."""
+    def change_share(self, share: Share, tell: Tell = tell_nobody) -> None:
+        """From the upcoming batch on, cut global batches as ``share`` says, which ``check_share`` has seen.
+
+        ``tell`` as of ``skip_end``, of what only the new batches do not fit into.
+        """
         self.skip_end()  # of what had no batch left before
         self.share = share
-        self.skip_end()
+        self.skip_end(tell)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -98,10 +108,14 @@ class RunPosition(ABC):
         has_more = self._steps(self.epoch).ahead(self.consumed, 1)
         return (self.epoch, self.consumed) if has_more else (self.epoch + 1, 0)
 
+    def _rest_at(self, epoch: int, consumed: int) -> int:
+        """Samples of an epoch that are left at a position and fill no batch, where arithmetic tells."""
+        return 0
+
     @property
     def tail(self) -> int:
         """Samples of the epoch that are left here and dropped, because they fill no batch of ``batch_tokens``."""
-        return 0
+        return 0 if self.share.budget is None else self._rest_at(self.epoch, self.consumed)
 
     def follows(self, item: Delivery) -> bool:
         """Whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
@@ -150,17 +164,26 @@ class RunPosition(ABC):
         self.times_set += 1
         return moved
 
-    def skip_end(self) -> None:
-        """Go to the next epoch's beginning if no batch is left here."""
+    def skip_end(self, tell: Tell = tell_nobody) -> None:
+        """Go to the next epoch's beginning if no batch is left here.
+
+        ``tell`` gets what is left and fills none, where arithmetic tells, as (epoch, start, stop).
+        """
+        self._tell_rest(self.epoch, self.consumed, tell)
         self.epoch, self.consumed = self.upcoming
 
-    def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
+    def _tell_rest(self, epoch: int, consumed: int, tell: Tell) -> None:
+        if rest := self._rest_at(epoch, consumed):
+            tell(epoch, consumed, consumed + rest)
+
+    def skip(self, steps: int, tell: Tell, tell_rest: Tell = tell_nobody) -> None:
         """Go to where a loaded state would be that is ``steps`` batches on, through the ends of epochs.
 
-        ``tell`` gets the positions passed over as (epoch, start, stop); if it raises, this stays where it was. What
-        ``last_batch="drop"`` drops is not among them.
+        ``tell`` gets the positions passed over as (epoch, start, stop), ``tell_rest`` what fills no batch at the end
+        of an epoch; if one raises, this stays where it was.
         """
-        self.epoch, self.consumed = skip_steps(*self.upcoming, steps, self._steps, tell)
+        ended = partial(self._tell_rest, tell=tell_rest)
+        self.epoch, self.consumed = skip_steps(*self.upcoming, steps, self._steps, tell, ended)
         self.is_loaded = True
 
 
@@ -243,10 +266,8 @@ class Position(RunPosition):
             self._cut = key, BudgetSteps(plan, share.budget, self._last_batch)
         return self._cut[1]
 
-    @property
-    def tail(self) -> int:
-        is_end = self.share.budget is not None and not self._steps(self.epoch).ahead(self.consumed, 1)
-        return self._num_samples - self.consumed if is_end else 0
+    def _rest_at(self, epoch: int, consumed: int) -> int:
+        return 0 if self._steps(epoch).ahead(consumed, 1) else self._num_samples - consumed
 
     def to_state(self) -> LoaderState:
         """The upcoming position with what makes it good for another loader: the data set's identity and the order."""
@@ -322,8 +343,7 @@ class Position(RunPosition):
                 "nothing and packs nothing; give it the same, or start from its next epoch with set_epoch"
             )
 
-    def load(self, state: LoaderState) -> None:
-        """Take over the order and position of a state that ``check_state`` returned."""
+    def load(self, state: LoaderState, tell: Tell = tell_nobody) -> None:
         self._order = state.order
         self.epoch, self.consumed, self.is_loaded = state.epoch, state.consumed, True
-        self.skip_end()
+        self.skip_end(tell)

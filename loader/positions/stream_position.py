@@ -9,11 +9,11 @@ import numpy as np
 
 from ..errors import StateMismatchError
 from ..order.cursors import Cursors
-from ..order.plan import lane_offsets, lane_sizes, lane_turns
+from ..order.plan import Share, lane_offsets, lane_sizes, lane_turns
 from ..order.state import PACKING, LoaderState
 from ..pipeline.delivery_queue import Delivery
 from ..streams.assembler import order_key
-from .position import Position
+from .position import Position, Tell, tell_nobody
 from .uncounted import UncountedPosition
 
 FILTER = "filter"
@@ -29,9 +29,13 @@ class StreamPosition(UncountedPosition, Position):
 
     def __init__(self, *args: Any, packing: tuple[str, int] | None = None, **options: Any) -> None:
         """``packing`` is what decides how documents are packed, and how many samples are packed together."""
-        super().__init__(*args, **options)
         self._packing = packing
+        super().__init__(*args, **options)
         self._began: tuple[int, int, Cursors] | None = None
+
+    def check_share(self, share: Share) -> None:
+        if self._packing is None:  # else few samples may make many sequences
+            super().check_share(share)
 
     def follows(self, item: Delivery) -> bool:
         if item.is_end and (item.epoch, item.start) == (self.epoch, self.consumed):
@@ -109,7 +113,7 @@ class StreamPosition(UncountedPosition, Position):
             raise StateMismatchError("a damaged loader state: its cursors point past the ends of lanes")
         return cursors
 
-    def load(self, state: LoaderState) -> None:
+    def load(self, state: LoaderState, tell: Tell = tell_nobody) -> None:
         self._has_ended = False
-        super().load(state)
+        super().load(state, tell)
         self._began = (state.epoch, state.consumed, self._read(state)) if self._is_own(state) else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from ..pipeline.delivery_queue import Delivery
 from ..streams.ledger import Ledgers
-from .position import RunPosition
+from .position import RunPosition, Tell, tell_nobody
 
 
 class UncountedPosition(RunPosition):
@@ -62,11 +61,14 @@ class UncountedPosition(RunPosition):
         self._has_ended = self._has_ended and stays
         return moved
 
-    def skip_end(self) -> None:
-        super().skip_end()
+    def _rest_at(self, epoch: int, consumed: int) -> int:
+        return 0
+
+    def skip_end(self, tell: Tell = tell_nobody) -> None:
+        super().skip_end(tell)
         self._has_ended = False
 
-    def skip(self, steps: int, tell: Callable[[int, int, int], None]) -> None:
+    def skip(self, steps: int, tell: Tell, tell_rest: Tell = tell_nobody) -> None:
         if steps:
             raise ConfigError(
                 f"skip_batches({steps}) of {self.who}: which samples these batches have is known only by reading them; "

@@ -58,7 +58,8 @@ def _without_peers(group: Sequence[Log]) -> list[Log]:
 def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Standing], list[Delivered]]:
     """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
 
-    A rank may go back alone, as one that looks at a batch before it trains.
+    A rank may go back alone, as one that looks at a batch before it trains. What it got before it loaded a state that
+    was reached elsewhere, as one that looks at a batch before it resumes, was handed out again, too.
     """
     counted: list[Standing] = []
     replayed: list[Delivered] = []
@@ -67,7 +68,9 @@ def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Standing], list[Delive
         began = []
         for log in group:
             until = min(later, default=None)
-            for record in reversed(log.records):
+            records, left = _follow_loads(log, [other for before in groups[:number] for other in before])
+            replayed += left
+            for record in reversed(records):
                 here = (record.epoch, record.start)
                 stands = until is None or here < until
                 if stands and record.is_skip and until is not None and until[0] == record.epoch:
@@ -78,9 +81,35 @@ def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Standing], list[Delive
                 else:
                     replayed.append(record)
                 until = here if stands else until
-            began += [min((record.epoch, record.start) for record in log.records)] if log.records else []
+            began += [min((record.epoch, record.start) for record in records)] if records else []
         later += began
     return counted, replayed
+
+
+def _follow_loads(log: Log, earlier: Sequence[Log]) -> tuple[list[Delivered], list[Delivered]]:
+    """The records of a log that lead up to the states that were loaded in it, and on from there; and all others.
+
+    Of a state that no log reaches, what came before it is taken to lead there.
+    """
+    kept: list[Delivered] = list(log.records)
+    left: list[Delivered] = []
+    others = [record for other in earlier for record in other.records] if log.loads else []
+    until = len(kept) + 1
+    for count, epoch, position in reversed(log.loads):
+        if count >= until:
+            continue  # nothing is kept of what followed it
+        before, after = kept[:count], kept[count:]
+        ended = max((record.stop for record in (*others, *log.records[:count]) if record.epoch == epoch - 1), default=0)
+
+        def leads(record: Delivered, here: tuple[int, int] = (epoch, position), ended: int = ended) -> bool:
+            is_end = not here[1] and record.epoch == here[0] - 1 and record.stop + max(1, record.batch) > ended
+            return is_end or (here[1] > 0 and (record.epoch, record.stop) >= here)
+
+        if any(map(leads, before)) or any(map(leads, others)):
+            while before and not leads(before[-1]):
+                left.append(before.pop())
+        kept, until = before + after, len(before)
+    return kept, left
 
 
 def split_passes(group: Sequence[Log]) -> list[tuple[int, list[Delivered]]]:

@@ -17,6 +17,7 @@ from ..pipeline.delivery_log import (
     END_MAGIC,
     FILTER_MAGIC,
     KEY_BITS,
+    LOAD_MAGIC,
     MAGIC,
     REPLACE_MAGIC,
     SIZE_MAGIC,
@@ -26,7 +27,7 @@ from ..pipeline.delivery_log import (
 _MOST_SAMPLES = 1 << 60  # as in a manifest
 # Of the words that follow; None: any number.
 _ANY = dict.fromkeys((MAGIC, FILTER_MAGIC, END_MAGIC, BAD_MAGIC, REPLACE_MAGIC))
-_COUNTS: dict[int, int | None] = {**_ANY, SKIP_MAGIC: 0, DROP_MAGIC: 0, SIZE_MAGIC: 1}
+_COUNTS: dict[int, int | None] = {**_ANY, SKIP_MAGIC: 0, DROP_MAGIC: 0, LOAD_MAGIC: 0, SIZE_MAGIC: 1}
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -52,11 +53,15 @@ class Delivered:
 
 @dataclass(slots=True)
 class Log:
-    """One file's header and records; ``sizes``: changes of the batch size, as (epoch, position, samples)."""
+    """One file's header and records; ``sizes``: changes of the batch size, as (epoch, position, samples).
+
+    ``loads``: the states that were loaded in between, as (records before it, epoch, position).
+    """
 
     header: dict[str, Any]
     records: list[Delivered]
     sizes: list[tuple[int, int, int]]
+    loads: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 def read_log(path: Path) -> Log | None:
@@ -76,6 +81,7 @@ def read_log(path: Path) -> Log | None:
         raise DatasetError(f"{path}: not a readable delivery log ({exc})") from exc
     records: list[Delivered] = []
     sizes = []
+    loads = []
     at = 0
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
@@ -94,6 +100,8 @@ def read_log(path: Path) -> Log | None:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         if is_size:
             sizes.append((epoch, start, int(ids[0])))
+        elif magic == LOAD_MAGIC:
+            loads.append((len(records), epoch, start))
         elif magic == REPLACE_MAGIC:
             told = records[-1] if records else None
             is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)
@@ -119,7 +127,7 @@ def read_log(path: Path) -> Log | None:
             kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header, "is_packed" in header
             records.append(Delivered(epoch, start, stop, ids, *kind))
         at += 5 + count
-    return Log(header, records, sizes)
+    return Log(header, records, sizes, loads)
 
 
 def _any_outside(ids: IntArray, num_samples: int) -> bool:

@@ -242,6 +242,37 @@ def test_an_epoch_whose_rest_is_below_the_new_batch_size_is_over(docs):
         assert loader.batch_size == 300
 
 
+@pytest.mark.parametrize("way", ["set", "load"])
+def test_the_audit_knows_the_rest_of_an_epoch_that_is_below_a_new_batch_size(docs, tmp_path, way):
+    options = {"audit_dir": tmp_path, "last_batch": "drop"}
+    with make_loader(docs, batch_size=100, **options) as loader:
+        iterator = iter(loader)
+        for _ in range(10):
+            next(iterator)
+        if way == "set":
+            loader.set_batch_size(300)
+        state = loader.state_dict()
+    with make_loader(docs, batch_size=300, **options) as loader:
+        loader.load_state_dict(state)
+        list(loader)
+    report = audit(tmp_path)
+    assert [(epoch.reached, epoch.missing) for epoch in report.epochs] == [(1000, 0), (900, 0)]
+
+
+def test_the_audit_knows_the_rest_of_an_epoch_that_was_skipped_to_its_end(docs, tmp_path):
+    state = None
+    for skipped in (0, 2, 0):  # the second start delivers nothing
+        with make_loader(docs, batch_size=300, last_batch="drop", audit_dir=tmp_path) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            loader.skip_batches(skipped)
+            if not skipped:
+                next(iter(loader))
+            state = loader.state_dict()
+    report = audit(tmp_path)
+    assert [(epoch.reached, epoch.skipped, epoch.missing) for epoch in report.epochs] == [(900, 600, 0), (300, 0, 0)]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "problem"),
     [

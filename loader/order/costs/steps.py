@@ -207,11 +207,12 @@ def skip_steps(
     count: int,
     steps_of: Callable[[int], Steps],
     tell: Callable[[int, int, int], None] = lambda *_: None,
+    tell_end: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[int, int]:
     """Where ``count`` batches further is, as (epoch, consumed), through the ends of epochs.
 
     ``steps_of`` gives an epoch's batches; ``tell`` gets the positions passed over as (epoch, start, stop). What "drop"
-    drops is not among them.
+    drops is not among them; ``tell_end`` gets where it begins, or the epoch ends, as (epoch, position).
     """
     while count:
         steps = steps_of(epoch)
@@ -219,5 +220,9 @@ def skip_steps(
         stop = int(steps.bounds(consumed, taken)[-1])
         tell(epoch, consumed, stop)
         count -= taken
-        epoch, consumed = (epoch, stop) if steps.ahead(stop, 1) else (epoch + 1, 0)
+        if steps.ahead(stop, 1):
+            consumed = stop
+        else:
+            tell_end(epoch, stop)
+            epoch, consumed = epoch + 1, 0
     return epoch, consumed

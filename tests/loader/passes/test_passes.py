@@ -12,7 +12,7 @@ import torch
 from started_threads import started_threads
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader, audit
+from penstock import DistributedDataLoader, Mixture, Source, audit
 from penstock.loader import ConfigError, LoaderClosedError
 from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
@@ -154,6 +154,30 @@ def test_an_interrupt_while_a_batch_is_waited_for_loses_none(tars, monkeypatch):
             seen.extend(sample for batch in batches for sample in ids([batch]))
         assert len(seen) == 30
         assert sorted(seen + ids(batches)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("source", ["one", "mixture"])
+@pytest.mark.parametrize("options", [{}, {"keep": lambda sample: int(sample["txt"]) % 10}], ids=["plain", "filtered"])
+@pytest.mark.parametrize("way", ["interrupt", "skip"])
+def test_a_pass_whose_pipeline_is_stopped_after_its_last_batch_ends_there(tars, monkeypatch, source, options, way):
+    def interrupted(_: Pipeline) -> Delivery:
+        raise KeyboardInterrupt
+
+    with load(tars if source == "one" else Mixture({"a": Source(tars)}), last_batch="drop", **options) as loader:
+        count = len(list(loader))
+        batches = iter(loader)
+        for _ in range(count):
+            next(batches)
+        if way == "skip":
+            loader.skip_batches(0)
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(Pipeline, "get", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    next(batches)
+        assert list(batches) == []
+        assert loader.epoch == 2
+        assert len(list(loader)) == count
 
 
 @pytest.mark.slow

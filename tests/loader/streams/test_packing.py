@@ -267,6 +267,14 @@ def test_fewer_sequences_than_a_batch_are_refused(tmp_path: Path, packing: Packi
         next(iter(loader))
 
 
+def test_few_long_documents_fill_batches_of_more_sequences_than_there_are_documents(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path, {"tokens": [list(range(100)), list(range(60))]})
+    with DistributedDataLoader(source, batch_size=5, packing=Packing(seq_len=16)) as loader:
+        assert [len(batch["tokens"]) for batch in loader] == [5, 5]
+        loader.set_batch_size(10)
+        assert [len(batch["tokens"]) for batch in loader] == [10]
+
+
 def test_a_field_that_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     source = write_parquet(tmp_path)
     with pytest.raises(ConfigError, match=r"packing=Packing\(field=...\): \['text'\] is not among .*tokens"):

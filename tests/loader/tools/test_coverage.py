@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,3 +140,28 @@ def test_a_rank_of_a_packed_run_whose_log_is_gone_is_found(tmp_path: Path, capsy
     assert report.epochs[0].missing == 16  # half of 8 batches of 4
     assert run(["audit", str(logs)]) == 1
     assert "missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", [5, 11], ids=["in mid-epoch", "at an epoch's end"])
+def test_a_look_at_a_batch_before_a_state_is_loaded_makes_nothing_missing(tmp_path: Path, steps: int) -> None:
+    pack([{"n": number} for number in range(110)], tmp_path / "rows", format="parquet")
+
+    def start(state: dict[str, Any] | None, looks: int, steps: int) -> dict[str, Any]:
+        with DistributedDataLoader(tmp_path / "rows", batch_size=10, audit_dir=tmp_path / "audit") as loader:
+            for _ in range(looks):
+                next(iter(loader))
+            if state is not None:
+                loader.load_state_dict(state)
+            for _ in itertools.islice(loader, steps):
+                pass
+            return loader.state_dict()
+
+    state = start(None, 0, steps)
+    later = start(state, 2, 4)
+    report = audit(tmp_path / "audit")
+    assert report.is_exact
+    assert sum(epoch.delivered for epoch in report.epochs) == 10 * (steps + 4)
+    assert sum(epoch.replayed for epoch in report.epochs) == 20
+    del later["checksum"]
+    start({**later, "epoch": 3, "consumed": 50}, 1, 4)  # to which no log leads
+    assert not audit(tmp_path / "audit").is_exact
