@@ -54,6 +54,8 @@ class JsonlFormat(BaseFormat):
     suffixes: ClassVar[tuple[str, ...]] = tuple(
         plain + codec for plain in (".jsonl", ".ndjson", ".json-lines") for codec in ("", *CODEC_SUFFIXES)
     )
+    # As Spark and datasets name lines, and everybody else a single value.
+    other_suffixes: ClassVar[tuple[str, ...]] = tuple(".json" + codec for codec in ("", *CODEC_SUFFIXES))
 
     chunk_bytes: int = CHUNK_BYTES
 
