@@ -56,6 +56,14 @@ def test_a_state_of_another_program_changes_nothing_but_for_results_of_map(tmp_p
     assert values_of(tmp_path) == [1, 2]
 
 
+def test_results_of_map_in_the_cache_of_datasets_are_left_out(tmp_path: Path) -> None:
+    write_arrow(tmp_path, "imdb-train.arrow", [1])
+    write_arrow(tmp_path, "cache-1.arrow", [9])
+    assert values_of(tmp_path) == [9, 1]
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert values_of(tmp_path) == [1]
+
+
 @pytest.mark.parametrize("magic", [20240520, 20240801])
 def test_token_files_with_a_header_are_refused_by_it(tmp_path: Path, magic: int) -> None:
     header = np.zeros(256, "<i4")
