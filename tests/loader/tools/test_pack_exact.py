@@ -140,6 +140,17 @@ def test_nanoseconds_are_written_as_times(format: Any, tmp_path: Path) -> None: 
     )
 
 
+def test_times_that_python_lacks_are_written_as_text_or_refused_by_column(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    far = pa.array([0, 400_000_000_000_000], pa.timestamp("ms"))
+    pq.write_table(pa.table({"t": far}), tmp_path / "in" / "a.parquet")
+    pack(tmp_path / "in", tmp_path / "far", format="jsonl")
+    assert [sample["t"][:10] for sample in read_samples(str(tmp_path / "far"))] == ["1970-01-01", "14645-06-3"]
+    pq.write_table(pa.table({"t": pa.array([[1]], pa.list_(pa.timestamp("ns")))}), tmp_path / "in" / "a.parquet")
+    with pytest.raises(DatasetError, match=r"column 't': Python has no form for a value of list<.*timestamp\[ns\]"):
+        pack(tmp_path / "in", tmp_path / "fine", format="jsonl")
+
+
 def test_nanoseconds_stay_nanoseconds_in_tables(tmp_path: Path) -> None:
     time = np.datetime64("2024-02-29T05:00:00.123456789")
     pack([{"t": time}], tmp_path / "out", format="parquet")
