@@ -230,3 +230,14 @@ def test_hidden_files_are_left_out_among_shards_without_an_ending(tmp_path: Path
     (tmp_path / "_SUCCESS").touch()
     (tmp_path / ".part-00000").write_bytes(LINES)
     assert open_manifest(source.format(tmp_path), progress=False).num_samples == 2
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.jsonl", "part-0000"])
+@pytest.mark.parametrize(("codec", "ending"), [("gzip", "gz"), ("zstd", "zst")])
+def test_a_compressed_shard_whose_name_does_not_say_so_is_refused_with_the_name_it_needs(
+    tmp_path: Path, name: str, codec: str, ending: str
+) -> None:
+    data = tar_bytes("x") if name == "x.tar" else LINES
+    (tmp_path / name).write_bytes({"gzip": gzip.compress, "zstd": zstandard.compress}[codec](data))
+    with pytest.raises(FormatError, match=rf"{name} at byte 0: is compressed with {codec}.*end in \.{ending}"):
+        open_manifest(tmp_path, progress=False)
