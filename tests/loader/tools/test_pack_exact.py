@@ -198,3 +198,16 @@ class _Searched(int):
 def test_numbers_of_enums_become_json_at_once(tmp_path: Path) -> None:
     pack([{"n": _Searched(7), "l": [_Searched(8)]}], tmp_path / "out", format="jsonl")
     assert list(read_samples(tmp_path / "out")) == [{"n": 7, "l": [8]}]
+
+
+@pytest.mark.parametrize("target", ["parquet", "arrow"])
+@pytest.mark.parametrize(("kind", "values"), [(pa.string_view(), ["a", "b" * 20]), (pa.binary_view(), [b"a", b""])])
+def test_dictionaries_of_views_become_columns_of_their_values(
+    kind: pa.DataType, values: list[Any], target: Any, tmp_path: Path
+) -> None:
+    words = pa.DictionaryArray.from_arrays(pa.array([1, 0, None, 1], pa.uint32()), pa.array(values, kind))
+    (tmp_path / "in").mkdir()
+    with pa.ipc.new_file(str(tmp_path / "in" / "a.arrow"), pa.schema([("x", words.type)])) as writer:
+        writer.write_table(pa.table({"x": words}))
+    pack(tmp_path / "in", tmp_path / "out", format=target)
+    assert [sample["x"] for sample in read_samples(str(tmp_path / "out"))] == [values[1], values[0], None, values[1]]
