@@ -14,13 +14,14 @@ import numpy as np
 from ...storage import DecryptionError, ObjectInfo, StorageError, Store
 from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
-from ..formats.detect import detect_format, encrypted_hint, make_format
+from ..formats.detect import detect_format, encrypted_hint, format_by_name, make_format
 from ..formats.failures import explain_failures
-from ..formats.names import is_text
+from ..formats.names import find_shards, has_suffix, is_text
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from ..formats.tokens import has_free_dtype, index_keys
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
+from .table_logs import refuse_logged
 
 # Indexing mostly waits. Against a server on this machine 4 to 64 threads take about the same time; against one far away
 # more are faster, up to the 64 requests that a store runs at once.
@@ -69,8 +70,11 @@ def prepare_index(
         shard_format = given or make_format(saved.format, saved.config)
     else:
         shard_format = given or detect_format(store, selection.listing, selection.spelled)
-    tasks = order_tasks(store, selection, shard_format)
-    refuse_mixed(store, selection, [task.info.key for task in tasks])
+    tasks = order_tasks(store, selection, shard_format, is_given=given is not None)
+    shards = [task.info.key for task in tasks]
+    if shard_format.name == "parquet" and (selection.chosen is None or selection.folders):
+        refuse_logged(selection.url, (info.key for info in selection.listing), shards)
+    refuse_mixed(store, selection, shards)
     pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
     if saved is None:
         return pending
@@ -169,21 +173,23 @@ def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> No
     )
 
 
-def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -> list[ShardTask]:
-    """The shards of a selection, in sample order."""
+def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat, *, is_given: bool) -> list[ShardTask]:
+    """The shards of a selection, in sample order; ``is_given`` says that the caller told the format."""
     with explain_failures(store.url, "listed"):
-        found = shard_format.shards(store, selection.listing, selection.spelled)
+        by_name = shard_format.shards(store, selection.listing, selection.spelled)
+    infos = {info.key: info for info in selection.listing}
     if selection.chosen is None:
-        tasks = list(found)
+        tasks = list(by_name)
     else:
-        by_key = {task.info.key: task for task in found}
-        infos = {info.key: info for info in selection.listing}
+        by_key = {task.info.key: task for task in by_name}
         tasks = []
         for key in selection.chosen:
             task = by_key.get(key)
             if task is None and key in selection.named:
-                # The caller named it: a name without an ending is taken at its word, another format's is not.
-                if "." in key.rpartition("/")[2]:
+                # The caller named it, and is taken at his word: but for a name that tells another format, and for one
+                # that tells none where he did not tell it either.
+                is_told = "." not in key.rpartition("/")[2] or has_suffix(key, shard_format.other_suffixes)
+                if not is_told and not (is_given and format_by_name(key, selection.named) is None):
                     raise DatasetError(
                         f"{selection.url}{key}: not a shard of format {shard_format.name!r} by its name; "
                         "leave it out, or give format="
@@ -191,8 +197,11 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat) -
                 task = ShardTask(infos[key])
             if task is not None:
                 tasks.append(task)
-    if not tasks and selection.chosen is None:
-        tasks = [ShardTask(info) for info in selection.listing if "." not in info.key.rpartition("/")[2]]
+    if not tasks:
+        data = find_shards([infos[key] for key in selection.chosen or infos], ("",), selection.spelled)
+        found = [info for info in data if "." not in info.key.rpartition("/")[2]]
+        found = found or find_shards(data, shard_format.other_suffixes, selection.spelled)
+        tasks = [ShardTask(info) for info in found]
     if not tasks:
         keys = [info.key for info in selection.listing]
         problem = encrypted_hint(keys) or f"no {shard_format.name} shards among its {len(keys)} objects"

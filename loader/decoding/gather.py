@@ -209,3 +209,8 @@ def _take(name: str, column: BytesColumn | ObjectColumn, group: ChunkRows) -> li
             f"field {name!r} of chunk {group.chunk}: text that is not UTF-8 ({exc}); read it raw with decode=None, or "
             "leave it out with columns="
         ) from exc
+    except (ValueError, ArithmeticError, LookupError) as exc:  # of pyarrow, for times inside of lists and structs
+        raise DecodeError(
+            f"field {name!r} of chunk {group.chunk}: a value that Python has no form for ({exc}); leave it out with "
+            "columns=, or write it in another type"
+        ) from exc

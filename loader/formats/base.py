@@ -29,6 +29,7 @@ class BaseFormat:
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    other_suffixes: ClassVar[tuple[str, ...]] = ()
     min_chunk_bytes: ClassVar[int] = 1
 
     @property

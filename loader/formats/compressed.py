@@ -36,6 +36,15 @@ def codec_of(key: str) -> str | None:
     return next((codec for suffix, codec in _CODECS.items() if key.lower().endswith(suffix)), None)
 
 
+def hidden_codec(head: bytes) -> str:
+    """What to say of a shard that begins as a compressed stream does, where its name tells of none; else ''."""
+    found = next((codec for codec in ("gzip", "zstd") if head.startswith(_MAGICS[codec])), None)
+    if found is None:
+        return ""
+    ending = ".gz" if found == "gzip" else ".zst"
+    return f"is compressed with {found}, which its name does not tell; let it end in {ending}"
+
+
 def decompress(data: memoryview, codec: str, chunk: ChunkRef) -> memoryview:
     """The decompressed bytes of a whole shard, in one buffer of the size that the index found.
 

@@ -173,6 +173,11 @@ def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
         place = f"{place}/{keys[0]}"
     target = (place.partition(".")[0] if "://" not in place else place) + "-shards"
     command = shlex.join(["penstock", "pack", place, target]) + more
+    if all(has_suffix(key, _format_class("jsonl").other_suffixes) for key in keys):
+        return (
+            f"{store.url}: holds no shards by their names, but {what} ({examples}). If each line is a JSON object, "
+            f"give format='jsonl' (--format jsonl); else pack first: `{command}`"
+        )
     return (
         f"{store.url}: holds no shards, but {what} ({examples}); pack first: `{command}`. Shards are named {known}; "
         "give format= (--format) to read shards with other names"

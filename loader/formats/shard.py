@@ -83,11 +83,13 @@ class ShardFormat(Protocol):
     """Reads one kind of shard. Implementations are small classes in the files beside this one.
 
     ``name`` is a short word that is kept in the manifest: 'tar', 'parquet', ... ``suffixes``, lower-case, are the
-    endings that mark an object as a shard of this format, in any case.
+    endings that mark an object as a shard of this format, in any case. ``other_suffixes`` are of shards
+    only where nothing else in the data set is one by its name, and the format is told: other files have them, too.
     """
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    other_suffixes: ClassVar[tuple[str, ...]]
 
     def config(self) -> dict[str, Any]:
         """The format's configuration, JSON-able: ``Format(**format.config())`` makes an equal one."""

@@ -24,6 +24,7 @@ from .messages import (
     parse_footer,
     parse_message,
     refuse_inner_message,
+    wrap_schema,
 )
 
 _FILE_HEADER_BYTES = 8
@@ -48,15 +49,20 @@ class IpcReader:
             problem = f"starts with {magic!r}; an Arrow file starts with {FILE_MAGIC!r}, a stream with {CONTINUATION!r}"
             raise FormatError(shard.key, problem, offset=0)
         self.schema_message = b""
+        self._messages_start = 0
         self.dictionaries = 0
 
     def read_schema(self) -> pa.Schema:
         """The shard's schema; keeps its message, and counts its ``dictionaries``."""
         start = _FILE_HEADER_BYTES if self._is_file else 0
-        found = self._read_message(start)
-        if found is None or found[1].kind != SCHEMA:
-            raise FormatError(self._shard.key, "does not start with a schema; write it again", offset=start)
-        self.schema_message = bytes(self._read(start, found[0].stop))
+        if self._is_file and self._begins_otherwise():
+            self._take_schema_of_footer()
+        else:
+            found = self._read_message(start)
+            if found is None or found[1].kind != SCHEMA:
+                raise FormatError(self._shard.key, "does not start with a schema; write it again", offset=start)
+            self.schema_message = bytes(self._read(start, found[0].stop))
+            self._messages_start = found[0].stop
         try:
             schema = pa.ipc.read_schema(pa.py_buffer(self.schema_message))
             check_names(schema)
@@ -64,6 +70,31 @@ class IpcReader:
             raise FormatError(self._shard.key, f"its schema cannot be read ({exc})", offset=start) from exc
         self.dictionaries = sum(_count_dictionaries(field.type) for field in schema)
         return schema
+
+    def _begins_otherwise(self) -> bool:
+        """Whether a whole file does not begin with a message: Polars writes the bare schema there."""
+        size = self._shard.size
+        begin = bytes(self._read(_FILE_HEADER_BYTES, min(_FILE_HEADER_BYTES + 4, size)))
+        return begin != CONTINUATION and bytes(self._read(size - len(FILE_MAGIC), size)) == FILE_MAGIC
+
+    def _take_schema_of_footer(self) -> None:
+        """The footer's schema; before the batches may lie anything but batches that the footer does not name."""
+        start, footer = self._read_footer()
+        try:
+            self.schema_message = wrap_schema(footer)
+            dictionaries, records = parse_footer(footer)
+        except ValueError as exc:
+            raise FormatError(self._shard.key, f"its footer is damaged ({exc}); write it again", offset=start) from exc
+        first = min((block.offset for block in (*dictionaries, *records)), default=start)
+        self._messages_start = min(max(first, _FILE_HEADER_BYTES), start)
+        if self._messages_start > _FILE_HEADER_BYTES + 2 * len(footer) + _WINDOW_BYTES:
+            problem = f"its footer names nothing up to byte {self._messages_start}, where batches may be"
+            raise FormatError(self._shard.key, problem, offset=_FILE_HEADER_BYTES)
+        try:
+            refuse_inner_message(self._read(_FILE_HEADER_BYTES, self._messages_start))
+        except ValueError as exc:
+            problem = "its footer leaves out a batch before the others; write it again"
+            raise FormatError(self._shard.key, problem, offset=_FILE_HEADER_BYTES) from exc
 
     def messages(self) -> Iterator[tuple[MessageBlock, Message]]:
         """Every dictionary and record batch after the schema, which was read before."""
@@ -85,7 +116,7 @@ class IpcReader:
         return [bytes(data) for data in self._store.get_ranges(self._shard.key, ranges, etag=self._shard.etag)]
 
     def _stream_messages(self) -> Iterator[tuple[MessageBlock, Message]]:
-        at = len(self.schema_message)
+        at = self._messages_start
         while (found := self._read_message(at)) is not None:
             yield found
             at = found[0].stop
@@ -100,8 +131,9 @@ class IpcReader:
             )
             raise FormatError(self._shard.key, problem, offset=at)
 
-    def _file_messages(self) -> Iterator[tuple[MessageBlock, Message]]:
-        size, key, etag = self._shard.size, self._shard.key, self._shard.etag
+    def _read_footer(self) -> tuple[int, memoryview]:
+        """Where a file's footer begins, and the footer."""
+        size, key = self._shard.size, self._shard.key
         tail = self._read(max(0, size - _TRAILER_BYTES), size)
         if bytes(tail[4:]) != FILE_MAGIC:
             problem = f"ends with {bytes(tail[4:])!r}, but an Arrow file ends with {FILE_MAGIC!r}; it was cut off"
@@ -111,8 +143,13 @@ class IpcReader:
         if length <= 0 or start < _FILE_HEADER_BYTES:
             problem = f"its footer's length, {length}, points outside of the file's {size} bytes; write it again"
             raise FormatError(key, problem, offset=size - _TRAILER_BYTES)
+        return start, self._read(start, size - _TRAILER_BYTES)
+
+    def _file_messages(self) -> Iterator[tuple[MessageBlock, Message]]:
+        key, etag = self._shard.key, self._shard.etag
+        start, footer = self._read_footer()
         try:
-            dictionaries, records = parse_footer(self._read(start, size - _TRAILER_BYTES))
+            dictionaries, records = parse_footer(footer)
         except ValueError as exc:
             raise FormatError(key, f"its footer is damaged ({exc}); write it again", offset=start) from exc
         blocks = [*dictionaries, *records]
@@ -132,7 +169,7 @@ class IpcReader:
     def _refuse_gaps(self, blocks: list[MessageBlock], footer_start: int) -> None:
         """Raise FormatError unless the footer's messages fill the file, from the schema to the footer."""
         key, ordered = self._shard.key, sorted(blocks, key=lambda block: block.offset)
-        stops = [_FILE_HEADER_BYTES + len(self.schema_message), *(block.stop for block in ordered)]
+        stops = [self._messages_start, *(block.stop for block in ordered)]
         starts = [*(block.offset for block in ordered), footer_start]
         for stop, start in zip(stops, starts, strict=True):
             if start < stop:

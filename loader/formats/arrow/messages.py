@@ -16,6 +16,7 @@ PREFIX_BYTES = 8
 _ALIGNMENT = 64
 # Zstandard's blocks of 128 KiB take 4 bytes at least (RFC 8878, 3.1.1.2); lz4 saves less.
 _MAX_RATIO = 1 << 15
+_WRAPPING_BYTES = 32
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 
@@ -139,6 +140,24 @@ def refuse_inner_message(metadata: memoryview) -> None:
         if inner is not None and inner.kind in (DICTIONARY, RECORDS):
             raise ValueError(f"metadata of {len(data)} bytes, which cover another message")
         at += 1
+
+
+def wrap_schema(footer: memoryview) -> bytes:
+    """The schema of a file's footer as a message with its prefix, as streams and most files begin with.
+
+    Offsets are relative in FlatBuffers, so that a Message can be put before the footer, and name a table in it.
+    """
+    table = _root(footer)
+    schema = table.table(1)
+    if schema is None or schema.at >= len(footer):
+        raise ValueError("a footer without a schema")
+    # Where the root lies; its vtable (two sizes, and where it has version, header's type and header); the root: the way
+    # back to its vtable, the header's place, version and type.
+    head = struct.pack("<I5H2x", 16, 10, 12, 8, 10, 4)
+    head += struct.pack("<iIhB5x", 12, _WRAPPING_BYTES - 20 + schema.at, table.number(0, "<h"), SCHEMA)
+    metadata = head + bytes(footer)
+    metadata += bytes(-len(metadata) % 8)
+    return CONTINUATION + struct.pack("<i", len(metadata)) + metadata
 
 
 def parse_footer(footer: memoryview) -> tuple[list[MessageBlock], list[MessageBlock]]:

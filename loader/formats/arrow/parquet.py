@@ -55,8 +55,8 @@ class ParquetHeader:
         columns, groups = self.footer.num_columns, self.footer.num_row_groups
         return int(10_000 + 1600 * columns + 800 * columns * groups + 2 * self.footer.serialized_size)
 
-    def row_groups(self, chunk: ChunkRef) -> range:
-        """The row groups that make up a chunk.
+    def row_groups(self, chunk: ChunkRef) -> list[int]:
+        """The row groups that make up a chunk, without those of no rows, whose bytes may lie anywhere.
 
         Raises:
             FormatError: the footer has no such run of row groups.
@@ -71,7 +71,7 @@ class ParquetHeader:
                 "index the data set again",
                 offset=chunk.offset,
             )
-        return range(start, stop)
+        return [group for group in range(start, stop) if self.first_rows[group] < self.first_rows[group + 1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class ParquetFormat(BaseFormat):
         known = schema["columns"]
         names = choose_columns(known, columns)
         with self._opened(chunk, header, parts, columns, names, share=True) as (file, groups, _):
-            for batch in file.iter_batches(rows, row_groups=list(groups), columns=names, use_threads=False):
+            for batch in _batches(file, header, groups, names, rows):
                 yield batch_block(batch.select(names), chunk, known)
 
     def read_table(
@@ -203,7 +203,7 @@ class ParquetFormat(BaseFormat):
         with self._opened(chunk, header, parts, columns, names, share=share) as (file, groups, shared):
             if all(has_offsets(header.schema.field(name).type) for name in shared):
                 return _read_groups(file, groups, names)
-            return _read_counted(file, groups, names, chunk)
+            return _read_counted(file, header, groups, names, chunk)
 
     @contextmanager
     def _opened(
@@ -215,7 +215,7 @@ class ParquetFormat(BaseFormat):
         names: list[str],
         *,
         share: bool,
-    ) -> Iterator[tuple[pq.ParquetFile, range, list[str]]]:
+    ) -> Iterator[tuple[pq.ParquetFile, list[int], list[str]]]:
         """A chunk as pyarrow reads it, its row groups, and the columns whose values rows share."""
         groups = header.row_groups(chunk)
         ranges = self.chunk_ranges(chunk, header, columns)
@@ -236,19 +236,19 @@ class ParquetFormat(BaseFormat):
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise FormatError(
                 chunk.shard.key,
-                f"row groups {groups.start} to {groups.stop} cannot be decoded ({exc}); write the file again",
+                f"row groups {groups[0]} to {groups[-1]} cannot be decoded ({exc}); write the file again",
                 offset=chunk.offset,
             ) from exc
 
 
-def _read_groups(file: pq.ParquetFile, groups: range, names: list[str]) -> pa.Table:
+def _read_groups(file: pq.ParquetFile, groups: list[int], names: list[str]) -> pa.Table:
     try:
         return file.read_row_groups(groups, columns=names, use_threads=False)
     except pa.ArrowNotImplementedError:  # dictionaries inside of lists or structs, of several row groups
         return pa.concat_tables([file.read_row_group(group, columns=names, use_threads=False) for group in groups])
 
 
-def _repeating(header: ParquetHeader, groups: range, names: Sequence[str], source: SparseFile) -> list[str]:
+def _repeating(header: ParquetHeader, groups: list[int], names: Sequence[str], source: SparseFile) -> list[str]:
     """The columns that hold text or binaries which their dictionaries, in one of the row groups, repeat."""
     return [
         name
@@ -276,7 +276,7 @@ def _read_dictionary_header(column: pq.ColumnChunkMetaData, source: SparseFile) 
 
 
 def _refuse_long_dictionaries(
-    header: ParquetHeader, groups: range, names: Sequence[str], source: SparseFile, chunk: ChunkRef
+    header: ParquetHeader, groups: list[int], names: Sequence[str], source: SparseFile, chunk: ChunkRef
 ) -> None:
     """Raise FormatError where a dictionary claims more values than its page has bytes for: pyarrow makes room first."""
     for group in map(header.footer.row_group, groups):
@@ -288,15 +288,32 @@ def _refuse_long_dictionaries(
                 raise FormatError(chunk.shard.key, problem, offset=column_range(group.column(leaf))[0])
 
 
-def _read_counted(file: pq.ParquetFile, groups: range, names: list[str], chunk: ChunkRef) -> pa.Table:
+def _read_counted(
+    file: pq.ParquetFile, header: ParquetHeader, groups: list[int], names: list[str], chunk: ChunkRef
+) -> pa.Table:
     """The row groups as a table, opened piece by piece so that it ends where they take more than they may."""
     batches: list[pa.RecordBatch] = []
     total = 0
-    for batch in file.iter_batches(_COUNTED_ROWS, row_groups=list(groups), columns=names, use_threads=False):
+    for batch in _batches(file, header, groups, names, _COUNTED_ROWS):
         batches.append(batch)
         total += batch.nbytes
         refuse_large(chunk, total, at_least=True)
     return pa.Table.from_batches(batches)
+
+
+def _batches(
+    file: pq.ParquetFile, header: ParquetHeader, groups: list[int], names: list[str], rows: int
+) -> Iterator[pa.RecordBatch]:
+    """The row groups in batches of at most ``rows``."""
+    # pyarrow does not go over several with a dictionary inside of a list or struct.
+    one_by_one = any(_holds_dictionary(header.schema.field(name).type) for name in names)
+    for some in ([group] for group in groups) if one_by_one else [groups]:
+        yield from file.iter_batches(rows, row_groups=some, columns=names, use_threads=False)
+
+
+def _holds_dictionary(kind: pa.DataType) -> bool:
+    inside = (kind.field(i).type for i in range(kind.num_fields))
+    return any(pt.is_dictionary(each) or _holds_dictionary(each) for each in inside)
 
 
 def _may_be_null(field: pa.Field) -> bool:

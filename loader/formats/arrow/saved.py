@@ -10,6 +10,8 @@ from ...errors import FormatError
 from ..shard import ShardTask
 
 _STATE = "state.json"
+# Beside the data of `save_to_disk`, and in the library's own cache, where no state says which files are the data.
+_INFO = "dataset_info.json"
 
 
 def pick_saved(
@@ -17,12 +19,14 @@ def pick_saved(
 ) -> list[ShardTask]:
     """Of such folders the files that their states list, in that order, and those that are ``named``; of others all.
 
-    Beside the data may lie results of ``map``, and files of an earlier save in another number of shards.
+    Beside the data may lie results of ``map``, in the cache of datasets, too, and files of an earlier save in another
+    number of shards.
 
     Raises:
         FormatError: a file that a state lists is missing.
     """
     states = {info.key.removesuffix(_STATE): info for info in listing if info.key.rpartition("/")[2] == _STATE}
+    known = {info.key.rpartition("/")[0] for info in listing if info.key.rpartition("/")[2] in (_STATE, _INFO)}
     listed = {folder: _list_files(store, info, folder) for folder, info in states.items()}
     there = {task.info.key for task in tasks}
     for folder, keys in listed.items():
@@ -34,7 +38,7 @@ def pick_saved(
     def is_data(key: str) -> bool:
         folder, slash, name = key.rpartition("/")
         keys = listed.get(folder + slash)
-        return key in places if keys else folder + slash not in states or not name.startswith("cache-")
+        return key in places if keys else folder not in known or not name.startswith("cache-")
 
     picked = [task for task in tasks if task.info.key in named or is_data(task.info.key)]
     for keys in listed.values():

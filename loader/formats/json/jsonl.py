@@ -25,7 +25,7 @@ from ....storage import Store
 from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
-from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces
+from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces, hidden_codec
 from ..schema import NULL_SUFFIX, choose_columns, make_block, refuse_null_clash
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows, Windows
@@ -54,6 +54,8 @@ class JsonlFormat(BaseFormat):
     suffixes: ClassVar[tuple[str, ...]] = tuple(
         plain + codec for plain in (".jsonl", ".ndjson", ".json-lines") for codec in ("", *CODEC_SUFFIXES)
     )
+    # As Spark and datasets name lines, and everybody else a single value.
+    other_suffixes: ClassVar[tuple[str, ...]] = tuple(".json" + codec for codec in ("", *CODEC_SUFFIXES))
 
     chunk_bytes: int = CHUNK_BYTES
 
@@ -63,6 +65,8 @@ class JsonlFormat(BaseFormat):
         codec = codec_of(info.key)
         if codec is None:
             with ShardWindows(store, info) as windows:
+                if problem := hidden_codec(bytes(windows.read(0)[:4])):
+                    raise FormatError(info.key, problem, offset=0)
                 chunks, schema, _ = self._index(windows, info.key)
             return ShardIndex(chunks, schema)
         with closing(decompressed_pieces(store, info, codec)) as pieces:

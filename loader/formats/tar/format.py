@@ -15,9 +15,10 @@ import numpy as np
 
 from ....storage import Store
 from ...columns import KEY_COLUMN, Block, BytesColumn, Column, IntArray
+from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
 from ..chunks import cut_samples
-from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces
+from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces, hidden_codec
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows
@@ -56,6 +57,8 @@ class TarFormat(BaseFormat):
         else:
             with ShardWindows(store, info) as windows:
                 whole = windows.read(0, BLOCK)
+                if bytes(whole[257:261]) != b"usta" and (problem := hidden_codec(bytes(whole[:4]))):
+                    raise FormatError(info.key, problem, offset=0)
                 small = take_small_census(whole) if len(whole) == info.size else None
                 census = small or take_census(windows, info.key)
             chunks = cut_samples(census.starts, census.stops, self.chunk_bytes)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+import pyarrow.types as pt
 
 from ...errors import DatasetError
 from ...formats.shard import CHUNK_BYTES
@@ -70,7 +71,7 @@ class TableWriter(SampleWriter):
         if isinstance(item, pa.RecordBatch):
             full = self._add_table(self._take_rows()) if self._rows else []
             self.added += item.num_rows
-            return full + self._add_table(self._fit(pa.Table.from_batches([item])))
+            return full + self._add_table(self._fit(pa.Table.from_batches([_without_views(item)])))
         if not isinstance(item, Mapping):
             raise DatasetError(f"sample {self.added} is a {type(item).__name__}; tables need dicts")
         if self._schema is None:
@@ -202,6 +203,17 @@ class TableWriter(SampleWriter):
         assert self._schema is not None
         schema = base64.b64encode(self._schema.serialize().to_pybytes()).decode()
         return [Shard(data, self._written, {"schema": schema})]
+
+
+def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with dictionaries of text and bytes, not of views of them (Polars'), which pyarrow does not decode."""
+    for place, column in enumerate(batch.columns):
+        value = column.type.value_type if pt.is_dictionary(column.type) else None
+        if value is not None and (pt.is_string_view(value) or pt.is_binary_view(value)):
+            values = column.dictionary.cast(pa.large_string() if pt.is_string_view(value) else pa.large_binary())
+            plain = pa.DictionaryArray.from_arrays(column.indices, values, ordered=column.type.ordered)
+            batch = batch.set_column(place, batch.schema.names[place], plain)
+    return batch
 
 
 class ParquetWriter(TableWriter):

@@ -31,6 +31,7 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
     Raises:
         FormatError: an image's name without its bytes.
+        DatasetError: times inside of lists or structs that Python's cannot hold.
     """
     columns = [_values_of(name, column) for name, column in zip(batch.schema.names, batch.columns, strict=True)]
     for row in zip(*columns, strict=True):
@@ -51,8 +52,12 @@ def _values_of(name: str, column: pa.Array) -> list[Any]:
             return list(flat.to_numpy(zero_copy_only=False).reshape(len(column), kind.list_size))
     try:
         return list(column.to_pylist())
-    except ValueError:  # nanoseconds, which Python's times cannot hold
-        return list(column.cast(pa.string()).to_pylist())
+    except (ValueError, OverflowError) as exc:  # nanoseconds and far years, which Python's times cannot hold
+        try:
+            return list(column.cast(pa.string()).to_pylist())
+        except pa.ArrowException:
+            problem = f"Python has no form for a value of {kind} ({exc}); pack to parquet or arrow, without map="
+            raise DatasetError(f"column {name!r}: {problem}") from exc
 
 
 def _is_number(kind: pa.DataType) -> bool:

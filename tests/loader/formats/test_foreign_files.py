@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock import DistributedDataLoader, TokensFormat, open_manifest, pack
-from penstock.loader import ConfigError, FormatError, TokenDocumentsFormat, verify
+from penstock.loader import ConfigError, DecodeError, FormatError, TokenDocumentsFormat, verify
 
 
 def write_arrow(folder: Path, name: str, values: list[int]) -> None:
@@ -56,6 +56,14 @@ def test_a_state_of_another_program_changes_nothing_but_for_results_of_map(tmp_p
     assert values_of(tmp_path) == [1, 2]
 
 
+def test_results_of_map_in_the_cache_of_datasets_are_left_out(tmp_path: Path) -> None:
+    write_arrow(tmp_path, "imdb-train.arrow", [1])
+    write_arrow(tmp_path, "cache-1.arrow", [9])
+    assert values_of(tmp_path) == [9, 1]
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert values_of(tmp_path) == [1]
+
+
 @pytest.mark.parametrize("magic", [20240520, 20240801])
 def test_token_files_with_a_header_are_refused_by_it(tmp_path: Path, magic: int) -> None:
     header = np.zeros(256, "<i4")
@@ -85,6 +93,28 @@ def test_nulls_inside_of_lists_of_one_length_are_marked(tmp_path: Path, is_nulla
         batch = next(iter(loader))
     assert batch["v"].tolist() == [[1, 0], [3, 4]]
     assert batch["v__null"].tolist() == [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([[10**16]], pa.list_(pa.timestamp("ms"))),
+        pa.array([{"day": 10**7}], pa.struct([("day", pa.date32())])),
+        pa.array([[0]], pa.list_(pa.timestamp("us", "Mars/Phobos"))),
+    ],
+    ids=["year", "day", "zone"],
+)
+def test_times_inside_of_values_that_python_lacks_are_an_error_that_names_the_field(
+    tmp_path: Path, values: pa.Array
+) -> None:
+    pq.write_table(pa.table({"v": values, "n": [1]}), tmp_path / "p.parquet")
+    with DistributedDataLoader(tmp_path, batch_size=1) as loader:
+        with pytest.raises(DecodeError, match=r"field 'v' of chunk 0: .*leave it out with columns="):
+            next(iter(loader))
+        with pytest.raises(DecodeError, match="field 'v'"):
+            loader.dataset[0]
+    with DistributedDataLoader(tmp_path, batch_size=1, columns=["n"]) as loader:
+        assert next(iter(loader))["n"].tolist() == [1]
 
 
 def test_values_that_are_kept_encoded_are_searched_and_verified_as_values(tmp_path: Path) -> None:

@@ -188,3 +188,56 @@ def test_a_named_object_of_another_suffix_is_still_refused(tmp_path: Path) -> No
     (tmp_path / "b.txt").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"b\.txt: not a shard of format 'tar' by its name"):
         open_manifest([tmp_path / "a.tar", tmp_path / "b.txt"], progress=False)
+
+
+LINES = b'{"a": 1}\n{"a": 2}\n'
+
+
+@pytest.mark.parametrize("codec", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("source", ["{}", "{}/", "{}/*.json{}", "{}/x.json{}", ["{}/x.json{}", "{}/y.json{}"]])
+def test_lines_in_files_named_json_are_read_where_the_format_is_given(
+    tmp_path: Path, codec: str, source: str | list[str]
+) -> None:
+    packed = {".zst": zstandard.compress, ".gz": gzip.compress, "": bytes}[codec](LINES)
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.json{codec}").write_bytes(packed)
+    places = [place.format(tmp_path, codec) for place in ([source] if isinstance(source, str) else source)]
+    manifest = open_manifest(places, format="jsonl", progress=False)
+    assert manifest.num_samples == (2 if "/x.json" in places[0] and len(places) == 1 else 4)
+    with pytest.raises(DatasetError, match=r"holds no shards.*If each line.*format='jsonl' \(--format jsonl\)"):
+        open_manifest(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "part-0000"])
+def test_files_named_json_beside_lines_by_name_or_without_an_ending_are_no_shards(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(LINES)
+    (tmp_path / "schema.json").write_text("[\n]")
+    for form in (None, "jsonl"):
+        assert open_manifest(tmp_path, format=form, progress=False).num_samples == 2
+
+
+def test_an_object_of_any_name_is_read_where_it_and_the_format_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.ldjson").write_bytes(LINES)
+    assert open_manifest(tmp_path / "x.ldjson", format="jsonl", progress=False).num_samples == 2
+    (tmp_path / "y.jsonl").write_bytes(LINES)
+    with pytest.raises(DatasetError, match=r"x\.ldjson: not a shard of format 'jsonl' by its name"):
+        open_manifest([tmp_path / "x.ldjson", tmp_path / "y.jsonl"], progress=False)
+
+
+@pytest.mark.parametrize("source", ["{}", "{}/*", "{}/part-*"])
+def test_hidden_files_are_left_out_among_shards_without_an_ending(tmp_path: Path, source: str) -> None:
+    (tmp_path / "part-00000").write_bytes(LINES)
+    (tmp_path / "_SUCCESS").touch()
+    (tmp_path / ".part-00000").write_bytes(LINES)
+    assert open_manifest(source.format(tmp_path), progress=False).num_samples == 2
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.jsonl", "part-0000"])
+@pytest.mark.parametrize(("codec", "ending"), [("gzip", "gz"), ("zstd", "zst")])
+def test_a_compressed_shard_whose_name_does_not_say_so_is_refused_with_the_name_it_needs(
+    tmp_path: Path, name: str, codec: str, ending: str
+) -> None:
+    data = tar_bytes("x") if name == "x.tar" else LINES
+    (tmp_path / name).write_bytes({"gzip": gzip.compress, "zstd": zstandard.compress}[codec](data))
+    with pytest.raises(FormatError, match=rf"{name} at byte 0: is compressed with {codec}.*end in \.{ending}"):
+        open_manifest(tmp_path, progress=False)

@@ -140,6 +140,17 @@ def test_nanoseconds_are_written_as_times(format: Any, tmp_path: Path) -> None: 
     )
 
 
+def test_times_that_python_lacks_are_written_as_text_or_refused_by_column(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    far = pa.array([0, 400_000_000_000_000], pa.timestamp("ms"))
+    pq.write_table(pa.table({"t": far}), tmp_path / "in" / "a.parquet")
+    pack(tmp_path / "in", tmp_path / "far", format="jsonl")
+    assert [sample["t"][:10] for sample in read_samples(str(tmp_path / "far"))] == ["1970-01-01", "14645-06-3"]
+    pq.write_table(pa.table({"t": pa.array([[1]], pa.list_(pa.timestamp("ns")))}), tmp_path / "in" / "a.parquet")
+    with pytest.raises(DatasetError, match=r"column 't': Python has no form for a value of list<.*timestamp\[ns\]"):
+        pack(tmp_path / "in", tmp_path / "fine", format="jsonl")
+
+
 def test_nanoseconds_stay_nanoseconds_in_tables(tmp_path: Path) -> None:
     time = np.datetime64("2024-02-29T05:00:00.123456789")
     pack([{"t": time}], tmp_path / "out", format="parquet")
@@ -187,3 +198,16 @@ class _Searched(int):
 def test_numbers_of_enums_become_json_at_once(tmp_path: Path) -> None:
     pack([{"n": _Searched(7), "l": [_Searched(8)]}], tmp_path / "out", format="jsonl")
     assert list(read_samples(tmp_path / "out")) == [{"n": 7, "l": [8]}]
+
+
+@pytest.mark.parametrize("target", ["parquet", "arrow"])
+@pytest.mark.parametrize(("kind", "values"), [(pa.string_view(), ["a", "b" * 20]), (pa.binary_view(), [b"a", b""])])
+def test_dictionaries_of_views_become_columns_of_their_values(
+    kind: pa.DataType, values: list[Any], target: Any, tmp_path: Path
+) -> None:
+    words = pa.DictionaryArray.from_arrays(pa.array([1, 0, None, 1], pa.uint32()), pa.array(values, kind))
+    (tmp_path / "in").mkdir()
+    with pa.ipc.new_file(str(tmp_path / "in" / "a.arrow"), pa.schema([("x", words.type)])) as writer:
+        writer.write_table(pa.table({"x": words}))
+    pack(tmp_path / "in", tmp_path / "out", format=target)
+    assert [sample["x"] for sample in read_samples(str(tmp_path / "out"))] == [values[1], values[0], None, values[1]]

@@ -65,16 +65,30 @@ def test_every_row_reads_as_pyarrow_reads_it(
     assert blocks[0].columns["vector"].values.shape == (blocks[0].samples, 4)
 
 
+@pytest.mark.parametrize("words", [30, 3], ids=["of their own", "repeated"])
 def test_dictionaries_inside_of_lists_and_structs_are_read_from_row_groups_together(
-    parquet_store: FolderStore,
+    parquet_store: FolderStore, words: int
 ) -> None:
     kinds = pa.list_(pa.dictionary(pa.int8(), pa.string()))
-    lists = pa.array([[f"v{n}"] * (n % 3) for n in range(30)], kinds)
-    names = pa.array([f"s{n}" for n in range(30)]).dictionary_encode()
+    lists = pa.array([[f"v{n % words}"] * (n % 3) for n in range(600)], kinds)
+    names = pa.array([f"s{n % words}" for n in range(600)]).dictionary_encode()
     table = pa.table({"list": lists, "struct": pa.StructArray.from_arrays([names], ["name"])})
-    write(parquet_store, "p.parquet", table, row_group_size=10)
+    write(parquet_store, "p.parquet", table, row_group_size=200)
     (block,) = open_all(parquet_store, ParquetFormat())
     assert {name: values_of(block, name) for name in table.column_names} == table.to_pydict()
+
+
+@pytest.mark.parametrize("columns", [None, ["name", "id"]])
+def test_row_groups_without_rows_among_others_are_passed_over(
+    parquet_store: FolderStore, columns: list[str] | None
+) -> None:
+    table = mixed_table(300)
+    with pq.ParquetWriter(parquet_store.root / "p.parquet", table.schema) as writer:
+        for start, rows in ((0, 0), (0, 100), (100, 0), (100, 200), (300, 0)):
+            writer.write_table(table.slice(start, rows))
+    (block,) = open_all(parquet_store, ParquetFormat(), columns)
+    for name in ("id", "name"):
+        assert values_of(block, name) == table.column(name).to_pylist()
 
 
 def test_tiny_row_groups_become_chunks_of_about_chunk_bytes(parquet_store: FolderStore) -> None:
