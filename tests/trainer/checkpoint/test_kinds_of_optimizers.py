@@ -1,0 +1,134 @@
+"""Optimizers that keep state or settings in ways of their own resume as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_trainers import Line, make_trainer, rows
+from torch import nn
+
+from penstock.trainer import World
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Late(nn.Module):
+    """Uses ``late`` for rows from number 13 on, which come with the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.late = Line(), Line()
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        found = self.line(x)
+        return self.late(found) if float(number.min()) > 12 else found
+
+
+def late(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return model(batch["x"], batch["number"]).square().sum(), len(batch["x"])
+
+
+class Anchored(torch.optim.Optimizer):
+    """Averages towards a point that begins where the weight was at its first gradient, as ScheduleFree does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    z = state.setdefault("z", parameter.clone())
+                    z.sub_(parameter.grad, alpha=group["lr"])
+                    parameter.lerp_(z, 0.5)
+
+
+class Rounded(torch.optim.Optimizer):
+    """Keeps its momentum in half precision, where a gradient was ever positive, and as text what it does."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["grows"] = torch.zeros_like(parameter, dtype=torch.bool)
+                    state["way"] = "down"
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                state["grows"] |= parameter.grad > 0
+                assert state["way"] == "down"
+                parameter.sub_(state["momentum"].float(), alpha=group["lr"])
+                parameter.mul_(1.0 - 0.01 * state["grows"])
+
+
+def train(world: World, folder: Path, optimizer: Make, steps: int, **options: Any) -> tuple[torch.Tensor, Any]:
+    values = {"checkpoint": {"every_steps": 2}, "loss": late, "schedule": {"warmup_steps": 2}, **options}
+    loader = rows(world, shuffle=False)
+    with make_trainer(world, str(folder), loader, Late(), optimizer=optimizer, steps=steps, **values) as trainer:
+        trainer.train()
+        weights = [getattr(one, "full_tensor", lambda one=one: one)() for one in trainer.parallel.inner.parameters()]
+        return torch.cat([one.detach().flatten() for one in weights]), trainer
+
+
+def nadam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, lr=0.1)
+
+
+def dampened(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored, Rounded])
+def test_a_run_resumes_bit_equal_where_a_parameter_was_not_used_before(
+    world: World, tmp_path: Path, optimizer: Make, zero: int
+) -> None:
+    whole, _ = train(world, tmp_path / "whole", optimizer, 4, parallel={"zero": zero})
+    train(world, tmp_path / "parts", optimizer, 2, parallel={"zero": zero})
+    parts, _ = train(world, tmp_path / "parts", optimizer, 4, parallel={"zero": zero})
+    assert torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored])
+def test_a_save_before_the_first_step_resumes_as_a_run_that_begins(
+    world: World, tmp_path: Path, optimizer: Make
+) -> None:
+    whole, _ = train(world, tmp_path / "whole", optimizer, 2)
+    options: dict[str, Any] = {"optimizer": optimizer, "loss": late, "steps": 2, "schedule": {"warmup_steps": 2}}
+    loader = rows(world, shuffle=False)
+    with make_trainer(
+        world, str(tmp_path / "saved"), loader, Late(), checkpoint={"every_steps": 2}, **options
+    ) as trainer:
+        trainer._saver.save(0, trainer._gather_state(), blocking=True)
+    saved, _ = train(world, tmp_path / "saved", optimizer, 2)
+    assert torch.equal(saved, whole)
+
+
+@pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 2)])
+def test_groups_without_parameters_resume_wherever_they_are(
+    world: World, tmp_path: Path, empty: tuple[int, ...]
+) -> None:
+    def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        them = list(parameters)
+        groups: list[dict[str, Any]] = [{"params": them[:1], "weight_decay": 0.5}, {"params": them[1:], "lr": 0.02}]
+        for number in empty:
+            groups.insert(number, {"params": [], "weight_decay": 0.25})
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    whole, _ = train(world, tmp_path / "whole", grouped, 4)
+    train(world, tmp_path / "parts", grouped, 2)
+    parts, trainer = train(world, tmp_path / "parts", grouped, 4)
+    assert torch.equal(parts, whole)
+    assert [trainer.optimizer.param_groups[number]["weight_decay"] for number in empty] == [0.25] * len(empty)
