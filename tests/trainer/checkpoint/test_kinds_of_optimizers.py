@@ -73,6 +73,23 @@ class Rounded(torch.optim.Optimizer):
                 parameter.mul_(1.0 - 0.01 * state["grows"])
 
 
+class InGroups(torch.optim.Optimizer):
+    """Has all its settings in its groups and no defaults."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], momentum: float = 0.5) -> None:
+        settings = {"lr": 0.1, "momentum": momentum, "rows": [1, 2]}
+        super().__init__([{"params": list(parameters), **settings}], {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    momentum.mul_(group["momentum"]).add_(parameter.grad)
+                    parameter.sub_(momentum, alpha=group["lr"])
+
+
 def train(world: World, folder: Path, optimizer: Make, steps: int, **options: Any) -> tuple[torch.Tensor, Any]:
     values = {"checkpoint": {"every_steps": 2}, "loss": late, "schedule": {"warmup_steps": 2}, **options}
     loader = rows(world, shuffle=False)
@@ -91,7 +108,7 @@ def dampened(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored, Rounded])
+@pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored, Rounded, InGroups])
 def test_a_run_resumes_bit_equal_where_a_parameter_was_not_used_before(
     world: World, tmp_path: Path, optimizer: Make, zero: int
 ) -> None:
@@ -114,6 +131,15 @@ def test_a_save_before_the_first_step_resumes_as_a_run_that_begins(
         trainer._saver.save(0, trainer._gather_state(), blocking=True)
     saved, _ = train(world, tmp_path / "saved", optimizer, 2)
     assert torch.equal(saved, whole)
+
+
+def test_settings_that_groups_have_beside_the_defaults_are_those_of_now_and_told(world: World, tmp_path: Path) -> None:
+    train(world, tmp_path, InGroups, 2)
+    _, trainer = train(world, tmp_path, lambda parameters: InGroups(parameters, momentum=0.25), 3)
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.25
+    assert trainer._saver.checkpointer.changed_settings == [
+        "optimizer group 0: momentum=0.25, where the checkpoint had 0.5"
+    ]
 
 
 @pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 2)])
