@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
+from .buffers import distinct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class PeriodicAverager:
     def _tensors(self) -> list[Tensor]:
         state = (tensor for _, tensor in _optimizer_tensors(self._optimizer))
         found = (*self._model.parameters(), *self._model.buffers(), *state, *self._also())
-        return [torch.view_as_real(one.detach()) if one.is_complex() else one for one in found]
+        return [torch.view_as_real(one) if one.is_complex() else one for one in map(distinct, found)]
 
     def close(self) -> None:
         """Leave the node's group; closing twice is allowed."""
