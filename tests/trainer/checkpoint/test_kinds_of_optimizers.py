@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,17 @@ def test_settings_that_groups_have_beside_the_defaults_are_those_of_now_and_told
     assert trainer._saver.checkpointer.changed_settings == [
         "optimizer group 0: momentum=0.25, where the checkpoint had 0.5"
     ]
+
+
+def test_another_optimizer_that_keeps_the_same_state_is_told(world: World, tmp_path: Path) -> None:
+    def notes_of(optimizer: Any, steps: int) -> list[str]:
+        train(world, tmp_path, lambda parameters: optimizer(parameters, lr=0.1), steps)
+        records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        return [one["note"] for one in records if "optimizer is" in one.get("note", "")]
+
+    assert notes_of(torch.optim.Adam, 2) == notes_of(torch.optim.Adam, 3) == []
+    (note,) = notes_of(torch.optim.RAdam, 4)
+    assert "the optimizer is RAdam, where the checkpoint had Adam" in note
 
 
 @pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 2)])
