@@ -9,6 +9,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -44,6 +45,17 @@ def drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -
     return never_stepped
 
 
+def drop_other_settings(groups: Sequence[dict[str, Any]], saved: Mapping[str, object]) -> None:
+    """Remove settings that the checkpoint lacks, or has as a tensor where this is none, or the other way."""
+    for number, group in enumerate(groups):
+        for name in [name for name in group if name != "params"]:
+            key = f"{OPTIMIZER}.param_groups.{number}.{name}"
+            is_tensor = isinstance(saved.get(key), TensorStorageMetadata)
+            is_nested = any(one.startswith(f"{key}.") for one in saved)
+            if not is_nested and (key not in saved or is_tensor != isinstance(group[name], Tensor)):
+                del group[name]
+
+
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -55,13 +67,17 @@ def load_optimizer(
 
     Parameters that had ``never_stepped`` have no state afterwards: an optimizer makes it with their first gradient, and
     not always of zeros. Tensors keep their format, which torch would make that of the parameter, and text stays text.
+    Settings that were not read stay.
     """
     state = {**described["state"], **never_stepped}
+    settings = [dict(group) for group in optimizer.param_groups]
     with _weights_kept(optimizer), _without_empty_groups(optimizer):
         # Torch takes a group without parameters for another one.
         groups = [group for group in described["param_groups"] if group["params"]]
         set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups})
-    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+    for group, group_names, own in zip(optimizer.param_groups, names, settings, strict=True):
+        for name, value in own.items():
+            group.setdefault(name, value)
         for parameter, name in zip(group["params"], group_names, strict=True):
             if name in never_stepped:
                 optimizer.state.pop(parameter, None)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
-from .optimizer_state import OPTIMIZER, describe_optimizer, drop_unsaved, load_optimizer
+from .optimizer_state import OPTIMIZER, describe_optimizer, drop_other_settings, drop_unsaved, load_optimizer
 from .readable import (
     expect_extra_state,
     pack_extra_state,
@@ -156,6 +156,7 @@ def _describe_wanted(
         wanted.update({f"{OPTIMIZER}.state.{parameter}.{name}": value for name, value in tensors.items()})
     _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
     _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
+    drop_other_settings(optimizer_state["param_groups"], saved)
     return model_state, optimizer_state, never_stepped
 
 

@@ -228,7 +228,9 @@ class Saver:
         if found is not None:
             now, then = type(self._optimizer).__name__, found[1].get("optimizer")
             if then not in (now, None):  # some keep the same state, and do something else with it
-                self._recorder.note(f"the optimizer is {now}, where the checkpoint had {then}, and goes on with its state")
+                self._recorder.note(
+                    f"the optimizer is {now}, where the checkpoint had {then}, and goes on with its state"
+                )
             for change in self.checkpointer.changed_settings:
                 self._recorder.note(change)
             self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])

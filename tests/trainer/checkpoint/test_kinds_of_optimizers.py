@@ -143,6 +143,30 @@ def test_settings_that_groups_have_beside_the_defaults_are_those_of_now_and_told
     ]
 
 
+def with_tensor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.1))
+
+
+def with_number(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.2)
+
+
+def with_name(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": list(parameters), "name": "all", "made_by": with_name}], lr=0.2)
+
+
+@pytest.mark.parametrize(("first", "second"), [(with_tensor, with_number), (with_number, with_name)])
+def test_settings_that_a_checkpoint_lacks_or_has_in_another_form_are_those_of_now(
+    world: World, tmp_path: Path, first: Make, second: Make
+) -> None:
+    train(world, tmp_path, first, 2)
+    _, trainer = train(world, tmp_path, second, 4)
+    (group,) = trainer.optimizer.param_groups
+    (wanted,) = second([nn.Parameter(torch.ones(1))]).param_groups
+    assert {**group, "params": []} == {**wanted, "params": []}
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0, 2.0}
+
+
 def test_another_optimizer_that_keeps_the_same_state_is_told(world: World, tmp_path: Path) -> None:
     def notes_of(optimizer: Any, steps: int) -> list[str]:
         train(world, tmp_path, lambda parameters: optimizer(parameters, lr=0.1), steps)
