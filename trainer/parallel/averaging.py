@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -176,7 +176,19 @@ def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        yield from ((parameter, state[name]) for name in sorted(state) if isinstance(state[name], Tensor))
+        yield from ((parameter, one) for one in _tensors_in(state))
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and mappings of any depth, in an order that is the same on every rank."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield from _tensors_in(value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
 
 
 def _group_by_kind(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
