@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,13 +13,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 Settings = Sequence[Mapping[str, Any]]
-"""By group, the values of the optimizer's ``defaults`` by name."""
+"""By group, its values by name: the optimizer's ``defaults``, and what else of it is plain."""
+
+_PARAMETERS = ("params", "param_names")
 
 
 def copy_settings(optimizer: Optimizer) -> Settings:
     """What the groups have now; of tensors, into which a checkpoint is read, copies."""
     return [
-        {name: _copy(group[name]) for name in optimizer.defaults if name in group} for group in optimizer.param_groups
+        {
+            name: _copy(value)
+            for name, value in group.items()
+            if name in optimizer.defaults or (name not in _PARAMETERS and _is_plain(value))
+        }
+        for group in optimizer.param_groups
     ]
 
 
@@ -48,15 +56,19 @@ def settle_settings(
 
     Some optimizers keep state among their settings (Prodigy's ``d``, ScheduleFree's ``k``), so that one which this run
     was ``given`` as the run that saved was ``given_then`` stays as the checkpoint has it, and one that is given anew
-    replaces it. Rates are those of ``before`` the reading: the schedule sets them. So are all settings, where it is not
-    known what was given.
+    replaces it. Rates are those of ``before`` the reading: the schedule sets them. So are all ``defaults`` of the
+    optimizer, where it is not known what was given; what else the groups have is then the checkpoint's.
     """
     changed = []
     for number, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+        now, then = ({}, {}) if given is None or given_then is None else (given[number], given_then[number])
         for name, value in old.items():
-            if name != "lr" and given is not None and given_then is not None:
-                value = _copy(given[number].get(name, value))
-                if name in given_then[number] and _same(given_then[number][name], value):
+            if name != "lr":
+                is_known = name in now and name in then
+                if not is_known and name not in optimizer.defaults:
+                    continue
+                value = _copy(now.get(name, value))
+                if is_known and _same(then[name], value):
                     continue
             saved, group[name] = group[name], value
             if name != "lr" and not _same(saved, value):
@@ -65,10 +77,18 @@ def settle_settings(
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Tensor | int | float | str)
 
 
 def _same(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one.cpu() == other.cpu()).all())
     return bool(one == other)

@@ -6,9 +6,7 @@ one zero stage and world size loads at any other. Reading is not a collective: e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
-from ..parallel.precision import local_part
+from .optimizer_state import OPTIMIZER, describe_optimizer, drop_other_settings, drop_unsaved, load_optimizer
 from .readable import (
     expect_extra_state,
     pack_extra_state,
@@ -39,7 +32,7 @@ from .readable import (
 from .settings import Settings, copy_settings, pack_settings, settle_settings, unpack_settings
 from .traffic import open_reader
 
-MODEL, OPTIMIZER, RANKS, EMA, SETTINGS = "model", "optimizer", "ranks", "ema", "settings"
+MODEL, RANKS, EMA, SETTINGS, UNSTEPPED = "model", "ranks", "ema", "settings", "unstepped"
 _NAMED_DIFFERENCES = 5
 
 
@@ -55,18 +48,19 @@ def gather_state(
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
     ``given`` are the settings that the optimizer was given at first.
-    An optimizer that has not stepped yet is described by zeros, and left unchanged.
+    An optimizer that has not stepped yet is described by zeros, marked as such, and left unchanged.
 
     Raises:
         CheckpointError: something in it could not be read back.
     """
     refuse_unreadable_keys(optimizer)
-    described = _describe_optimizer(model, optimizer)
+    described = describe_optimizer(model, optimizer)
     refuse_unreadable_values(optimizer, described["state"])
     return {
         MODEL: pack_extra_state(get_model_state_dict(model)),
         OPTIMIZER: described,
         RANKS: {str(rank): dict(rank_state or {})},
+        **({UNSTEPPED: True} if described["state"] and not optimizer.state else {}),
         **({EMA: dict(averages)} if averages else {}),
         **({SETTINGS: pack_settings(given)} if given is not None else {}),
     }
@@ -92,10 +86,10 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: S
         for group, names in zip(optimizer_state["param_groups"], groups, strict=True):
             group["params"] = names  # torch looks for each group by its parameters, and these are grouped otherwise now
     unpack_extra_state(model_state)
-    optimizer_state["state"].update(never_stepped)
     set_model_state_dict(model, model_state)
-    with _weights_kept(optimizer):
-        set_optimizer_state_dict(model, optimizer, optimizer_state)
+    load_optimizer(model, optimizer, optimizer_state, groups, never_stepped)
+    if UNSTEPPED in metadata.state_dict_metadata:
+        optimizer.state.clear()
     given_then = unpack_settings(wanted[SETTINGS]) if SETTINGS in wanted else None
     return settle_settings(optimizer, before, given, given_then)
 
@@ -154,14 +148,15 @@ def _describe_wanted(
     saved = metadata.state_dict_metadata
     model_state = dict(get_model_state_dict(model))
     expect_extra_state(model_state, {key: saved.get(f"{MODEL}.{key}") for key in model_state})
-    optimizer_state = _describe_optimizer(model, optimizer)
-    never_stepped = _drop_unsaved(optimizer_state, saved)
+    optimizer_state = describe_optimizer(model, optimizer)
+    never_stepped = drop_unsaved(optimizer_state, saved)
     wanted = {f"{MODEL}.{key}": value for key, value in model_state.items()}
     _refuse_other(folder, MODEL, wanted, metadata)
     for parameter, tensors in optimizer_state["state"].items():
         wanted.update({f"{OPTIMIZER}.state.{parameter}.{name}": value for name, value in tensors.items()})
     _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
     _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
+    drop_other_settings(optimizer_state["param_groups"], saved)
     return model_state, optimizer_state, never_stepped
 
 
@@ -251,55 +246,6 @@ def allocate(metadata: Metadata, key: str) -> Tensor:
     if not isinstance(kind, TensorStorageMetadata):
         raise CheckpointError(f"{key} is not a tensor in this checkpoint; penstock did not write it")
     return torch.empty(kind.size, dtype=kind.properties.dtype)
-
-
-def _describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict by parameter name; one that has not stepped yet is described by zeros, and left so."""
-    if optimizer.state:
-        return dict(get_optimizer_state_dict(model, optimizer))
-    settings = [{key: deepcopy(group[key]) for key in group if key != "params"} for group in optimizer.param_groups]
-    with _weights_kept(optimizer):
-        described: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(kept)
-    for described_group, kept in zip(described["param_groups"], settings, strict=True):
-        described_group.update(deepcopy(kept))
-    _zero_state(described)
-    optimizer.state.clear()
-    return described
-
-
-@contextmanager
-def _weights_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Undo what torch does to weights where it makes an empty optimizer's state by a step.
-
-    Its rate is 0 then and its gradients are zeros, but not every optimizer leaves weights alone at that.
-    """
-    weights = [local_part(weight.detach()) for group in optimizer.param_groups for weight in group["params"]]
-    before = [] if optimizer.state else [weight.clone() for weight in weights]
-    yield
-    for weight, kept in zip(weights, before, strict=False):
-        weight.copy_(kept)
-
-
-def _zero_state(optimizer_state: Mapping[str, Any]) -> None:
-    for values in optimizer_state["state"].values():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                values[name] = type(value)(0)
-
-
-def _drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:
-    """Remove, zero and return the state of parameters that the checkpoint lacks because they had no gradient yet."""
-    state = optimizer_state["state"]
-    known = {key.removeprefix(f"{OPTIMIZER}.state.").rpartition(".")[0] for key in saved if key.startswith(OPTIMIZER)}
-    if not known & set(state):
-        return {}
-    never_stepped = {parameter: state.pop(parameter) for parameter in list(state) if parameter not in known}
-    _zero_state({"state": never_stepped})
-    return never_stepped
 
 
 def _refuse_other_groups(folder: Path, groups: list[dict[str, Any]], saved: Mapping[str, object]) -> None:

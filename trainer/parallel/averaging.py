@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
+from .buffers import distinct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class PeriodicAverager:
     def _tensors(self) -> list[Tensor]:
         state = (tensor for _, tensor in _optimizer_tensors(self._optimizer))
         found = (*self._model.parameters(), *self._model.buffers(), *state, *self._also())
-        return [torch.view_as_real(one.detach()) if one.is_complex() else one for one in found]
+        return [torch.view_as_real(one) if one.is_complex() else one for one in map(distinct, found)]
 
     def close(self) -> None:
         """Leave the node's group; closing twice is allowed."""
@@ -175,7 +176,19 @@ def _optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
-        yield from ((parameter, state[name]) for name in sorted(state) if isinstance(state[name], Tensor))
+        yield from ((parameter, one) for one in _tensors_in(state))
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and mappings of any depth, in an order that is the same on every rank."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield from _tensors_in(value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
 
 
 def _group_by_kind(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..errors import TrainerConfigError
 from ..options import suggest
@@ -30,6 +31,8 @@ def find_blocks(model: nn.Module, names: tuple[str, ...], key: str) -> list[nn.M
 
 def _outermost_items(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
+        if isinstance(child, ParametrizationList):
+            continue  # what makes a weight, as a weight norm, is no part of what the model computes one by one
         if isinstance(child, nn.ModuleList):
             yield from _runnable(child)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -58,13 +59,28 @@ def settle_buckets(model: DistributedDataParallel, sparse: Collection[Tensor] = 
     shares_buffers, model.broadcast_buffers = model.broadcast_buffers, False  # the stand-in has none
     model.module = stand_in = _SumOfParameters(trained, sparse)
     try:
-        # DDP with device_ids, as on CUDA, cannot call a module without inputs (pytorch/pytorch#37814).
-        model(stand_in.first_row).backward()
-        # DDP regroups at the beginning of the next forward. Without a backward after it DDP would go on waiting, and
-        # exchange the gradients of a first microbatch that belongs to no_sync.
-        model(stand_in.first_row).backward()
+        with _without_hooks(trained):
+            # DDP with device_ids, as on CUDA, cannot call a module without inputs (pytorch/pytorch#37814).
+            model(stand_in.first_row).backward()
+            # DDP regroups at the beginning of the next forward. Without a backward after it DDP would go on waiting,
+            # and exchange the gradients of a first microbatch that belongs to no_sync.
+            model(stand_in.first_row).backward()
     finally:
         model.module = bare
         model.broadcast_buffers = shares_buffers
     for parameter in trained:
         parameter.grad = None
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Call no hook that was registered on a parameter: it waits for gradients of losses, and may update weights."""
+    held = [hooks for one in parameters for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks) if hooks]
+    kept = [dict(hooks) for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(held, kept, strict=True):
+            hooks.update(own)

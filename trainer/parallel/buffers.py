@@ -18,14 +18,24 @@ def share_buffers(buffers: Iterable[Tensor], world: World) -> None:
     if world.world_size == 1:
         return
     # The widest first, so that each lies at a multiple of its element's size.
-    members = sorted((one.detach() for one in buffers if one.numel()), key=lambda one: -one.element_size())
+    members = sorted((distinct(one) for one in buffers if one.numel()), key=lambda one: -one.element_size())
     if not members:
         return
-    flat = torch.cat([one.to(world.device).reshape(-1).view(torch.uint8) for one in members])
+    flat = torch.cat([_as_bytes(one.to(world.device).contiguous()) for one in members])
     dist.broadcast(flat, src=0)
     if not world.is_first:
         for one, part in zip(members, torch.split(flat, [one.nbytes for one in members]), strict=True):
             one.copy_(part.view(one.dtype).view_as(one))
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """A view of what can be written of a tensor: of one that was expanded, each element once."""
+    return tensor.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
+def _as_bytes(contiguous: Tensor) -> Tensor:
+    """(bytes,) uint8, a view: gloo has not all formats, and sends memory as it lies, whatever the strides."""
+    return contiguous.reshape(-1).view(torch.uint8)
 
 
 class BufferCopies:
@@ -33,7 +43,7 @@ class BufferCopies:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            (module, name, buffer, None if buffer is None else distinct(buffer).clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
@@ -43,7 +53,7 @@ class BufferCopies:
         """Make every buffer what it was, tensor and values."""
         for module, name, buffer, kept in self._kept:
             if buffer is not None and kept is not None:
-                buffer.copy_(kept)
+                distinct(buffer).copy_(kept)
             module._buffers[name] = buffer
 
 
@@ -55,8 +65,12 @@ def copy_from_first_rank(model: nn.Module, world: World) -> None:
     """
     if world.world_size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                dist.broadcast(tensor, src=0)
+            if not tensor.is_meta and tensor.numel():
+                own = distinct(tensor)
+                sent = own.contiguous()
+                dist.broadcast(_as_bytes(sent), src=0)
+                if sent.data_ptr() != own.data_ptr():
+                    own.copy_(sent)
 
 
 def synchronise_batch_norms(model: nn.Module, world: World) -> None:

@@ -86,7 +86,11 @@ class EngineEntry:
             yield
         except RuntimeError as exc:
             if isinstance(self._module, FSDPModule) and "out of bounds for storage of size 0" in str(exc):
-                raise TrainerConfigError(f"backward finds weights in shards, because {HIDDEN_OUTPUT}") from exc
+                raise TrainerConfigError(
+                    f"backward finds weights in shards, because {HIDDEN_OUTPUT}; or because the loss goes through "
+                    "the model's graph twice, as torch.autograd.grad(..., create_graph=True) makes it: that needs "
+                    "parallel.zero=0"
+                ) from exc
             raise
 
     def check_gradients(self) -> None:

@@ -70,6 +70,12 @@ def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -
                 f"{key}: parameter {name!r} has no dimension to shard; give it shape (1,), as torch.ones(1), or use "
                 "parallel.zero=0"
             )
+        if zero and not parameter.is_contiguous():
+            raise TrainerConfigError(
+                f"{key}: parameter {name!r} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, as "
+                "torch.channels_last, a transposition or a slice make them, and only contiguous ones can be sharded; "
+                "make it contiguous, or use parallel.zero=0"
+            )
         if zero and not parameter.numel() and parameter.requires_grad:
             raise TrainerConfigError(
                 f"{key}: parameter {name!r} of shape {tuple(parameter.shape)} has no elements to shard; leave it out, "

@@ -176,8 +176,9 @@ class ParallelModel:
         check_optimizer(optimizer, self.config.zero)
         if optimizer.state and self.is_sharded:
             raise TrainerConfigError(
-                f"optimizer={type(optimizer).__name__} has made updates already, and parallel.zero={self.config.zero} "
-                "must shard its state; give a fresh one and load its state from a checkpoint"
+                f"optimizer={type(optimizer).__name__} has a state already, because it has made updates or, as "
+                f"Adagrad, makes it when it is built, and parallel.zero={self.config.zero} must shard it; give a "
+                "function that makes the optimizer, as torch.optim.Adagrad, and load its state from a checkpoint"
             )
         for index, group in enumerate(optimizer.param_groups):
             strangers = sum(id(parameter) not in self._replaced for parameter in group["params"])

@@ -129,6 +129,7 @@ class Saver:
         """
         if self.checkpointer is None:
             return
+        state = state | {"optimizer": type(self._optimizer).__name__}
         with self.agreed():
             averages = None if self.ema is None else self.ema.named()
             try:
@@ -225,6 +226,11 @@ class Saver:
         for step, damage in self.checkpointer.passed_over.items():
             self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
         if found is not None:
+            now, then = type(self._optimizer).__name__, found[1].get("optimizer")
+            if then not in (now, None):  # some keep the same state, and do something else with it
+                self._recorder.note(
+                    f"the optimizer is {now}, where the checkpoint had {then}, and goes on with its state"
+                )
             for change in self.checkpointer.changed_settings:
                 self._recorder.note(change)
             self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])

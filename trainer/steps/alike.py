@@ -69,12 +69,15 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 class Settings:
     """What ``optimizer`` does with gradients, group by group, and which parameters it trains; holds no state.
 
-    Settings that are tensors are not looked at.
+    Settings that are tensors are not looked at. Of ``model``, the shapes of buffers, which ranks share: a forward may
+    assign others, as a cache that grows with the longest row.
     """
 
-    def __init__(self, optimizer: Optimizer, world: World) -> None:
+    def __init__(self, optimizer: Optimizer, world: World, model: nn.Module | None = None) -> None:
         self._optimizer = optimizer
         self._world = world
+        self._model = model
+        self._buffers = [] if model is None else [module._buffers for module in model.modules()]
 
     def mark(self) -> int:
         """A number of 20 bits that is equal on ranks whose settings are, and hardly on others; 0 for a rank alone."""
@@ -90,7 +93,9 @@ class Settings:
                     others.append(value)
             given.append(len(group["params"]))
             trained.extend(map(_requires_grad, group["params"]))
-        mark = zlib.crc32(trained, zlib.crc32(given.tobytes(), zlib.crc32(repr(others).encode())))
+        shapes = hash(tuple(one.shape for held in self._buffers for one in held.values() if one is not None))
+        mark = zlib.crc32(shapes.to_bytes(8, "little", signed=True), zlib.crc32(repr(others).encode()))
+        mark = zlib.crc32(trained, zlib.crc32(given.tobytes(), mark))
         return mark & ((1 << _BITS) - 1)
 
     def check(self, total: float, total_of_squares: float) -> None:
@@ -101,12 +106,24 @@ class Settings:
         """
         if total_of_squares * self._world.world_size == total * total:
             return
+        shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(self._world.world_size)]
+        dist.all_gather_object(shapes, self._shapes())
+        for rank, its in enumerate(shapes):
+            for name in (name for name in {**shapes[0], **its} if shapes[0].get(name) != its.get(name)):
+                raise TrainerError(
+                    f"buffer {name!r} has shape {shapes[0].get(name)} on rank 0 and {its.get(name)} on rank {rank}, "
+                    "and rank 0's buffers go to all ranks; no weight was changed. Give it one shape on all ranks, or "
+                    "keep what forward makes anew in an attribute that is no buffer"
+                )
         everywhere: list[list[dict[str, Any]]] = [[] for _ in range(self._world.world_size)]
         dist.all_gather_object(everywhere, self._describe())
         raise TrainerError(
             f"the ranks would train other models, and no weight was changed: {_first_difference(everywhere)}. Make "
             "the optimizer alike on all ranks; an observer, which is on rank 0 alone, must not change it"
         )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {} if self._model is None else {name: tuple(one.shape) for name, one in self._model.named_buffers()}
 
     def _describe(self) -> list[dict[str, Any]]:
         return [

@@ -121,7 +121,7 @@ class StepRunner:
         self._correct = correct
         self._scaler = LossScaler(precision, self._world)
         self._gradients = Gradients(parallel, optimizer)
-        self._settings = Settings(optimizer, self._world)
+        self._settings = Settings(optimizer, self._world, parallel.inner)
         whole = {} if parallel.usage is None else parallel.usage.whole
         self._known = KnownParameters(parallel.inner, whole, is_saved=is_saved)
         on_cuda = self._world.device.type == "cuda"

@@ -159,3 +159,19 @@ def test_optimizer_state_that_some_ranks_lack_is_refused_by_name() -> None:
     for told in run_ranks(_average_what_one_rank_lacks, 3):
         assert "some ranks have none yet of 1.bias, 1.weight" in told
         assert "parallel.unused_parameters=True" in told
+
+
+def _average_nested(world: World) -> list[float]:
+    net, optimizer = build()
+    for parameter in net.parameters():
+        history = [torch.full_like(parameter, world.rank), (torch.full_like(parameter, world.rank),)]
+        optimizer.state[parameter] = {"history": history, "by_name": {"b": torch.tensor(2.0 * world.rank)}}
+    averager = PeriodicAverager(net, optimizer, AveragingConfig(average_every=1), world)
+    averager.average_if_due(1)
+    averager.close()
+    state = optimizer.state[next(net.parameters())]
+    return [float(state["history"][0][0, 0]), float(state["history"][1][0][0, 0]), float(state["by_name"]["b"])]
+
+
+def test_tensors_that_an_optimizer_keeps_in_lists_and_mappings_are_averaged_too() -> None:
+    assert run_ranks(_average_nested, 2) == [[0.5, 0.5, 1.0]] * 2
