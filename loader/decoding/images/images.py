@@ -14,6 +14,7 @@ import numpy as np
 
 from ...errors import ConfigError, DecodeError
 from .jpeg_region import decode_region
+from .jpeg_stream import is_dct
 from .kind import image_kind, image_size
 from .regions import Region, center_region, random_region, scale_region
 
@@ -261,7 +262,8 @@ def _decode_part(data: bytes | memoryview, plan: ImagePlan, shape: tuple[int, in
     Reduced ones are decoded whole: warnings decide on their size, and those below the region would go unseen.
     """
     height, width, region = plan.height, plan.width, plan.region
-    reduction = _choose_reduction(region, shape)
+    wanted = _choose_reduction(region, shape)
+    reduction = wanted if wanted == 1 or is_dct(data) else 1
     part = decode_region(data, height, width, region) if reduction == 1 else None
     return _cut(_decode_jpeg(data, height, width, reduction), region, height, width) if part is None else part
 
