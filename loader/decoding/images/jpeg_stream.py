@@ -52,9 +52,20 @@ def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
 def is_dct(data: bytes | memoryview) -> bool:
     """Whether libjpeg can decode a JPEG at a part of its size; False, too, where its header is not understood.
 
-    A lossless one has no such form: some decoders then write all of it into room for the part. So what counts is the
-    frame that libjpeg finds, which passes over bytes between segments.
+    A lossless one has no such form: some decoders then write all of it into room for the part.
     """
+    at = _find_frame(data)
+    return at is not None and data[at] in _DCT_FRAMES
+
+
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width by a JPEG's frame, whatever its kind; None where it has none."""
+    at = _find_frame(data)
+    return None if at is None or at + 8 > len(data) else struct.unpack_from(">HH", data, at + 4)
+
+
+def _find_frame(data: bytes | memoryview) -> int | None:
+    """Where the marker of the frame is that libjpeg finds, which passes over bytes between segments."""
     at = len(_START)
     try:
         for _ in range(_MOST_SEGMENTS):
@@ -63,13 +74,13 @@ def is_dct(data: bytes | memoryview) -> bool:
             if data[at - 1] != 0xFF or marker in (0, 0xFF):
                 continue
             if marker in _FRAMES:
-                return marker in _DCT_FRAMES
+                return at
             at += 1
             if marker not in _BARE:
                 at += max(2, data[at] << 8 | data[at + 1])
     except IndexError:
-        return False
-    return False
+        return None
+    return None
 
 
 def _walk(data: bytes | memoryview) -> PlainJpeg | None:

@@ -61,6 +61,20 @@ def test_alpha_is_dropped_not_blended(kind):
     np.testing.assert_array_equal(ImageDecoder().decode(data), colours)
 
 
+@pytest.mark.parametrize("factors", ["14 11 11", "21 11 21", "31 11 11", "22 12 11", "42 11 11", "11 22 22"])
+def test_a_jpeg_of_unusual_subsampling_is_what_pil_decodes(factors):
+    data = bytearray(encode(photo(157, 203), subsampling=0))
+    frame = data.index(b"\xff\xc0")
+    for number, factor in enumerate(bytes.fromhex(factors)):
+        data[frame + 11 + 3 * number] = factor
+    expected = np.asarray(by_pil(bytes(data)))
+    np.testing.assert_array_equal(ImageDecoder()(bytes(data)), expected)
+    assert ImageDecoder(size=16, crop="center")(bytes(data)).shape == (16, 16, 3)
+    for cut in (20, len(data) // 8):
+        with pytest.raises(DecodeError):
+            ImageDecoder()(bytes(data[:cut]))
+
+
 def test_a_16_bit_png_keeps_its_high_byte():
     deep = (np.arange(40 * 50).reshape(40, 50) * 32).astype(np.uint16)
     pixels = ImageDecoder().decode(encode(Image.fromarray(deep), "PNG"))
