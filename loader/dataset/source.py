@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
+from ...storage.files import in_home
 from ...storage.resolve import check_query
 from ...storage.urls import decode_path, encode_name
 from ..errors import ConfigError, DatasetError
@@ -127,7 +128,7 @@ def _absolute(given: object) -> list[str]:
         )
     if "://" not in text:
         # An existing path with braces in its name is taken literally.
-        if is_path(Path(text).expanduser()):
+        if is_path(Path(in_home(text))):
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
     check_query(text)
@@ -138,7 +139,7 @@ def _absolute(given: object) -> list[str]:
 
 def _local(path: str) -> str:
     slash = "/" if path.endswith("/") else ""
-    return str(Path(path).expanduser().absolute()).rstrip("/") + slash
+    return str(Path(in_home(path)).absolute()).rstrip("/") + slash
 
 
 def _split(url: str) -> tuple[str, str]:
