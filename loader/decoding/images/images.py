@@ -16,7 +16,7 @@ from ...errors import ConfigError, DecodeError
 from .headers import check_pixels, read_header
 from .jpeg_region import decode_region
 from .jpeg_stream import is_dct
-from .kind import image_kind, image_size
+from .kind import image_kind, image_size, keep_tiff_colours
 from .regions import Region, center_region, random_region, scale_region
 
 try:
@@ -262,7 +262,7 @@ def _decode_other(data: bytes | memoryview) -> Pixels:
             raise DecodeError(f"no readable image: {len(data)} bytes that start with {bytes(data[:12])!r}")
         check_pixels(*size)
     try:
-        pixels: Pixels | None = cv2.imdecode(np.frombuffer(data, np.uint8), _BGR_FLAGS)
+        pixels: Pixels | None = cv2.imdecode(np.frombuffer(keep_tiff_colours(data), np.uint8), _BGR_FLAGS)
     except cv2.error as exc:
         if exc.code == cv2.Error.StsNoMem:
             raise MemoryError(str(exc.err)) from exc

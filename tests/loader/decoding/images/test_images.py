@@ -53,7 +53,7 @@ def test_a_whole_image_is_bit_for_bit_what_pil_decodes(mode, kind, options):
     np.testing.assert_array_equal(pixels, np.asarray(by_pil(data)))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
 def test_alpha_is_dropped_not_blended(kind):
     colours = np.asarray(photo(50, 40))
     alpha = (np.arange(40 * 50) % 256).astype(np.uint8).reshape(40, 50, 1)
