@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
 from ...storage.files import in_home
 from ...storage.resolve import check_query
-from ...storage.urls import decode_path, encode_name
+from ...storage.urls import decode_path, encode_name, without_password
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.names import is_hidden
@@ -29,6 +30,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
 
 _NAMED = 5
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://[^:]*)?::.*://")
 # Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
 
@@ -125,6 +127,11 @@ def _absolute(given: object) -> list[str]:
     if text.startswith("pipe:"):
         raise ConfigError(
             f"{text}: commands are not run; give the URL that the command reads, such as s3://bucket/x.tar"
+        )
+    if _CHAIN.match(text):
+        raise ConfigError(
+            f"{without_password(text)}: chains of fsspec's are not read; of an archive give e.g. 'zip://folder/' and "
+            "storage_options={'fo': the archive's URL}, and for a cache cache_dir="
         )
     if "://" not in text:
         # An existing path with braces in its name is taken literally.

@@ -161,6 +161,15 @@ def test_bad_sources_are_refused(memory_store: MemoryStore, put_shards: PutShard
         open_manifest(url, format="arrow")
 
 
+@pytest.mark.parametrize(
+    "url", ["zip://in::file:///a.zip", "simplecache::memory://a/", "tar://*.txt::https://me:pass-word@host/a.tar"]
+)
+def test_a_chain_of_urls_is_refused_with_what_to_do(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"chains of fsspec's are not read; .*'fo'.*cache_dir") as caught:
+        open_manifest(url)
+    assert "pass-word" not in str(caught.value)
+
+
 def test_a_shard_without_bytes_is_named(memory_store: MemoryStore, put_shards: PutShards) -> None:
     put_shards(memory_store, 3)
     memory_store.put("part-001.parquet", b"")
