@@ -29,6 +29,11 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 AnyPath = str | os.PathLike[str]
 
 
+def in_home(path: AnyPath) -> str:
+    """A path whose leading ``~`` or ``~user`` is that user's home, as a shell has it; unchanged where there is none."""
+    return os.path.expanduser(path)  # noqa: PTH111 - Path's raises for a name that only looks like a user's
+
+
 @contextmanager
 def replacing(
     path: AnyPath,

@@ -15,6 +15,7 @@ from .clients.local import LocalStore
 from .clients.remote import RemoteStore
 from .encryption.store import EncryptedStore
 from .errors import UnsupportedURLError
+from .files import in_home
 from .memory import MemoryStore
 from .options import ENCRYPTION_OPTION, MAPPED_OPTION
 from .retrying.config import RetryConfig
@@ -87,7 +88,7 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     if scheme != "file":
         return BridgeStore(text, storage_options)
     if not found:
-        return LocalStore(text, maps=maps)
+        return LocalStore(in_home(text), maps=maps)
     host, _, path = text[found.end() :].partition("/")
     if host not in {"", "localhost"}:
         raise UnsupportedURLError(f"{text!r} names a file of another host; write file:///absolute/path")
@@ -127,7 +128,7 @@ def open_store(
     store: Store = RetryStore(client, retry, host=_host(client, identity))
     try:
         if cache_dir is not None:
-            store = CacheStore(store, Path(cache_dir), cache_limit, identity=identity)
+            store = CacheStore(store, Path(in_home(cache_dir)), cache_limit, identity=identity)
         return store if key is None else EncryptedStore(store, key)
     except BaseException:
         store.close()

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from ...storage.files import in_home
 from ..dataset.manifest import Manifest
 from ..decoding.replace import Replacer
 from ..decoding.row_work import RowWork
@@ -164,6 +165,6 @@ def _check_limit(value: object) -> int | float:
 
 
 def _holds(folder: str | os.PathLike[str], paths: Paths) -> bool:
-    given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    place = Path(folder).resolve()
-    return any(place in (Path(path).resolve(), Path(path).resolve().parent) for path in given)
+    given = [Path(in_home(path)).resolve() for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    place = Path(in_home(folder)).resolve()
+    return any(place in (path, path.parent) for path in given)

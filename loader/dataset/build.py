@@ -95,7 +95,7 @@ def prepare_index(
     if len(kept) == len(tasks):
         if selection.chosen is None and len(kept) < len(saved.shards):
             _warn_stale(selection.url, new=0, gone=len(saved.shards) - len(kept))
-        return take_shards(saved, alike)
+        return _without_etags(take_shards(saved, alike), tasks)
     copied: Manifest | None = None
     if not kept and len(alike) == len(tasks) and saved.checks_all:
         copied = replace(take_shards(saved, alike), shards=tuple(task.info for task in tasks))
@@ -159,6 +159,20 @@ def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manife
 def same_object(one: ObjectInfo, other: ObjectInfo) -> bool:
     """Whether two descriptions of a key mean the same content, as far as size and ETag tell."""
     return one.size == other.size and (one.etag == other.etag or one.etag is None or other.etag is None)
+
+
+def _without_etags(manifest: Manifest, tasks: Sequence[ShardTask]) -> Manifest:
+    """A manifest of these shards that expects no ETag where the store tells none, as after copying to such a store."""
+    unknown = {task.info.key for task in tasks if task.info.etag is None}
+    bare = {task.info.key for task in tasks if task.companion is not None and task.companion.etag is None}
+    if not unknown | bare:
+        return manifest
+    shards = tuple(replace(shard, etag=None) if shard.key in unknown else shard for shard in manifest.shards)
+    companions = {
+        key: replace(companion, etag=None) if key in bare else companion
+        for key, companion in manifest.companions.items()
+    }
+    return replace(manifest, shards=shards, companions=companions)
 
 
 def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> None:

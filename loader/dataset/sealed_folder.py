@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from ...storage.files import TEMPORARY_PREFIX, write_all
+from ...storage.files import TEMPORARY_PREFIX, in_home, write_all
 from ...storage.own_folder import OwnFolder
 
 # A suspended builder keeps its lock: after this long, another process builds as well.
@@ -32,9 +32,9 @@ def cache_home(cache_dir: str | os.PathLike[str] | None = None) -> Path:
         FileNotFoundError: none of these is there, as in a container whose user has no home.
     """
     if cache_dir is not None:
-        return Path(cache_dir).expanduser()
+        return Path(in_home(cache_dir))
     if os.environ.get("PENSTOCK_CACHE"):
-        return Path(os.environ["PENSTOCK_CACHE"]).expanduser()
+        return Path(in_home(os.environ["PENSTOCK_CACHE"]))
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]) / "penstock"
     try:

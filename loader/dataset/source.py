@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, open_store
+from ...storage.files import in_home
 from ...storage.resolve import check_query
-from ...storage.urls import decode_path, encode_name
+from ...storage.urls import decode_path, encode_name, without_password
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.names import is_hidden
@@ -28,6 +30,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
 
 _NAMED = 5
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://[^:]*)?::.*://")
 # Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
 
@@ -125,9 +128,14 @@ def _absolute(given: object) -> list[str]:
         raise ConfigError(
             f"{text}: commands are not run; give the URL that the command reads, such as s3://bucket/x.tar"
         )
+    if _CHAIN.match(text):
+        raise ConfigError(
+            f"{without_password(text)}: chains of fsspec's are not read; of an archive give e.g. 'zip://folder/' and "
+            "storage_options={'fo': the archive's URL}, and for a cache cache_dir="
+        )
     if "://" not in text:
         # An existing path with braces in its name is taken literally.
-        if is_path(Path(text).expanduser()):
+        if is_path(Path(in_home(text))):
             return [_local(text)]
         return [_local(path) for path in expand_braces(text)]
     check_query(text)
@@ -138,7 +146,7 @@ def _absolute(given: object) -> list[str]:
 
 def _local(path: str) -> str:
     slash = "/" if path.endswith("/") else ""
-    return str(Path(path).expanduser().absolute()).rstrip("/") + slash
+    return str(Path(in_home(path)).absolute()).rstrip("/") + slash
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...storage.files import in_home
 from ..columns import IntArray
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
@@ -93,8 +94,9 @@ class DeliveryLog:
             **({"is_packed": True} if is_packed else {}),
         }
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            path = Path(folder) / f"{started_ns}-rank{rank:05d}-{os.getpid()}{SUFFIX}"
+            place = Path(in_home(folder))
+            place.mkdir(parents=True, exist_ok=True)
+            path = place / f"{started_ns}-rank{rank:05d}-{os.getpid()}{SUFFIX}"
             self._file = path.open("xb", buffering=0)
             self._file.write(json.dumps(header).encode() + b"\n")
         except OSError as exc:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...storage.files import in_home
 from ..errors import DatasetError
 from ..order.distinct import distinct
 from ..pipeline.delivery_log import SUFFIX
@@ -91,6 +92,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     Raises:
         DatasetError: there are no logs, a log is damaged, or the logs are of several data sets or subsets.
     """
+    folder = in_home(folder)
     if not Path(folder).is_dir():
         what = "is a file" if Path(folder).exists() else "is not there"
         raise DatasetError(f"{os.fspath(folder)}: {what}; give the folder that was passed as audit_dir=")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import AccessDeniedError, UnsupportedURLError
+from ..files import in_home
 from .layout import KEY_BYTES
 
 ENVIRONMENT_NAME = "PENSTOCK_ENCRYPTION_KEY"
@@ -42,7 +43,7 @@ def load_key(source: KeySource) -> bytes:
             )
         return _parse(text, f"the environment's {name}")
     if kind == "file" and name:
-        return _parse(_read(Path(name)), f"the file {name}")
+        return _parse(_read(Path(in_home(name))), f"the file {name}")
     raise UnsupportedURLError(
         f"encryption_key is none: write 'env' (for {ENVIRONMENT_NAME}), 'env:NAME' or 'file:PATH', or give {KEY_BYTES} "
         "bytes or a function that returns them; the key itself is no text of an option, which would be shown and kept"

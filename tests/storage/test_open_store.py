@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,15 @@ def test_open_store_composes_cache_over_retry_over_client(memory_url: str, tmp_p
     assert isinstance(open_store(memory_url), RetryStore)
     assert with_cache.get("x") == DATA
     with_cache.close()
+
+
+def test_paths_may_begin_at_the_users_home(memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "key").write_bytes(bytes(32))
+    with closing(open_store("~/data", storage_options={"encryption_key": "file:~/key"})) as store:
+        store.put("a", b"content")
+    assert (tmp_path / "data" / "a.penc").is_file()
+    with closing(open_store(memory_url, cache_dir="~/cache")) as store:
+        store.put("a", b"content")
+        store.get("a")
+    assert (tmp_path / "cache").is_dir()

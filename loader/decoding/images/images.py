@@ -13,8 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import ConfigError, DecodeError
+from .headers import check_pixels, read_header
 from .jpeg_region import decode_region
-from .kind import image_kind, image_size
+from .jpeg_stream import is_dct
+from .kind import image_kind, image_size, keep_tiff_colours
 from .regions import Region, center_region, random_region, scale_region
 
 try:
@@ -29,12 +31,6 @@ except ImportError as exc:
 cv2.setNumThreads(0)
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
-
-# A block of 8x8 pixels takes a bit of a JPEG at the least. What a smaller JPEG lacks is found while it is decoded.
-_JPEG_PIXELS_PER_BYTE = 8 * 64
-_SMALL_PIXELS = 1 << 24
-# A header that claims more pixels than this counts as damage, or as an attack on the machine's memory.
-MAX_PIXELS = 1 << 28
 
 _DEFAULT_SCALE = (0.08, 1.0)
 _DEFAULT_RATIO = (3 / 4, 4 / 3)
@@ -156,7 +152,7 @@ class ImageDecoder:
             out: Pixels = np.empty(shape, np.uint8)
             self.decode_into(data, out, rng)
             return out
-        height, width, is_jpeg = _read_header(data)
+        height, width, is_jpeg = read_header(data)
         pixels = _decode_jpeg(data, height, width, 1) if is_jpeg else _decode_other(data)
         return _flip(pixels) if self._draw_flip(rng) else pixels
 
@@ -189,7 +185,7 @@ class ImageDecoder:
         Raises:
             DecodeError: the header is damaged, or claims too many pixels.
         """
-        height, width, is_jpeg = _read_header(data)
+        height, width, is_jpeg = read_header(data)
         if not is_jpeg:
             return None
         return ImagePlan(height, width, self._choose_region(height, width, rng), self._draw_flip(rng))
@@ -231,30 +227,6 @@ def _choose_reduction(region: Region, shape: tuple[int, int, int]) -> int:
     return next((reduction for reduction in (8, 4, 2) if ratio >= reduction * _LEAST_RESAMPLING), 1)
 
 
-def _read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
-    """Height, width and whether simplejpeg reads it; (0, 0, False) for what only OpenCV reads."""
-    if image_kind(data) != "jpeg":
-        return 0, 0, False
-    try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    except KeyError as exc:
-        raise DecodeError(f"damaged JPEG header ({len(data)} bytes): it names no colour space") from exc
-    except ValueError as exc:
-        raise DecodeError(f"damaged JPEG header ({len(data)} bytes): {exc}") from exc
-    _check_pixels(height, width)
-    if height * width > max(_SMALL_PIXELS, _JPEG_PIXELS_PER_BYTE * len(data)):
-        raise DecodeError(f"damaged JPEG: it claims to be {width}x{height}, which {len(data)} bytes cannot hold")
-    return height, width, colorspace in ("YCbCr", "Gray", "RGB")
-
-
-def _check_pixels(height: int, width: int) -> None:
-    if height * width > MAX_PIXELS:
-        raise DecodeError(
-            f"the image claims to be {width}x{height}; no more than {MAX_PIXELS} pixels are decoded. "
-            "Store it smaller, or give decode= a function of your own"
-        )
-
-
 def _decode_part(data: bytes | memoryview, plan: ImagePlan, shape: tuple[int, int, int]) -> Pixels:
     """The plan's region of a JPEG, perhaps reduced.
 
@@ -262,6 +234,8 @@ def _decode_part(data: bytes | memoryview, plan: ImagePlan, shape: tuple[int, in
     """
     height, width, region = plan.height, plan.width, plan.region
     reduction = _choose_reduction(region, shape)
+    if reduction > 1 and not is_dct(data):
+        reduction = 1
     part = decode_region(data, height, width, region) if reduction == 1 else None
     return _cut(_decode_jpeg(data, height, width, reduction), region, height, width) if part is None else part
 
@@ -286,14 +260,16 @@ def _decode_other(data: bytes | memoryview) -> Pixels:
         size = image_size(data)
         if size is None:
             raise DecodeError(f"no readable image: {len(data)} bytes that start with {bytes(data[:12])!r}")
-        _check_pixels(*size)
+        check_pixels(*size)
     try:
-        pixels: Pixels | None = cv2.imdecode(np.frombuffer(data, np.uint8), _BGR_FLAGS)
+        pixels: Pixels | None = cv2.imdecode(np.frombuffer(keep_tiff_colours(data), np.uint8), _BGR_FLAGS)
     except cv2.error as exc:
         if exc.code == cv2.Error.StsNoMem:
             raise MemoryError(str(exc.err)) from exc
         raise DecodeError(f"unreadable image of {len(data)} bytes: {exc.err or exc}") from exc
     if pixels is None:
+        if image_kind(data) == "jpeg":
+            raise DecodeError(f"damaged JPEG of {len(data)} bytes: it is cut short, or of a kind that is not decoded")
         raise DecodeError(f"no readable image: {len(data)} bytes that start with {bytes(data[:12])!r}")
     return cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 _START, _END, _SCAN = b"\xff\xd8", b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = (0xC0, 0xC1)  # baseline, and extended sequential with Huffman codes
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_DCT_FRAMES = (0xC0, 0xC1, 0xC2, 0xC9, 0xCA)  # all that libjpeg decodes but lossless ones
+_BARE = frozenset((0x01, *range(0xD0, 0xD8)))  # markers that no length follows
 _EXIF_MARKER, _EXIF = 0xE1, b"Exif\0\0"
 _ADOBE_MARKER, _ADOBE, _ADOBE_YCC = 0xEE, b"Adobe", 1
 _QUANTIZATION, _HUFFMAN = 0xDB, 0xC4
@@ -45,6 +47,40 @@ def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
         return _walk(data)
     except (struct.error, IndexError):
         return None
+
+
+def is_dct(data: bytes | memoryview) -> bool:
+    """Whether libjpeg can decode a JPEG at a part of its size; False, too, where its header is not understood.
+
+    A lossless one has no such form: some decoders then write all of it into room for the part.
+    """
+    at = _find_frame(data)
+    return at is not None and data[at] in _DCT_FRAMES
+
+
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
+    """Height and width by a JPEG's frame, whatever its kind; None where it has none."""
+    at = _find_frame(data)
+    return None if at is None or at + 8 > len(data) else struct.unpack_from(">HH", data, at + 4)
+
+
+def _find_frame(data: bytes | memoryview) -> int | None:
+    """Where the marker of the frame is that libjpeg finds, which passes over bytes between segments."""
+    at = len(_START)
+    try:
+        for _ in range(_MOST_SEGMENTS):
+            at += 1
+            marker = data[at]
+            if data[at - 1] != 0xFF or marker in (0, 0xFF):
+                continue
+            if marker in _FRAMES:
+                return at
+            at += 1
+            if marker not in _BARE:
+                at += max(2, data[at] << 8 | data[at + 1])
+    except IndexError:
+        return None
+    return None
 
 
 def _walk(data: bytes | memoryview) -> PlainJpeg | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Literal
 
 ImageKind = Literal["jpeg", "png", "webp"]
@@ -13,7 +14,9 @@ _RIFF, _WEBP = b"RIFF", b"WEBP"  # four bytes of length lie between the two
 _HEAD_BYTES = 12
 _SIZED_BYTES = 30  # in which all headers but TIFF's state the size
 _TIFF_ORDER = {b"II*\0": "<", b"MM\0*": ">"}
-_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_SHORT, _TIFF_LONG = 256, 257, 3, 4
+_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_EXTRA = 256, 257, 338
+_TIFF_SHORT, _TIFF_LONG = 3, 4
+_MULTIPLIED, _UNMULTIPLIED = 1, 2  # what ExtraSamples says of colours beside alpha
 
 
 def image_kind(data: bytes | memoryview) -> ImageKind | None:
@@ -65,13 +68,38 @@ def _webp_size(head: bytes) -> tuple[int, int]:
     raise KeyError(form)
 
 
+def keep_tiff_colours(data: bytes | memoryview) -> bytes | memoryview | bytearray:
+    """``data``, but of a TIFF whose colours a reader would multiply by its alpha a copy of which it will not.
+
+    It says of its alpha that the colours were multiplied by it already (TIFF 6.0, section 18).
+    """
+    order = _TIFF_ORDER.get(bytes(data[:4]))
+    if order is None:
+        return data
+    try:
+        for entry, tag, kind in _tiff_entries(data, order):
+            extra = struct.unpack_from(f"{order}IH", data, entry + 4)
+            if tag == _TIFF_EXTRA and kind == _TIFF_SHORT and extra == (1, _UNMULTIPLIED):
+                changed = bytearray(data)
+                struct.pack_into(f"{order}H", changed, entry + 8, _MULTIPLIED)
+                return changed
+    except struct.error:
+        return data
+    return data
+
+
 def _tiff_size(data: bytes | memoryview, order: str) -> tuple[int, int]:
-    """Width and height of the first image: entries of its directory (TIFF 6.0, section 2)."""
-    (at,) = struct.unpack_from(f"{order}I", data, 4)
-    (count,) = struct.unpack_from(f"{order}H", data, at)
+    """Width and height of the first image."""
     found = {}
-    for entry in range(at + 2, at + 2 + 12 * count, 12):
-        tag, kind = struct.unpack_from(f"{order}HH", data, entry)
+    for entry, tag, kind in _tiff_entries(data, order):
         if tag in (_TIFF_WIDTH, _TIFF_HEIGHT) and kind in (_TIFF_SHORT, _TIFF_LONG):
             found[tag] = struct.unpack_from(f"{order}{'H' if kind == _TIFF_SHORT else 'I'}", data, entry + 8)[0]
     return found[_TIFF_WIDTH], found[_TIFF_HEIGHT]
+
+
+def _tiff_entries(data: bytes | memoryview, order: str) -> Iterator[tuple[int, int, int]]:
+    """Place, tag and type of each entry of the first image's directory (TIFF 6.0, section 2)."""
+    (at,) = struct.unpack_from(f"{order}I", data, 4)
+    (count,) = struct.unpack_from(f"{order}H", data, at)
+    for entry in range(at + 2, at + 2 + 12 * count, 12):
+        yield entry, *struct.unpack_from(f"{order}HH", data, entry)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ....storage.files import in_home
 from ...dataset.manifest import Manifest
 from ...errors import ConfigError, DatasetError
 
@@ -48,7 +49,7 @@ class QuarantineFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, fingerprint: str) -> None:
-        self.path = Path(folder) / f"rank{rank:05d}{SUFFIX}"
+        self.path = Path(in_home(folder)) / f"rank{rank:05d}{SUFFIX}"
         self._fingerprint = fingerprint
         self._rank = rank
         try:
@@ -106,7 +107,7 @@ def read_quarantine(
 def _files(paths: Paths, argument: str) -> list[Path]:
     files: list[Path] = []
     for given in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
-        path = Path(given)
+        path = Path(in_home(given))
         if path.is_dir():
             inside = sorted(path.glob(f"*{SUFFIX}"))
             if not inside:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from ....storage import NotFoundError, ObjectInfo, Store
+from ....storage.files import in_home
 from ...dataset.index import open_manifest
 from ...dataset.manifest import Manifest
 from ...dataset.patterns import FILE
@@ -175,7 +176,7 @@ def _place(folder: str) -> str:
     """A folder as one text, however it is written: of a path the absolute one, without links."""
     if "://" in folder and not folder.startswith(FILE):
         return folder.rstrip("/") + "/"
-    return f"{Path(folder.removeprefix(FILE)).expanduser().resolve()}/"
+    return f"{Path(in_home(folder.removeprefix(FILE))).resolve()}/"
 
 
 def _refuse_splits(store: Store, kind: str, selection: Selection) -> None:

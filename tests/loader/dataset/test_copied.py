@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,8 +51,9 @@ def shard_gets(store: MemoryStore) -> int:
     return sum(call.verb == "get" and not call.key.endswith(MANIFEST_NAME) for call in store.calls)
 
 
-def read(url: str | Path) -> list[bytes]:
-    with DistributedDataLoader(str(url), batch_size=16, shuffle=False, last_batch="partial", decode=None) as loader:
+def read(url: str | Path, **options: Any) -> list[bytes]:
+    options = {"batch_size": 16, "shuffle": False, "last_batch": "partial", "decode": None} | options
+    with DistributedDataLoader(str(url), **options) as loader:
         return [value for batch in loader for value in batch["x"]]
 
 
@@ -76,6 +79,21 @@ def test_a_copy_goes_on_with_the_checksums_of_its_manifest(tmp_path: Path, elsew
     before = shard_gets(store)
     open_manifest(elsewhere)
     assert shard_gets(store) <= before + (form == "mds"), "the node's cache knows that it is a copy"
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet", "arrow", "mds"])
+def test_a_copy_on_a_store_without_etags_is_read_and_compared(tmp_path: Path, form: str) -> None:
+    manifest = write(tmp_path / "data", form=form)
+    expected = read(tmp_path / "data")
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted((tmp_path / "data").iterdir()):
+            file.write(path, f"inside/{path.name}")
+    options = {"storage_options": {"fo": str(archive)}}
+    copied = open_manifest("zip://inside/", **options)
+    assert copied.fingerprint == manifest.fingerprint
+    assert copied.checksums is not None
+    assert read("zip://inside/", **options) == expected
 
 
 def test_of_large_chunks_one_is_compared(tmp_path: Path, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:

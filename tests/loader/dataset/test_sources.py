@@ -9,12 +9,13 @@ import os
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from counted_gets import PutShards, keys
 
-from penstock import open_manifest
-from penstock.loader import ConfigError, DatasetError, FormatError
+from penstock import DistributedDataLoader, audit, open_manifest, pack
+from penstock.loader import BadSampleWarning, ConfigError, DatasetError, FormatError
 from penstock.loader.dataset.patterns import expand_braces
 from penstock.loader.dataset.source import select
 from penstock.storage import MemoryStore, NotFoundError, PenstockError
@@ -46,6 +47,41 @@ def test_local_paths_are_sources(memory_store: MemoryStore, put_shards: PutShard
         assert open_manifest(source).num_samples == 51
     assert open_manifest(tmp_path / "part-001.parquet").num_samples == 26
     assert open_manifest(f"{tmp_path}/part-{{000..001}}.parquet").num_samples == 51
+
+
+def test_every_path_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    pack([{"cls": number} for number in range(8)], "~/data")
+
+    def fail_once(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == 3:
+            raise ValueError(sample["cls"])
+        return sample
+
+    options: dict[str, Any] = {"batch_size": 4, "on_error": "replace", "max_errors": 1}
+    kept = {"audit_dir": "~/audit", "cache_dir": "~/cache", "quarantine": "~/bad"}
+    with (
+        pytest.warns(BadSampleWarning, match="sample 3"),
+        DistributedDataLoader("~/data", transform=fail_once, **options, **kept) as loader,
+    ):
+        assert len(list(loader)) == 2
+    assert audit("~/audit").epochs[0].epoch == 0
+    with DistributedDataLoader("~/data", avoid="~/bad", **options) as loader:
+        assert 3 not in [int(label) for batch in loader for label in batch["cls"]]
+    assert not list(here.iterdir())
+    assert {path.name for path in (tmp_path / "home").iterdir()} >= {"data", "audit", "bad"}
+
+
+def test_a_name_that_begins_like_a_users_home_but_is_none_is_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pack([{"cls": number} for number in range(8)], "~no user")
+    assert open_manifest("~no user").num_samples == 8
+    assert open_manifest(tmp_path / "~no user").num_samples == 8
 
 
 @pytest.mark.parametrize("name", ["a#1", "a%20b", "a?b", "a*", "a[0]", "a{1,2}", "a\tb"])
@@ -123,6 +159,15 @@ def test_bad_sources_are_refused(memory_store: MemoryStore, put_shards: PutShard
         open_manifest(url, threads=0)
     with pytest.raises(DatasetError, match="no arrow shards"):
         open_manifest(url, format="arrow")
+
+
+@pytest.mark.parametrize(
+    "url", ["zip://in::file:///a.zip", "simplecache::memory://a/", "tar://*.txt::https://me:pass-word@host/a.tar"]
+)
+def test_a_chain_of_urls_is_refused_with_what_to_do(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"chains of fsspec's are not read; .*'fo'.*cache_dir") as caught:
+        open_manifest(url)
+    assert "pass-word" not in str(caught.value)
 
 
 def test_a_shard_without_bytes_is_named(memory_store: MemoryStore, put_shards: PutShards) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import ImageDecoder
 from penstock.loader.decoding.decode import field_decoder
 from penstock.loader.decoding.images.kind import image_size
 from penstock.loader.errors import DecodeError, MemoryLimitError
@@ -98,6 +99,31 @@ def test_a_jpeg_that_claims_more_pixels_than_its_bytes_can_hold_is_refused_undec
 def test_a_large_jpeg_of_one_colour_is_decoded() -> None:
     black = encode(".jpg", 4100, 4100, cv2.IMWRITE_JPEG_QUALITY, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
     assert decode("x.jpg", black).shape == (4100, 4100, 3)
+
+
+def lossless_jpeg(height: int, width: int, before_the_frame: bytes) -> bytes:
+    """A grey image, RGB, whose samples are all as predicted: one bit each, of the only code that there is."""
+    components = b"".join(bytes((name, 0x11, 0)) for name in b"RGB")
+    frame = struct.pack(">HBHHB", 17, 8, height, width, 3) + components
+    codes = struct.pack(">HB16BB", 20, 0, 1, *[0] * 15, 0)
+    scan = struct.pack(">HB", 12, 3) + b"R\0G\0B\0" + b"\1\0\0"
+    head = b"\xff\xd8" + before_the_frame + b"\xff\xc3" + frame
+    return head + b"\xff\xc4" + codes + b"\xff\xda" + scan + bytes(-(-3 * height * width // 8)) + b"\xff\xd9"
+
+
+COMMENT = b"\xff\xfe\0\6\xff\xc0.."
+BEFORE_FRAMES = [b"", COMMENT, COMMENT + b"junk\xff\0", COMMENT + bytes(5000), b"\xff\xe0\0\1", b"\xff\xff\1\xff\xd0"]
+
+
+@pytest.mark.parametrize("before", BEFORE_FRAMES)
+def test_a_lossless_jpeg_is_never_decoded_at_a_part_of_its_size(before: bytes) -> None:
+    # A decoder that reduces by DCT writes all of a lossless one into room for the part.
+    data = lossless_jpeg(400, 300, before)
+    for size in (16, 40, 64, 100, 150, 300):
+        for decoder in (ImageDecoder(size=size), ImageDecoder(size=size, crop="center")):
+            pixels = decoder(data)
+            assert pixels.shape == (size, size, 3)
+            assert (pixels == 128).all()
 
 
 @given(st.sampled_from(KINDS), st.data())

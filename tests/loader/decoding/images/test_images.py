@@ -53,12 +53,26 @@ def test_a_whole_image_is_bit_for_bit_what_pil_decodes(mode, kind, options):
     np.testing.assert_array_equal(pixels, np.asarray(by_pil(data)))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
 def test_alpha_is_dropped_not_blended(kind):
     colours = np.asarray(photo(50, 40))
     alpha = (np.arange(40 * 50) % 256).astype(np.uint8).reshape(40, 50, 1)
     data = encode(Image.fromarray(np.concatenate([colours, alpha], axis=2)), kind, lossless=True, exact=True)
     np.testing.assert_array_equal(ImageDecoder().decode(data), colours)
+
+
+@pytest.mark.parametrize("factors", ["14 11 11", "21 11 21", "31 11 11", "22 12 11", "42 11 11", "11 22 22"])
+def test_a_jpeg_of_unusual_subsampling_is_what_pil_decodes(factors):
+    data = bytearray(encode(photo(157, 203), subsampling=0))
+    frame = data.index(b"\xff\xc0")
+    for number, factor in enumerate(bytes.fromhex(factors)):
+        data[frame + 11 + 3 * number] = factor
+    expected = np.asarray(by_pil(bytes(data)))
+    np.testing.assert_array_equal(ImageDecoder()(bytes(data)), expected)
+    assert ImageDecoder(size=16, crop="center")(bytes(data)).shape == (16, 16, 3)
+    for cut in (20, len(data) // 8):
+        with pytest.raises(DecodeError):
+            ImageDecoder()(bytes(data[:cut]))
 
 
 def test_a_16_bit_png_keeps_its_high_byte():
