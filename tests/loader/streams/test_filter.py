@@ -147,6 +147,20 @@ def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
     assert [a + b for a, b in zip(*even, strict=True)] == [a + b for a, b in zip(*cut, strict=True)]
 
 
+def test_padded_batches_have_one_shape_with_uneven_shares_too(tars: str) -> None:
+    def run(loader: DistributedDataLoader[Any]) -> list[list[int]]:
+        loader.set_shares([1, 1.5, 1, 1.5, 1])
+        batches = list(loader)
+        assert len({len(batch["__id__"]) for batch in batches}) == 1
+        return [batch["__id__"][batch["__valid__"]].tolist() for batch in batches]
+
+    options = {"global_batch_size": 15, "transform": drop_odd, "may_drop": True, "last_batch": "pad"}
+    got = ThreadRanks(5, tars, with_ids=True, subset=Subset.take(58), **options).run(run)
+    with make(tars, subset=Subset.take(58)) as alone:
+        kept = [number for batch in alone for number in batch["__id__"].tolist()]
+    assert sorted(number for rank in got for batch in rank for number in batch) == sorted(kept)
+
+
 @pytest.fixture
 def state(tars: str) -> dict[str, Any]:
     with make(tars) as loader:
