@@ -133,6 +133,22 @@ def test_a_loader_that_drops_has_no_length_and_skips_no_batches(tars: str) -> No
             loader.skip_batches(1)
 
 
+@pytest.mark.parametrize("kept", [{}, {"transform": drop_odd, "may_drop": True}])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_after_a_skip_of_no_batches_the_next_pass_goes_on_too(tars: str, kept: dict[str, Any], epochs: int) -> None:
+    options = {"batch_size": 8, "last_batch": "partial", "with_ids": True, **kept}
+    with DistributedDataLoader(tars, **options) as loader, DistributedDataLoader(tars, **options) as other:
+        rest = iter(other)
+        for _ in range(epochs):
+            list(loader)
+            list(rest)
+            rest = iter(other)
+        for _, _, _ in zip(range(2), loader, rest, strict=False):
+            pass
+        loader.skip_batches(0)
+        assert [batch["__id__"].tolist() for batch in loader] == [batch["__id__"].tolist() for batch in rest]
+
+
 def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
     def run(loader: DistributedDataLoader[Any], weights: Any = None) -> list[list[int]]:
         batches = iter(loader)
