@@ -60,6 +60,11 @@ class ErrorArguments:
             raise ConfigError(f"on_error={on_error!r}: must be one of {', '.join(map(repr, get_args(OnError)))}")
         if max_bad_chunks is not None:
             check_at_least("max_bad_chunks", max_bad_chunks, 0)
+        if max_bad_chunks and has_budget:
+            raise ConfigError(
+                f"max_bad_chunks={max_bad_chunks} with batch_tokens=: samples that replace a bad chunk's may hold more "
+                "tokens than the batch has room for; give batch_size= instead"
+            )
         if on_error == "stop":
             given = {"max_errors": max_errors, "quarantine": quarantine, "avoid": avoid}
             told = [f"{name}={value!r}" for name, value in given.items() if value is not None]

@@ -100,11 +100,11 @@ class RowJob:
     def _submit_to_workers(self, start: int, stop: int) -> Future[None]:
         assert self._crew.workers is not None
         task = self.task.cut(start, stop, with_plain=self._work.transform is not None)
-        return self._crew.workers.submit(task, partial(self._place, start, stop), self._crew.is_stopped)
+        return self._crew.workers.submit(task, partial(self._place, start), self._crew.is_stopped)
 
     def _submit_images(self, start: int, stop: int) -> Future[None]:
         assert self._crew.images is not None
-        task, place = self.task.cut(start, stop, with_plain=False), partial(self._place, start, stop)
+        task, place = self.task.cut(start, stop, with_plain=False), partial(self._place, start)
         again = partial(self._submit_to_threads, start, stop)
         return self._crew.images.submit(task, place, self._crew.is_stopped, again)
 
@@ -128,16 +128,19 @@ class RowJob:
             self._rows_left -= rows
             return not self._rows_left
 
-    def _place(self, start: int, stop: int, results: RowResults, busy_s: float) -> None:
-        """Put a process's results into their places."""
-        own = self.results
-        for name, values in results.values.items():
+    def _place(self, start: int, results: RowResults, busy_s: float) -> None:
+        """Put a process's results into their places: those of the first rows, where one after them failed."""
+        own, rows = self.results, len(results.samples)
+        for name in results.values:
             of_field: Any = own.values[name]
-            of_field[start:stop] = values
-        own.samples[start:stop] = results.samples
+            found: Any = results.values[name]
+            rows = len(found)
+            of_field[start : start + rows] = found
+        own.samples[start : start + len(results.samples)] = results.samples
         own.failed.extend(results.failed)
-        self._crew.pace.note(stop - start, busy_s, busy_s, self._crew.parts)
-        self._crew.counters.add(decode_s=busy_s, decoded_rows=stop - start)
+        if rows:
+            self._crew.pace.note(rows, busy_s, busy_s, self._crew.parts)
+        self._crew.counters.add(decode_s=busy_s, decoded_rows=rows)
 
     def wait(self) -> RowError | None:
         """The error of the first row that failed, in the order of rows; None where all are done.

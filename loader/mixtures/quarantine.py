@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..columns import Block
 from ..errors import DatasetError
 from ..order.spans import ChunkRows
-from ..reading.bad.quarantine import BadChunk, Quarantine
+from ..reading.bad.quarantine import DATA_ERRORS, BadChunk, Quarantine
 from ..reading.chunk_source import ChunkSource
 from .sources import OpenSources
 
@@ -51,11 +51,13 @@ class MixedQuarantine:
         ]
 
     def replace(self, group: ChunkRows, error: BaseException) -> tuple[ChunkRows, Block]:
-        """As ``Quarantine.replace``, of joint chunks.
+        """As ``Quarantine.replace``, of joint chunks; raises ``error`` if it is not the data's.
 
         Raises:
             DatasetError: more chunks of all sources together are bad than the limit allows.
         """
+        if not isinstance(error, DATA_ERRORS):
+            raise error
         source, chunk = self._sources.of_chunk(group.chunk)
         is_known = any(record.chunk == chunk for record in self._own[source].records)
         if self._limit and not is_known and len(self.records) >= self._limit:

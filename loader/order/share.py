@@ -46,8 +46,9 @@ def check_weights(weights: Sequence[float], world_size: int) -> None:
 class Share:
     """Which part of every global batch is this rank's. ``weights``: one positive number per rank; None for equal parts.
 
-    With ``pad``, a rank without a sample of the last, smaller batch borrows one, to have a row to repeat. With or
-    without ``pad``, a rank without a sample of any step of a span borrows one, to know which fields a batch has.
+    With ``pad``, a rank gets no more samples of the last, smaller batch than of a full one, and without any it borrows
+    one, to have a row to repeat. With or without ``pad``, a rank without a sample of any step of a span borrows one, to
+    know which fields a batch has.
     ``costs``: parts cost the same, instead of having as many samples. ``budget``: global batches are as large as it
     lets them be, and ``global_batch_size`` about how large that is.
     """
@@ -63,6 +64,18 @@ class Share:
     def __post_init__(self) -> None:
         if self.weights is not None:
             check_weights(self.weights, self.world_size)
+
+    def cuts(self, sizes: IntArray) -> IntArray:
+        """``share_bounds`` of global batches of the given sizes (steps,), none above a full one."""
+        cuts = share_bounds(sizes, self.world_size, self.weights)
+        if not self.pad or self.weights is None:  # equal parts do not grow where the batch is smaller
+            return cuts
+        full = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)
+        # What a part has too many goes to the ranks after it, and what is over at the end to those before it.
+        less = np.minimum.accumulate(cuts - full, axis=1)
+        less[:, -1] = (cuts - full)[:, -1]
+        capped: IntArray = full + np.maximum.accumulate(less[:, ::-1], axis=1)[:, ::-1]
+        return capped
 
     @property
     def batch_size(self) -> int:

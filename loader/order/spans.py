@@ -17,7 +17,7 @@ import numpy as np
 from .costs.steps import plan_steps
 from .costs.walk import CostCuts
 from .permutation import IntArray
-from .plan import EpochPlan, Segments, Share, lane_offsets, rank_segments, share_bounds
+from .plan import EpochPlan, Segments, Share, lane_offsets, rank_segments
 from .window import LaneWindow
 
 
@@ -105,7 +105,7 @@ class EpochSpans:
         share = self.share
         bounds = self.steps.bounds(first, steps)
         if self._cuts is None:
-            cuts = share_bounds(np.diff(bounds), share.world_size, share.weights)
+            cuts = share.cuts(np.diff(bounds))
         else:
             cuts = self._cuts.of(bounds, share.world_size, share.weights)
         segments = rank_segments(bounds, self.plan.turns, share.rank, share.world_size, cuts=cuts)

@@ -74,3 +74,5 @@ class UncountedPosition(RunPosition):
                 f"skip_batches({steps}) of {self.who}: which samples these batches have is known only by reading them; "
                 "take them from an iterator instead"
             )
+        super().skip(steps, tell, tell_rest)
+        self._has_ended = False

@@ -12,7 +12,7 @@ from ..columns import IntArray
 from ..errors import LoaderClosedError, PartitionError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, lanes_of_share
-from ..order.plan import EpochPlan, Segments, Share, batch_bounds, count_steps, rank_segments, share_bounds
+from ..order.plan import EpochPlan, Segments, Share, batch_bounds, count_steps, rank_segments
 from ..order.spans import Span
 from ..pipeline.assembler import Equipment, hand_over
 from ..pipeline.delivery_queue import Delivery
@@ -210,7 +210,7 @@ class EpochRun:
     def _tail_segments(self, tail: Tail, bounds: IntArray) -> Segments:
         """This rank's part of some steps of the tail; of a step without any, the step's first output."""
         share = self._share
-        cuts = share_bounds(np.diff(bounds), share.world_size, share.weights)[:, share.rank : share.rank + 2]
+        cuts = share.cuts(np.diff(bounds))[:, share.rank : share.rank + 2]
         found: list[tuple[int, int, int, int, int]] = []
         for step, (low, high) in enumerate((cuts + bounds[:-1, None]).tolist()):
             slot = 0
@@ -224,7 +224,7 @@ class EpochRun:
 
     def _deliver(self, bounds: IntArray, segments: Segments, *, is_last: bool) -> bool:
         """Deliver steps whose outputs are at hand; False where the pipeline is stopped."""
-        sizes = share_bounds(np.diff(bounds), self._share.world_size, self._share.weights)
+        sizes = self._share.cuts(np.diff(bounds))
         num_valid = sizes[:, self._share.rank + 1] - sizes[:, self._share.rank]
         row_starts = np.zeros(len(bounds), np.int64)
         np.cumsum(np.maximum(num_valid, 1), out=row_starts[1:])

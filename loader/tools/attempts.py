@@ -112,15 +112,20 @@ def _follow_loads(log: Log, earlier: Sequence[Log]) -> tuple[list[Delivered], li
     return kept, left
 
 
-def split_passes(group: Sequence[Log]) -> list[tuple[int, list[Delivered]]]:
-    """World size and records of each stretch of an attempt in which positions only increase."""
+def split_passes(group: Sequence[Log], *, at_loads: bool = False) -> list[tuple[int, list[Delivered]]]:
+    """World size and records of each stretch of an attempt in which positions only increase.
+
+    With ``at_loads``, stretches end also where a state was loaded that is not where they had come to.
+    """
     stretches: list[list[Delivered]] = []
     for log in group:
-        index, last = 0, (-1, -1)
-        for record in log.records:
+        index, last, ended = 0, (-1, -1), (-1, -1)
+        loads = {count: (epoch, position) for count, epoch, position in log.loads} if at_loads else {}
+        for count, record in enumerate(log.records):
             here = (record.epoch, record.start)
-            index += here <= last
-            last = here
+            is_elsewhere = count > 0 and loads.get(count, ended) not in (ended, (last[0] + 1, 0))
+            index += here <= last or is_elsewhere
+            last, ended = here, (record.epoch, record.stop)
             while len(stretches) <= index:
                 stretches.append([])
             stretches[index].append(record)

@@ -141,7 +141,7 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
 
 
 def _list_attempts(groups: Sequence[Sequence[Log]]) -> list[tuple[int, int, int]]:
-    """World size, epoch and position of the beginning of each attempt, or of each pass in one.
+    """World size, epoch and position of the beginning of each attempt, or of each pass or loaded state in one.
 
     Raises:
         DatasetError: they cannot have come in this order.
@@ -150,7 +150,8 @@ def _list_attempts(groups: Sequence[Sequence[Log]]) -> list[tuple[int, int, int]
     starts = [min((record.epoch, record.start) for record in records) for _, records in attempts]
     ends = [max((record.epoch, record.stop) for record in records) for _, records in attempts]
     refuse_other_order(starts, ends)
-    return [(world_size, *start) for (world_size, _), start in zip(attempts, starts, strict=True)]
+    listed = [attempt for group in groups for attempt in split_passes(group, at_loads=True)]
+    return [(size, *min((record.epoch, record.start) for record in records)) for size, records in listed]
 
 
 def _last_batches(standing: Sequence[Standing], groups: Sequence[Sequence[Log]]) -> dict[int, int]:

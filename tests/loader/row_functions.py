@@ -44,6 +44,12 @@ def fail_at_seven(sample: Sample) -> Sample:
     return sample
 
 
+def fail_at_three_end_at_seven(sample: Sample) -> Any:
+    if sample["txt"] == "3":
+        raise LookupError("three is not wanted")
+    return [sample] if sample["txt"] == "7" else sample
+
+
 def keep(sample: Sample) -> Sample:
     return sample
 

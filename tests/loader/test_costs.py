@@ -290,6 +290,8 @@ def test_the_audit_knows_the_rest_of_an_epoch_that_was_skipped_to_its_end(docs, 
         ({"batch_tokens": 6000, "last_batch": "pad"}, ConfigError, "batch_tokens= with last_batch='pad'"),
         ({"batch_tokens": 6000, "batch_size": 4}, ConfigError, "give one of them"),
         ({"batch_tokens": 1999}, PartitionError, r"batch_tokens=1999: sample \d+ has 2,000 tokens"),
+        ({"batch_tokens": 6000, "max_bad_chunks": 1}, ConfigError, "max_bad_chunks=1 with batch_tokens="),
+        ({"batch_tokens": 6000, "on_error": "replace"}, ConfigError, "on_error='replace' with batch_tokens="),
         ({"batch_tokens": True}, ConfigError, "batch_tokens=True"),
         (
             {"batch_tokens": 6000, "cost": "tokens"},

@@ -12,7 +12,7 @@ import pytest
 from loaders_of_ranks import SIZES, ids_of, ranks
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader
+from penstock import DistributedDataLoader, Subset
 from penstock.loader import (
     StateMismatchError,
 )
@@ -211,6 +211,18 @@ def test_set_shares_changes_who_gets_a_sample_and_no_global_batch(tars):
     for step, (first, second, one, two) in enumerate(zip(*equal, *uneven, strict=True)):
         assert sorted(first + second) == sorted(one + two)
         assert (len(one), len(two)) == ((16, 16) if step == 0 else (24, 8))
+
+
+def test_padded_batches_have_one_shape_with_uneven_shares_too(tars):
+    shapes, delivered = [], []
+    for loader in ranks(tars, 5, batch_size=3, shuffle=False, last_batch="pad", subset=Subset.take(14), with_ids=True):
+        loader.set_shares([1, 1.5, 1, 1.5, 1])
+        [batch] = loader
+        shapes.append(len(batch["__id__"]))
+        delivered += batch["__id__"][batch["__valid__"]].tolist()
+        loader.close()
+    assert shapes == [2, 4, 3, 3, 3]  # a part of 14 would be 4 where that of a full batch is 3
+    assert len(delivered) == len(set(delivered)) == 14
 
 
 def test_the_environment_of_torchrun_gives_rank_and_world_size(tars, monkeypatch):

@@ -62,11 +62,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The results of a job, and the seconds it took. ``failed``: its bad samples, whose errors may not be sendable."""
+    """The results of a job, and the seconds it took. ``failed``: its bad samples, whose errors may not be sendable.
+
+    ``ended``: the row that ended it, where one did; the results are those of the rows before it.
+    """
 
     results: RowResults
     busy_s: float
     failed: tuple[Failed, ...] = ()
+    ended: Failed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +129,26 @@ def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tupl
     encoded = {name: decoders[name] for name in job.encoded}
     task = RowTask(job.epoch, job.first_row, job.ids, job.fields, encoded, job.keys)
     out = work.allocate(task)
+    ended = None
     try:
         work.run(task, out, 0, len(task.ids), lambda: False)
     except RowError as exc:
-        return pack(_describe(exc))
-    values = {} if work.transform is not None else {name: out.values[name] for name in job.encoded}
+        ended = _describe(exc)
+
+    def pack_done() -> tuple[bytes, list[memoryview]]:
+        rows = len(task.ids) if ended is None else ended.row - job.first_row
+        values: dict[str, Any] = {} if work.transform is not None else {name: out.values[name] for name in job.encoded}
+        if ended is not None:
+            values = {name: of_field[:rows] for name, of_field in values.items()}
+        failed = tuple(_describe(error) for error in out.failed if error.row < job.first_row + rows)
+        return pack(Done(RowResults(values, out.samples[:rows]), time.perf_counter() - started, failed, ended))
+
     try:
-        failed = tuple(map(_describe, out.failed))
-        return pack(Done(RowResults(values, out.samples), time.perf_counter() - started, failed))
+        return pack_done()
     except Exception as exc:  # noqa: BLE001 - told to the parent, which raises it
         row = job.first_row + _first_unsendable(out)
-        return pack(Failed(row, "result", None, f"the result cannot be sent between processes: {exc}", ""))
+        ended = Failed(row, "result", None, f"the result cannot be sent between processes: {exc}", "")
+        return pack_done()
 
 
 def _first_unsendable(out: RowResults) -> int:

@@ -115,6 +115,8 @@ class WorkerPool:
     ) -> Future[None]:
         """Queue a task; a thread of the pool calls ``place`` with its results and the seconds they took.
 
+        If a row failed, they are those of the rows before it.
+
         The future ends in RowError if a row failed, in WorkerError if a process ended, in CancelledError if the pool
         was closed.
         """
@@ -219,18 +221,18 @@ class WorkerPool:
     def _settle(self, worker: Worker, job: _Submitted) -> None:
         try:
             answer = self._ask(worker, job.task)
-            if isinstance(answer, Failed):
-                job.future.set_exception(_row_error(answer))
-                return
             answer.results.failed.extend(map(_row_error, answer.failed))
             job.place(answer.results, answer.busy_s)
         except BaseException as exc:
             self._fail(exc)
             job.future.set_exception(self._error or exc)
             raise
-        job.future.set_result(None)
+        if answer.ended is not None:
+            job.future.set_exception(_row_error(answer.ended))
+        else:
+            job.future.set_result(None)
 
-    def _ask(self, worker: Worker, task: RowTask) -> Done | Failed:
+    def _ask(self, worker: Worker, task: RowTask) -> Done:
         new = {name: decoder for name, decoder in task.encoded.items() if name not in worker.decoders}
         job = Job(
             epoch=task.epoch,
@@ -253,7 +255,7 @@ class WorkerPool:
             ) from exc
         if isinstance(answer, Unusable):
             raise ConfigError(_unusable(answer))
-        assert isinstance(answer, Done | Failed)
+        assert isinstance(answer, Done)
         return answer
 
     def _pickled_decoder(self, name: str, decoder: FieldDecoder) -> bytes:

@@ -22,7 +22,7 @@ from penstock.loader import (
     StateMismatchError,
     open_manifest,
 )
-from penstock.storage import PenstockError, StorageError
+from penstock.storage import StorageError
 from penstock.storage.telling.counts import count_store
 
 
@@ -201,29 +201,6 @@ def test_an_audit_proves_each_sources_epochs_over_resumes_and_finds_what_is_wron
     lost.unlink()
     assert not audit(logs).is_exact
     assert run([str(logs)]) == 1
-
-
-def test_unreadable_chunks_are_replaced_by_others_of_their_source_up_to_one_limit(tmp_path, a, b):
-    folder = tmp_path / "bad"
-    bad = write_rows(folder, [20, 20])
-    shard = folder / "001.parquet"
-    data = bytearray(shard.read_bytes())
-    data[:200] = bytes(200)
-    shard.write_bytes(data)
-    mixed = two(a, bad)
-    options: dict[str, Any] = {"batch_size": 10, "with_ids": True, "threads": 1}
-    with DistributedDataLoader(mixed, **options, max_bad_chunks=3) as loader:
-        with pytest.warns(BadChunkWarning):
-            batches = list(loader)
-        assert all(str(folder / "001.parquet") in chunk.shard for chunk in loader.bad_chunks)
-        assert loader.bad_chunks
-    assert all((batch["n"] == batch["__id__"]).all() for batch in batches)
-    with (
-        DistributedDataLoader(mixed, **options) as loader,
-        pytest.raises(PenstockError, match=r"001\.parquet") as raised,
-    ):
-        list(loader)
-    assert "in the source 'b' of the mixture" in str(getattr(raised.value, "__notes__", ""))
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,22 @@ def test_weighted_shares_cover_the_batch_and_keep_to_proportion(size, weights):
     assert (np.abs(np.diff(cuts) - exact) <= 1.0 + 1e-6 * size).all()
 
 
+@given(st.integers(1, 10**6), st.lists(st.floats(0.01, 100), min_size=1, max_size=9), st.data())
+def test_with_pad_no_rank_has_more_of_a_smaller_batch_than_of_a_full_one(full, weights, data):
+    size = data.draw(st.integers(1, full))
+    shares = [Share(rank, len(weights), full, weights, pad=True) for rank in range(len(weights))]
+    [cuts] = shares[0].cuts(np.array([size]))
+    assert cuts[0] == 0
+    assert cuts[-1] == size
+    parts = np.diff(cuts)
+    most = np.array([share.batch_size for share in shares])
+    assert (parts >= 0).all()
+    assert (parts <= most).all()
+    uncapped = share_bounds(np.array([size]), len(weights), weights)[0]
+    if (np.diff(uncapped) <= most).all():
+        assert (cuts == uncapped).all()
+
+
 def test_weights_change_who_computes_but_no_global_batch():
     sizes = np.full(50, 13, np.int64)
     plain = rank_batches(sizes, Order(), 0, Share(0, 1, 32))

@@ -133,6 +133,22 @@ def test_a_loader_that_drops_has_no_length_and_skips_no_batches(tars: str) -> No
             loader.skip_batches(1)
 
 
+@pytest.mark.parametrize("kept", [{}, {"transform": drop_odd, "may_drop": True}])
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_after_a_skip_of_no_batches_the_next_pass_goes_on_too(tars: str, kept: dict[str, Any], epochs: int) -> None:
+    options = {"batch_size": 8, "last_batch": "partial", "with_ids": True, **kept}
+    with DistributedDataLoader(tars, **options) as loader, DistributedDataLoader(tars, **options) as other:
+        rest = iter(other)
+        for _ in range(epochs):
+            list(loader)
+            list(rest)
+            rest = iter(other)
+        for _, _, _ in zip(range(2), loader, rest, strict=False):
+            pass
+        loader.skip_batches(0)
+        assert [batch["__id__"].tolist() for batch in loader] == [batch["__id__"].tolist() for batch in rest]
+
+
 def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
     def run(loader: DistributedDataLoader[Any], weights: Any = None) -> list[list[int]]:
         batches = iter(loader)
@@ -145,6 +161,20 @@ def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
     cut = ThreadRanks(2, tars, with_ids=True, **options).run(lambda loader: run(loader, [3.0, 1.0]))
     assert [len(share) for share in cut[0][1:5]] == [9] * 4
     assert [a + b for a, b in zip(*even, strict=True)] == [a + b for a, b in zip(*cut, strict=True)]
+
+
+def test_padded_batches_have_one_shape_with_uneven_shares_too(tars: str) -> None:
+    def run(loader: DistributedDataLoader[Any]) -> list[list[int]]:
+        loader.set_shares([1, 1.5, 1, 1.5, 1])
+        batches = list(loader)
+        assert len({len(batch["__id__"]) for batch in batches}) == 1
+        return [batch["__id__"][batch["__valid__"]].tolist() for batch in batches]
+
+    options = {"global_batch_size": 15, "transform": drop_odd, "may_drop": True, "last_batch": "pad"}
+    got = ThreadRanks(5, tars, with_ids=True, subset=Subset.take(58), **options).run(run)
+    with make(tars, subset=Subset.take(58)) as alone:
+        kept = [number for batch in alone for number in batch["__id__"].tolist()]
+    assert sorted(number for rank in got for batch in rank for number in batch) == sorted(kept)
 
 
 @pytest.fixture

@@ -162,6 +162,8 @@ def test_a_look_at_a_batch_before_a_state_is_loaded_makes_nothing_missing(tmp_pa
     assert report.is_exact
     assert sum(epoch.delivered for epoch in report.epochs) == 10 * (steps + 4)
     assert sum(epoch.replayed for epoch in report.epochs) == 20
+    resumed = [(1, 0, 50)] if steps == 5 else []
+    assert report.attempts == [(1, 0, 0), *2 * [(1, 0, 0)], *resumed]  # the first one's, two looks, and from the state
     del later["checksum"]
     start({**later, "epoch": 3, "consumed": 50}, 1, 4)  # to which no log leads
     assert not audit(tmp_path / "audit").is_exact

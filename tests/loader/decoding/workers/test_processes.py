@@ -25,6 +25,7 @@ from started_threads import started_threads
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, ImageDecoder
+from penstock.loader import BadSampleWarning
 from penstock.loader.decoding.workers import pool as worker_pool
 from penstock.loader.decoding.workers import process as worker_process
 from penstock.loader.errors import ConfigError, DecodeError, LoaderClosedError, WorkerError
@@ -165,6 +166,28 @@ def test_errors_name_the_sample_and_are_alike_from_threads_and_processes(tars, p
     assert f"in transform= of {where}" in error.__notes__
     assert "number 0 of shard-00000.tar" in str(first_error(ConfigError, transform=row_functions.return_a_list))
     assert where.replace("7", "0") in str(first_error(DecodeError, decode={"bin": int}))
+
+
+@pytest.mark.parametrize("transform", [row_functions.fail_at_seven, row_functions.make_unsendable])
+def test_where_samples_may_be_dropped_batches_before_an_error_are_whole(tars, transform):
+    options = {"batch_size": 1, "shuffle": False, "lanes": 1, "transform": transform, "may_drop": True}
+    with DistributedDataLoader(tars, processes=1, **options) as loader:
+        batches = iter(loader)
+        assert [next(batches)["txt"] for _ in range(7)] == [[str(number)] for number in range(7)]
+        with pytest.raises((LookupError, DecodeError), match=r"not wanted|sample 7 "):
+            next(batches)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_samples_that_are_bad_are_told_though_one_after_them_ends_the_run(tars, processes):
+    options = {"batch_size": 2, "shuffle": False, "lanes": 1, "transform": row_functions.fail_at_three_end_at_seven}
+    with DistributedDataLoader(tars, processes=processes, on_error="skip", **options) as loader:
+        batches = iter(loader)
+        with pytest.warns(BadSampleWarning):
+            assert [next(batches)["txt"] for _ in range(3)] == [["0", "1"], ["2", "4"], ["5", "6"]]
+        assert [bad.id for bad in loader.bad_samples] == [3]
+        with pytest.raises(ConfigError, match="transform= returned list"):
+            next(batches)
 
 
 def test_what_cannot_be_sent_back_is_an_error_of_our_own(tars):
