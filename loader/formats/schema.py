@@ -49,8 +49,10 @@ def names_read(columns: Collection[str], known: Collection[str]) -> frozenset[st
 def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> dict[str, Any]:
     """The schema of both: same names and types; ``nulls`` where either has them.
 
+    A type "null", or "list<null>", is of shards that have no value there, and becomes that of the others.
+
     Raises:
-        FormatError: the two differ in a name or in anything but ``nulls``; names both shards and what differs.
+        FormatError: the two differ in a name or in anything else; names both shards and what differs.
     """
     first = known.get("seen_in", "the shards before it")
     ours, theirs = known["columns"], new["columns"]
@@ -61,16 +63,32 @@ def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) 
             "read them as two data sets",
         )
     merged = {}
+    seen_in = first
     for name, column in ours.items():
         other = theirs[name]
-        if {**column, "nulls": False} != {**other, "nulls": False}:
+        kind = _common_type(str(column["type"]), str(other["type"]))
+        if kind is None or {**column, "type": kind, "nulls": False} != {**other, "type": kind, "nulls": False}:
             raise FormatError(
                 shard,
                 f"column {name!r} is {_describe(other)}, but {_describe(column)} in {first}; write the shards with one "
                 "schema, or read them as two data sets",
             )
-        merged[name] = {**column, "nulls": bool(column.get("nulls") or other.get("nulls"))}
-    return {**known, "columns": merged}
+        if kind != column["type"]:
+            seen_in = shard
+        merged[name] = {**column, "type": kind, "nulls": bool(column.get("nulls") or other.get("nulls"))}
+    return {**known, "columns": merged, "seen_in": seen_in} if "seen_in" in known else {**known, "columns": merged}
+
+
+def _common_type(ours: str, theirs: str) -> str | None:
+    """The type of both, where they are one or one of them has no values; else None."""
+    if ours == theirs or theirs == "null":
+        return ours
+    if ours == "null":
+        return theirs
+    if all(kind.startswith("list<") and kind.endswith(">") for kind in (ours, theirs)):
+        inner = _common_type(ours[5:-1], theirs[5:-1])
+        return None if inner is None else f"list<{inner}>"
+    return None
 
 
 def expect_nulls(schema: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
