@@ -18,6 +18,7 @@ from packed_samples import read_samples
 
 from penstock import pack
 from penstock.loader import DatasetError
+from penstock.loader.formats.arrow.columns import describe_type
 from penstock.loader.tools.packing.times import time_texts
 
 DAY, MOMENT = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 5)
@@ -201,6 +202,25 @@ def test_times_for_which_there_is_no_text_are_refused(tmp_path: Path) -> None:
         file.write_table(pa.table({"t": pa.array([0, 10**13], pa.timestamp("s"))}))
     with pytest.raises(DatasetError, match="column 't': Python has no form"):
         pack(tmp_path / "in", tmp_path / "out", format="jsonl")
+
+
+def test_times_that_become_other_numbers_in_parquet_are_told(tmp_path: Path) -> None:
+    columns = {
+        "s": pa.array([1], pa.timestamp("s", "UTC")),
+        "t": pa.array([5], pa.time32("s")),
+        "d": pa.array([86_400_000], pa.date64()),
+        "v": pa.array([[1, 2]], pa.list_(pa.timestamp("s"), 2)),
+        "fine": pa.array([1], pa.timestamp("ms")),
+        "days": pa.array([1], pa.date32()),
+    }
+    (tmp_path / "in").mkdir()
+    with pa.ipc.new_file(str(tmp_path / "in" / "a.arrow"), pa.table(columns).schema) as file:
+        file.write_table(pa.table(columns))
+    summary = pack(tmp_path / "in", tmp_path / "out", format="parquet")
+    (shard,) = (tmp_path / "out").glob("*.parquet")
+    stored = {field.name: describe_type(field.type) for field in pq.read_schema(shard)}
+    assert all(f"{name!r} is of {stored[name]}," in note for name, note in zip("stdv", summary.notes, strict=True))
+    assert pack(tmp_path / "in", tmp_path / "arrow", format="arrow").notes == ()
 
 
 def test_an_integer_beyond_int64_is_refused_by_mds_in_words(tmp_path: Path) -> None:
