@@ -89,15 +89,13 @@ def _kind_of(described: str) -> pa.DataType:
     """A type that is described so; null, for those with parts: without a value these are read alike."""
     if described in _FILES:
         return _FILES[described]
-    if sized := _SIZED.fullmatch(described):
-        *inner, last = [[int(size) for size in group.split(", ")] for group in sized[2][1:-1].split("][")]
-        kind = reduce(pa.list_, map(prod, inner), _kind_of(sized[1]))
-        return pa.list_(kind, last[0]) if len(last) == 1 else pa.fixed_shape_tensor(kind, last)
-    if zoned := _ZONED.fullmatch(described):
-        return pa.timestamp(zoned[1], zoned[2])
-    if described.startswith("list<"):
-        return pa.list_(_kind_of(described[5:-1]))
     try:
-        return pa.type_for_alias(described)
-    except ValueError:
+        if sized := _SIZED.fullmatch(described):
+            *inner, last = [[int(size) for size in group.split(", ")] for group in sized[2][1:-1].split("][")]
+            kind = reduce(pa.list_, map(prod, inner), _kind_of(sized[1]))
+            return pa.list_(kind, last[0]) if len(last) == 1 else pa.fixed_shape_tensor(kind, last)
+        if zoned := _ZONED.fullmatch(described):
+            return pa.timestamp(zoned[1], zoned[2])
+        return pa.list_(_kind_of(described[5:-1])) if described.startswith("list<") else pa.type_for_alias(described)
+    except (pa.ArrowException, ValueError, OverflowError):
         return pa.null()

@@ -298,3 +298,10 @@ def test_nulls_of_no_type_are_read_as_nulls_of_the_type_that_was_described(kind:
         elif isinstance(ours, BytesColumn) and isinstance(theirs, BytesColumn):
             assert ours.text == theirs.text
         assert value_bytes(read) == value_bytes(kind)
+
+
+@pytest.mark.parametrize("described", ["timestamp[x, tz=UTC]", "int8[9999999999]", "struct<a: int8>", "list<", "?", ""])
+def test_nulls_of_a_type_that_is_not_understood_are_no_values(described: str) -> None:
+    (column,) = to_columns("x", pa.nulls(2, typed_kind(pa.null(), described)), nulls=True, shard="s").values()
+    assert isinstance(column, ObjectColumn)
+    assert column.take(np.arange(2)) == [None, None]
