@@ -18,7 +18,7 @@ from ...columns import Block, Column
 from ..base import refuse_change, refuse_large
 from ..schema import make_block
 from ..shard import ChunkRef
-from .columns import to_columns, value_bytes
+from .columns import is_file_struct, to_columns, value_bytes, with_paths
 
 _FILES = {
     "struct<bytes: binary, path: string>": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
@@ -77,6 +77,8 @@ def typed_kind(kind: pa.DataType, described: str) -> pa.DataType:
     """The type as which values of ``kind`` are read: another one for nulls, and for lists of them."""
     if pt.is_null(kind):
         return _kind_of(described)
+    if pt.is_struct(kind) and is_file_struct(kind):
+        return with_paths(kind)
     if (pt.is_list(kind) or pt.is_large_list(kind)) and described.startswith("list<"):
         inner = typed_kind(kind.value_type, described[5:-1])
         if inner != kind.value_type:

@@ -62,6 +62,8 @@ def describe_type(kind: pa.DataType) -> str:
     if is_list(kind):
         return f"list<{describe_type(kind.value_type)}>"
     if pt.is_struct(kind):
+        if is_file_struct(kind):
+            kind = with_paths(kind)
         fields = (kind.field(i) for i in range(kind.num_fields))
         return f"struct<{', '.join(f'{field.name}: {describe_type(field.type)}' for field in fields)}>"
     if pt.is_map(kind):
@@ -320,7 +322,13 @@ def _is_temporal(kind: pa.DataType) -> bool:
 
 
 def is_file_struct(kind: pa.DataType) -> bool:
-    """Whether a struct is a file inside of a table (`.embedded`)."""
+    """Whether a struct is a file inside of a table (`.embedded`); where no file has a path, paths have no type."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
-    return is_binary(kind.field("bytes").type) and is_text(kind.field("path").type)
+    path = kind.field("path").type
+    return is_binary(kind.field("bytes").type) and (is_text(path) or pt.is_null(path))
+
+
+def with_paths(kind: pa.StructType) -> pa.StructType:
+    """The struct of a file with a path that is text, also where it has no type."""
+    return pa.struct([field.with_type(pa.string()) if pt.is_null(field.type) else field for field in kind])

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packed_samples import read_samples
 
 from penstock import DistributedDataLoader, TokensFormat, open_manifest, pack
 from penstock.loader import ConfigError, DecodeError, FormatError, MemoryLimitError, TokenDocumentsFormat, verify
@@ -192,6 +193,25 @@ def test_columns_without_a_value_in_a_shard_have_the_types_of_the_others(
     assert [batch["v"].tolist()[row] for row in order] == [[1, 2], [3, 4], [0, 0], [0, 0]]
     assert [batch["tags"][row] for row in order] == [["x"], [], [], None]
     assert [batch["who"][row] for row in order] == [{"name": "a"}, {"name": "b"}, None, None]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_images_of_tables_are_bytes_whether_or_not_any_has_a_path(tmp_path: Path, suffix: str) -> None:
+    for name, path in (("a", None), ("b", "b.bin")):
+        table = pa.table({"x": pa.array([{"bytes": name.encode(), "path": path}])})
+        assert pa.types.is_null(table.schema.field("x").type.field("path").type) == (path is None)
+        write_table(tmp_path / f"{name}{suffix}", table)
+    for source in (tmp_path / f"a{suffix}", tmp_path):
+        with DistributedDataLoader(source, batch_size=1, shuffle=False) as loader:
+            assert [batch["x"] for batch in loader] == [[b"a"], [b"b"]][: len(loader)]
+    pack(tmp_path, tmp_path / "_packed", format="parquet")
+    (shard,) = (tmp_path / "_packed").glob("*.parquet")
+    assert pq.read_table(shard).to_pylist() == [
+        {"x": {"bytes": b"a", "path": None}},
+        {"x": {"bytes": b"b", "path": "b.bin"}},
+    ]
+    pack(tmp_path / f"a{suffix}", tmp_path / "_tar", format="tar")
+    assert read_samples(str(tmp_path / "_tar"))[0]["x"] == b"a"
 
 
 def test_types_that_differ_beside_columns_without_values_are_refused_by_the_shards_that_have_them(
