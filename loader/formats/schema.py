@@ -49,7 +49,7 @@ def names_read(columns: Collection[str], known: Collection[str]) -> frozenset[st
 def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> dict[str, Any]:
     """The schema of both: same names and types; ``nulls`` where either has them.
 
-    A type "null", or "list<null>", is of shards that have no value there, and becomes that of the others.
+    A type "null", also in lists and structs, is of shards that have no value there, and becomes that of the others.
 
     Raises:
         FormatError: the two differ in a name or in anything else; names both shards and what differs.
@@ -88,7 +88,34 @@ def _common_type(ours: str, theirs: str) -> str | None:
     if all(kind.startswith("list<") and kind.endswith(">") for kind in (ours, theirs)):
         inner = _common_type(ours[5:-1], theirs[5:-1])
         return None if inner is None else f"list<{inner}>"
+    if all(kind.startswith("struct<") and kind.endswith(">") for kind in (ours, theirs)):
+        return _common_struct(_fields(ours), _fields(theirs))
     return None
+
+
+def _common_struct(ours: Sequence[str], theirs: Sequence[str]) -> str | None:
+    if len(ours) != len(theirs):
+        return None
+    common = []
+    for own, other in zip(ours, theirs, strict=True):
+        (name, _, kind), (other_name, _, other_kind) = own.partition(": "), other.partition(": ")
+        joined = _common_type(kind, other_kind) if name == other_name else None
+        if joined is None:
+            return None
+        common.append(f"{name}: {joined}")
+    return f"struct<{', '.join(common)}>"
+
+
+def _fields(struct: str) -> list[str]:
+    """The fields of a described struct, each as "name: type"; nested ones are in brackets."""
+    fields, depth = [""], 0
+    for sign in struct[7:-1]:
+        depth += (sign in "<[(") - (sign in ">])")
+        if sign == "," and depth == 0:
+            fields.append("")
+        else:
+            fields[-1] += sign
+    return [fields[0], *(field.removeprefix(" ") for field in fields[1:])]
 
 
 def expect_nulls(schema: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:

@@ -195,6 +195,24 @@ def test_columns_without_a_value_in_a_shard_have_the_types_of_the_others(
     assert [batch["who"][row] for row in order] == [{"name": "a"}, {"name": "b"}, None, None]
 
 
+def test_parts_of_structs_without_a_value_in_a_shard_have_the_types_of_the_others(tmp_path: Path) -> None:
+    for name, of in (("a", None), ("b", "x")):
+        talk = [{"role": name, "of": of, "more": {"tags": [of] if of else [], "n": 1}}]
+        pq.write_table(pa.table({"talk": pa.array([talk]), "one": pa.array(talk)}), tmp_path / f"{name}.parquet")
+    with DistributedDataLoader(tmp_path, batch_size=2, shuffle=False) as loader:
+        batch = next(iter(loader))
+    assert batch["one"] == [
+        {"role": "a", "of": None, "more": {"tags": [], "n": 1}},
+        {"role": "b", "of": "x", "more": {"tags": ["x"], "n": 1}},
+    ]
+    assert batch["talk"] == [[row] for row in batch["one"]]
+    pq.write_table(pa.table({"talk": [[{"role": "c"}]], "one": [{"role": "c"}]}), tmp_path / "c.parquet")
+    with pytest.raises(
+        FormatError, match=r"c\.parquet: column 'talk' is list<struct<role: string>>, but .* in b\.parquet"
+    ):
+        open_manifest(tmp_path)
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_images_of_tables_are_bytes_whether_or_not_any_has_a_path(tmp_path: Path, suffix: str) -> None:
     for name, path in (("a", None), ("b", "b.bin")):
