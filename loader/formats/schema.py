@@ -89,7 +89,7 @@ def _common_type(ours: str, theirs: str) -> str | None:
         inner = _common_type(ours[5:-1], theirs[5:-1])
         return None if inner is None else f"list<{inner}>"
     if all(kind.startswith("struct<") and kind.endswith(">") for kind in (ours, theirs)):
-        return _common_struct(_fields(ours), _fields(theirs))
+        return _common_struct(struct_fields(ours), struct_fields(theirs))
     return None
 
 
@@ -106,7 +106,7 @@ def _common_struct(ours: Sequence[str], theirs: Sequence[str]) -> str | None:
     return f"struct<{', '.join(common)}>"
 
 
-def _fields(struct: str) -> list[str]:
+def struct_fields(struct: str) -> list[str]:
     """The fields of a described struct, each as "name: type"; nested ones are in brackets."""
     fields, depth = [""], 0
     for sign in struct[7:-1]:

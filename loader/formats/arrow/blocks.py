@@ -16,9 +16,9 @@ import pyarrow.types as pt
 
 from ...columns import Block, Column
 from ..base import refuse_change, refuse_large
-from ..schema import make_block
+from ..schema import make_block, struct_fields
 from ..shard import ChunkRef
-from .columns import is_file_struct, to_columns, value_bytes, with_paths
+from .columns import describe_type, is_file_struct, to_columns, value_bytes, with_paths
 
 _FILES = {
     "struct<bytes: binary, path: string>": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
@@ -73,12 +73,18 @@ def typed_values(values: pa.Array | pa.ChunkedArray, described: str, chunk: Chun
     return pa.nulls(len(values), kind)
 
 
+@lru_cache(256)
 def typed_kind(kind: pa.DataType, described: str) -> pa.DataType:
-    """The type as which values of ``kind`` are read: another one for nulls, and for lists of them."""
+    """The type as which values of ``kind`` are read: another one for nulls, and for lists and structs of them."""
     if pt.is_null(kind):
         return _kind_of(described)
     if pt.is_struct(kind) and is_file_struct(kind):
         return with_paths(kind)
+    if pt.is_struct(kind) and described.startswith("struct<"):
+        parts = struct_fields(described)
+        if [part.partition(": ")[0] for part in parts] == [field.name for field in kind]:
+            told = (part.partition(": ")[2] for part in parts)
+            return pa.struct([of.with_type(typed_kind(of.type, part)) for of, part in zip(kind, told, strict=True)])
     if (pt.is_list(kind) or pt.is_large_list(kind)) and described.startswith("list<"):
         inner = typed_kind(kind.value_type, described[5:-1])
         if inner != kind.value_type:
@@ -88,7 +94,7 @@ def typed_kind(kind: pa.DataType, described: str) -> pa.DataType:
 
 @lru_cache(256)
 def _kind_of(described: str) -> pa.DataType:
-    """A type that is described so; null, for those with parts: without a value these are read alike."""
+    """A type that is described so; null for maps, decimals and the like, whose nulls are read alike."""
     if described in _FILES:
         return _FILES[described]
     try:
@@ -98,6 +104,10 @@ def _kind_of(described: str) -> pa.DataType:
             return pa.list_(kind, last[0]) if len(last) == 1 else pa.fixed_shape_tensor(kind, last)
         if zoned := _ZONED.fullmatch(described):
             return pa.timestamp(zoned[1], zoned[2])
+        if described.startswith("struct<"):
+            parts = (part.partition(": ") for part in struct_fields(described))
+            kind = pa.struct([(name, _kind_of(told)) for name, _, told in parts])
+            return kind if describe_type(kind) == described else pa.null()
         return pa.list_(_kind_of(described[5:-1])) if described.startswith("list<") else pa.type_for_alias(described)
     except (pa.ArrowException, ValueError, OverflowError):
         return pa.null()

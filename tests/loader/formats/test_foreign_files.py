@@ -244,15 +244,16 @@ def test_types_that_differ_beside_columns_without_values_are_refused_by_the_shar
 def test_columns_without_a_value_in_a_shard_are_packed_with_the_types_of_the_others(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
-    typed = pa.table(typed_columns()).drop_columns(["who"])
-    pq.write_table(pa.table(UNTYPED).drop_columns(["who"]), source / "a.parquet")
+    typed = pa.table({**typed_columns(), "talk": pa.array([[{"role": "x", "of": "y"}], []])})
+    untyped = pa.table({**UNTYPED, "talk": pa.array([[{"role": "x", "of": None}], None])})
+    pq.write_table(untyped, source / "a.parquet")
     pq.write_table(typed, source / "b.parquet")
     pack(source, target, format="parquet")
     (shard,) = target.glob("*.parquet")
     packed = pq.read_table(shard)
     assert packed.schema.types == typed.schema.types
     assert packed.slice(2).to_pylist() == typed.to_pylist()
-    assert packed.slice(0, 2).to_pylist() == pa.table(UNTYPED).drop_columns(["who"]).to_pylist()
+    assert packed.slice(0, 2).to_pylist() == untyped.to_pylist()
 
 
 def test_nulls_of_a_wide_type_are_refused_beyond_the_limit_of_memory(tmp_path: Path) -> None:
