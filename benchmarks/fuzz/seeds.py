@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -46,8 +47,8 @@ def repair_tar(data: bytearray) -> None:
 
 
 def compressed(seeds: list[bytes]) -> list[bytes]:
-    """Each of ``seeds`` as gzip, and as zstd with its size stated and without."""
-    packed = [gzip.compress(seed, mtime=0) for seed in seeds]
+    """Each of ``seeds`` as gzip, as bzip2, and as zstd with its size stated and without."""
+    packed = [gzip.compress(seed, mtime=0) for seed in seeds] + [bz2.compress(seed) for seed in seeds]
     for sized in (True, False):
         packed += [zstandard.ZstdCompressor(write_content_size=sized).compress(seed) for seed in seeds]
     return packed

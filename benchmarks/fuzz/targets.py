@@ -105,7 +105,8 @@ def _shards(shard_format: ShardFormat, key: str, **others: bytes) -> Callable[[b
 
 def _packed(shard_format: ShardFormat, stem: str) -> Callable[[bytes], None]:
     def run(data: bytes) -> None:
-        read_objects({stem + (".gz" if data[:1] == b"\x1f" else ".zst"): data}, shard_format)
+        ending = {b"\x1f": ".gz", b"B": ".bz2"}.get(data[:1], ".zst")
+        read_objects({stem + ending: data}, shard_format)
 
     return run
 
@@ -285,7 +286,7 @@ TARGETS: dict[str, Target] = {
         words=(b"ustar\x0000", b"19 size=1000000000\n", b"././@LongLink", bytes(512)), repair=seeds.repair_tar,
     ),
     "tar-packed": Target(
-        about=".tar.gz and .tar.zst", run=_packed(_TAR, "a.tar"), seeds=lambda: seeds.compressed(seeds.tars()[:2])
+        about="compressed tars", run=_packed(_TAR, "a.tar"), seeds=lambda: seeds.compressed(seeds.tars()[:2])
     ),
     "parquet": Target(
         about="Parquet footers and row groups", run=_shards(ParquetFormat(64), "a.parquet"), seeds=seeds.parquets,
@@ -313,7 +314,7 @@ TARGETS: dict[str, Target] = {
         about="JSON lines", run=_shards(JsonlFormat(_CHUNK_BYTES), "a.jsonl"), seeds=seeds.json_lines, words=_JSON_WORDS
     ),
     "jsonl-packed": Target(
-        about=".jsonl.gz and .jsonl.zst", run=_packed(JsonlFormat(_CHUNK_BYTES), "a.jsonl"),
+        about="compressed JSON lines", run=_packed(JsonlFormat(_CHUNK_BYTES), "a.jsonl"),
         seeds=lambda: seeds.compressed(seeds.json_lines()),
     ),
     "manifest": Target(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, runtim
 import numpy as np
 
 from ..columns import AnyArray, BytesColumn
-from ..errors import ConfigError, DecodeError, MemoryLimitError
+from ..errors import ConfigError
 from .batch_values import BatchValues
+from .field_errors import field_error
 from .readers import IMAGE_EXTENSIONS, READERS, read_text
 
 if TYPE_CHECKING:
@@ -189,25 +190,25 @@ class _Named:
             return None
         from .images.device_images import DeviceImages  # torch, which worker processes need not wait for
 
-        return DeviceImages(cast("ImageDecoder", self._decoder), self.codec, count, partial(_field_error, self._field))
+        return DeviceImages(cast("ImageDecoder", self._decoder), self.codec, count, partial(field_error, self._field))
 
     def __call__(self, data: memoryview, rng: np.random.Generator | None) -> Any:
         try:
             return self._decoder(data, rng)
         except Exception as exc:
-            raise _field_error(self._field, data, exc) from exc
+            raise field_error(self._field, data, exc) from exc
 
     def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
         try:
             self._decoder.decode_into(data, out, rng)
         except Exception as exc:
-            raise _field_error(self._field, data, exc) from exc
+            raise field_error(self._field, data, exc) from exc
 
     def decode_planned(self, data: memoryview, plan: ImagePlan, out: AnyArray) -> None:
         try:
             cast("ImageDecoder", self._decoder).decode_planned(data, plan, out)
         except Exception as exc:
-            raise _field_error(self._field, data, exc) from exc
+            raise field_error(self._field, data, exc) from exc
 
 
 class _UserFunction:
@@ -249,7 +250,7 @@ class _Calling:
                 return self._function(data, rng)
             return self._function(data)
         except Exception as exc:
-            raise _field_error(self._field, data, exc) from exc
+            raise field_error(self._field, data, exc, is_own=self.is_own) from exc
 
     def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
         raise ConfigError(f"field {self._field!r} cannot be decoded into a slot; call its decoder instead")
@@ -263,18 +264,6 @@ def batch_values(decoder: FieldDecoder, count: int) -> BatchValues | None:
 def decodes_on_device(decoder: object) -> bool:
     """Whether a decoder is an ``ImageDecoder`` that asks to decode batches on the loader's device."""
     return hasattr(decoder, "decode_planned") and getattr(decoder, "device", None) is not None
-
-
-def _field_error(field: str, data: memoryview | str, exc: Exception) -> Exception:
-    if isinstance(exc, ConfigError):
-        return exc
-    if isinstance(exc, MemoryError):
-        return MemoryLimitError(f"field {field!r}: memory ran out while its {len(data):,} bytes were decoded ({exc})")
-    unit = "characters" if isinstance(data, str) else "bytes"
-    cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({len(data)} {unit})"
-    error = DecodeError(f"field {field!r}: {cause}")
-    error.field = field
-    return error
 
 
 def has_rng_parameter(function: Callable[..., Any]) -> bool:

@@ -1,6 +1,6 @@
-"""Shards that are one gzip or zstd stream: read whole for a chunk, or piece by piece for an index.
+"""Shards that are one gzip, bzip2 or zstd stream: read whole for a chunk, or piece by piece for an index.
 
-Both go through Arrow's codecs, which release the GIL, read on over frames that were joined, and notice truncation.
+All go through Arrow's codecs, which release the GIL, read on over frames that were joined, and notice truncation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ _MAX_RATIO = 1032
 # The longest header of a Zstandard frame (RFC 8878, 3.1.1.1).
 _ZSTD_HEADER_BYTES = 18
 
-_CODECS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd"}
+_CODECS = {
+    **dict.fromkeys((".gz", ".tgz"), "gzip"),
+    **dict.fromkeys((".bz2", ".tbz2"), "bz2"),
+    **dict.fromkeys((".zst", ".zstd", ".tzst"), "zstd"),
+}
 # What a compressed shard's name ends in, after the suffix of its format.
-CODEC_SUFFIXES = (".gz", ".zst", ".zstd")
+CODEC_SUFFIXES = (".gz", ".bz2", ".zst", ".zstd")
 _MAGICS = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5\x2f\xfd"}
 
 
@@ -38,10 +42,10 @@ def codec_of(key: str) -> str | None:
 
 def hidden_codec(head: bytes) -> str:
     """What to say of a shard that begins as a compressed stream does, where its name tells of none; else ''."""
-    found = next((codec for codec in ("gzip", "zstd") if head.startswith(_MAGICS[codec])), None)
+    found = next((codec for codec, magic in _MAGICS.items() if head.startswith(magic)), None)
     if found is None:
         return ""
-    ending = ".gz" if found == "gzip" else ".zst"
+    ending = next(suffix for suffix, codec in _CODECS.items() if codec == found)
     return f"is compressed with {found}, which its name does not tell; let it end in {ending}"
 
 

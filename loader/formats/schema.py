@@ -49,8 +49,10 @@ def names_read(columns: Collection[str], known: Collection[str]) -> frozenset[st
 def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> dict[str, Any]:
     """The schema of both: same names and types; ``nulls`` where either has them.
 
+    A type "null", also in lists and structs, is of shards that have no value there, and becomes that of the others.
+
     Raises:
-        FormatError: the two differ in a name or in anything but ``nulls``; names both shards and what differs.
+        FormatError: the two differ in a name or in anything else; names both shards and what differs.
     """
     first = known.get("seen_in", "the shards before it")
     ours, theirs = known["columns"], new["columns"]
@@ -61,16 +63,59 @@ def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) 
             "read them as two data sets",
         )
     merged = {}
+    seen_in = first
     for name, column in ours.items():
         other = theirs[name]
-        if {**column, "nulls": False} != {**other, "nulls": False}:
+        kind = _common_type(str(column["type"]), str(other["type"]))
+        if kind is None or {**column, "type": kind, "nulls": False} != {**other, "type": kind, "nulls": False}:
             raise FormatError(
                 shard,
                 f"column {name!r} is {_describe(other)}, but {_describe(column)} in {first}; write the shards with one "
                 "schema, or read them as two data sets",
             )
-        merged[name] = {**column, "nulls": bool(column.get("nulls") or other.get("nulls"))}
-    return {**known, "columns": merged}
+        if kind != column["type"]:
+            seen_in = shard
+        merged[name] = {**column, "type": kind, "nulls": bool(column.get("nulls") or other.get("nulls"))}
+    return {**known, "columns": merged, "seen_in": seen_in} if "seen_in" in known else {**known, "columns": merged}
+
+
+def _common_type(ours: str, theirs: str) -> str | None:
+    """The type of both, where they are one or one of them has no values; else None."""
+    if ours == theirs or theirs == "null":
+        return ours
+    if ours == "null":
+        return theirs
+    if all(kind.startswith("list<") and kind.endswith(">") for kind in (ours, theirs)):
+        inner = _common_type(ours[5:-1], theirs[5:-1])
+        return None if inner is None else f"list<{inner}>"
+    if all(kind.startswith("struct<") and kind.endswith(">") for kind in (ours, theirs)):
+        return _common_struct(struct_fields(ours), struct_fields(theirs))
+    return None
+
+
+def _common_struct(ours: Sequence[str], theirs: Sequence[str]) -> str | None:
+    if len(ours) != len(theirs):
+        return None
+    common = []
+    for own, other in zip(ours, theirs, strict=True):
+        (name, _, kind), (other_name, _, other_kind) = own.partition(": "), other.partition(": ")
+        joined = _common_type(kind, other_kind) if name == other_name else None
+        if joined is None:
+            return None
+        common.append(f"{name}: {joined}")
+    return f"struct<{', '.join(common)}>"
+
+
+def struct_fields(struct: str) -> list[str]:
+    """The fields of a described struct, each as "name: type"; nested ones are in brackets."""
+    fields, depth = [""], 0
+    for sign in struct[7:-1]:
+        depth += (sign in "<[(") - (sign in ">])")
+        if sign == "," and depth == 0:
+            fields.append("")
+        else:
+            fields[-1] += sign
+    return [fields[0], *(field.removeprefix(" ") for field in fields[1:])]
 
 
 def expect_nulls(schema: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:

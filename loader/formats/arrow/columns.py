@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
-from ...columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn
+from ...columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 from ...errors import FormatError
-from ..base import refuse_change
-from ..schema import NULL_SUFFIX, make_block, refuse_null_clash
-from ..shard import ChunkRef
+from ..schema import NULL_SUFFIX, refuse_null_clash
 from .dictionaries import dictionary_slices, is_shared_text
 from .embedded import file_bytes
 
@@ -65,6 +62,8 @@ def describe_type(kind: pa.DataType) -> str:
     if is_list(kind):
         return f"list<{describe_type(kind.value_type)}>"
     if pt.is_struct(kind):
+        if is_file_struct(kind):
+            kind = with_paths(kind)
         fields = (kind.field(i) for i in range(kind.num_fields))
         return f"struct<{', '.join(f'{field.name}: {describe_type(field.type)}' for field in fields)}>"
     if pt.is_map(kind):
@@ -133,27 +132,6 @@ def _cure(kind: pa.DataType) -> str:
         return _cure(kind.value_type if pt.is_dictionary(kind) else kind.storage_type)
     cures = (_cure(kind.field(i).type) for i in range(kind.num_fields))
     return "without run ends" if pt.is_run_end_encoded(kind) else next(filter(None, cures), "")
-
-
-def table_block(table: pa.Table, chunk: ChunkRef, known: Mapping[str, Any], held_bytes: int = 0) -> Block:
-    """The columns of an opened chunk; ``known`` are those of the data set's schema.
-
-    Raises:
-        FormatError: the shard changed after it was indexed.
-    """
-    refuse_change(chunk, table.num_rows)
-    found: dict[str, Column] = {}
-    for name in table.column_names:
-        found |= to_columns(name, table.column(name), nulls=known[name]["nulls"], shard=chunk.shard.key)
-    return make_block(found, chunk.samples, held_bytes)
-
-
-def batch_block(batch: pa.RecordBatch, chunk: ChunkRef, known: Mapping[str, Any]) -> Block:
-    """The columns of some rows of a chunk; see ``table_block``."""
-    found: dict[str, Column] = {}
-    for name in batch.schema.names:
-        found |= to_columns(name, batch.column(name), nulls=known[name]["nulls"], shard=chunk.shard.key)
-    return make_block(found, batch.num_rows)
 
 
 def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, shard: str) -> dict[str, Column]:
@@ -344,7 +322,13 @@ def _is_temporal(kind: pa.DataType) -> bool:
 
 
 def is_file_struct(kind: pa.DataType) -> bool:
-    """Whether a struct is a file inside of a table (`.embedded`)."""
+    """Whether a struct is a file inside of a table (`.embedded`); where no file has a path, paths have no type."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
-    return is_binary(kind.field("bytes").type) and is_text(kind.field("path").type)
+    path = kind.field("path").type
+    return is_binary(kind.field("bytes").type) and (is_text(path) or pt.is_null(path))
+
+
+def with_paths(kind: pa.StructType) -> pa.StructType:
+    """The struct of a file with a path that is text, also where it has no type."""
+    return pa.struct([field.with_type(pa.string()) if pt.is_null(field.type) else field for field in kind])

@@ -16,7 +16,8 @@ from ..base import BaseFormat, refuse_change, refuse_large, whole_part
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
-from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, table_block, value_bytes
+from .blocks import table_block, typed_kind, typed_table
+from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, value_bytes
 from .ipc_reader import IpcReader
 from .messages import (
     PREFIX_BYTES,
@@ -105,6 +106,14 @@ class ArrowFormat(BaseFormat):
         prefix = b"".join([reader.schema_message, *dictionaries])
         return ArrowHeader(schema, prefix, has_dictionaries=reader.dictionaries > 0)
 
+    def opened_bytes(
+        self, chunk: ChunkRef, header: ArrowHeader, columns: Sequence[str] | None, schema: Mapping[str, Any]
+    ) -> int:
+        known = schema["columns"]
+        untyped = [name for name in choose_columns(known, columns) if pt.is_null(header.schema.field(name).type)]
+        widths = (value_bytes(typed_kind(pa.null(), known[name]["type"])) or 0 for name in untyped)
+        return chunk.memory + chunk.samples * sum(widths)
+
     def open_chunk(
         self,
         chunk: ChunkRef,
@@ -127,7 +136,7 @@ class ArrowFormat(BaseFormat):
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
         table = self._read(chunk, header, whole_part(chunk, parts), list(schema["columns"]))
         refuse_change(chunk, table.num_rows)
-        return table
+        return typed_table(table, chunk, schema["columns"])
 
     def _read(self, chunk: ChunkRef, header: ArrowHeader, data: memoryview, names: list[str]) -> pa.Table:
         try:

@@ -19,7 +19,8 @@ from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
-from .columns import batch_block, has_offsets, marks_nulls, schema_columns, table_block, value_bytes
+from .blocks import batch_block, table_block, typed_kind, typed_table
+from .columns import has_offsets, marks_nulls, schema_columns, value_bytes
 from .parquet_footer import (
     SparseFile,
     arrow_schema,
@@ -143,7 +144,8 @@ class ParquetFormat(BaseFormat):
         for group in map(header.footer.row_group, header.row_groups(chunk)):
             for name in choose_columns(header.leaves, columns):
                 leaves = header.leaves[name]
-                total += column_bytes(header.footer, group, leaves, value_bytes(header.schema.field(name).type))
+                kind = typed_kind(header.schema.field(name).type, schema["columns"][name]["type"])
+                total += column_bytes(header.footer, group, leaves, value_bytes(kind))
                 total += sum(group.column(leaf).total_compressed_size for leaf in leaves)
         return total
 
@@ -187,7 +189,7 @@ class ParquetFormat(BaseFormat):
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
         table = self._read(chunk, header, parts, None, list(schema["columns"]), share=False)
         refuse_change(chunk, table.num_rows)
-        return table
+        return typed_table(table, chunk, schema["columns"])
 
     def _read(
         self,

@@ -1,4 +1,4 @@
-"""Shards of JSON lines: one object a line, plain (cut into chunks at line ends) or gzip or zstd (one chunk).
+"""Shards of JSON lines: one object a line, plain (cut at line ends) or gzip, bzip2 or zstd (one chunk).
 
 | values of a column, over the whole data set | column |
 | --- | --- |
@@ -48,7 +48,7 @@ class JsonColumn(ObjectColumn):
 
 @dataclass(frozen=True, slots=True)
 class JsonlFormat(BaseFormat):
-    """Reads .jsonl, .ndjson and .json-lines shards, plain or compressed with gzip or zstd."""
+    """Reads .jsonl, .ndjson and .json-lines shards, plain or compressed with gzip, bzip2 or zstd."""
 
     name: ClassVar[str] = "jsonl"
     suffixes: ClassVar[tuple[str, ...]] = tuple(

@@ -33,14 +33,19 @@ _SMALL_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class TarFormat(BaseFormat):
-    """Reads .tar, .tar.gz, .tgz and .tar.zst shards; a compressed one is one chunk.
+    """Reads .tar shards, plain or compressed with gzip, bzip2 or zstd; a compressed one is one chunk.
 
     Columns are the fields as bytes, and always ``__key__`` as text (bytes that are not UTF-8 as ``\\xNN``). A field
     that a sample lacks is missing there (a start of -1).
     """
 
     name: ClassVar[str] = "tar"
-    suffixes: ClassVar[tuple[str, ...]] = (".tar", *(".tar" + codec for codec in CODEC_SUFFIXES), ".tgz", ".tzst")
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *(".tar" + codec for codec in ("", *CODEC_SUFFIXES)),
+        ".tgz",
+        ".tbz2",
+        ".tzst",
+    )
     min_chunk_bytes: ClassVar[int] = BLOCK
 
     chunk_bytes: int = CHUNK_BYTES

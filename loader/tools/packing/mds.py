@@ -160,6 +160,8 @@ def _encode_value(encoding: str, value: Any) -> bytes:
         return str(json_value(value)).encode()
     if encoding == "ndarray":
         return _encode_array(np.ascontiguousarray(value))
+    if encoding == "int" and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{value} does not fit into int64; change it with map=, or pack to parquet")
     return np.array(value, np.dtype("int64" if encoding == "int" else encoding).newbyteorder("<")).tobytes()
 
 

@@ -19,14 +19,16 @@ from ...dataset.patterns import FILE
 from ...dataset.source import Selection, select
 from ...dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...errors import ConfigError, DatasetError
+from ...formats.compressed import CODEC_SUFFIXES
 from ...formats.detect import FORMAT_NAMES, encrypted_hint, format_by_name, make_format
-from ...formats.names import is_hidden
+from ...formats.names import has_suffix, is_hidden
 from ...formats.shard import ShardFormat
 from ...formats.tokens import index_keys
 from .target import OWN_NAME
 
 _URL = re.compile(r"[a-z0-9+.-]+://\S+")
 CSV_SUFFIXES = (".csv", ".csv.gz")
+COMPRESSED_JSON = tuple(".json" + codec for codec in CODEC_SUFFIXES)
 # What other tools leave beside shards; no samples.
 _BESIDE = ("index.json", "dataset_info.json", "state.json", "dataset_dict.json", "license", "readme.md")
 
@@ -247,6 +249,12 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
                 f"{store.url}: holds nothing but {others[0]} and the like; give "
                 "source_format=TokensFormat(seq_len=2048) (--source-seq-len 2048) if these are tokens, or "
                 "source_format='files' (--source-format files) for each file as a field of a sample"
+            )
+        if others and all(has_suffix(key, COMPRESSED_JSON) for key in others):
+            raise DatasetError(
+                f"{store.url}: holds nothing but {others[0]} and the like; give source_format='jsonl' "
+                "(--source-format jsonl) if each line is a JSON object, or source_format='files' "
+                "(--source-format files) for each file, compressed as it is, as a field of a sample"
             )
         return "csv" if tables else "files"
     if others:

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pyarrow.types as pt
 
 from ...errors import DatasetError
+from ...formats.arrow.columns import describe_type
 from ...formats.shard import CHUNK_BYTES
 from .exact_arrays import InexactError, is_kin, to_array
 from .fixed_arrays import ArrayShape, array_shape, stack_arrays
@@ -216,10 +217,29 @@ def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
+def _parquet_kind(kind: pa.DataType) -> pa.DataType:
+    """The type as which a column of times, or of vectors of them, comes back from Parquet."""
+    if pt.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_parquet_kind(kind.value_type)), kind.list_size)
+    if pt.is_timestamp(kind) and kind.unit == "s":
+        return pa.timestamp("ms", kind.tz)
+    if pt.is_date64(kind):
+        return pa.date32()
+    return pa.time32("ms") if kind == pa.time32("s") else kind
+
+
 class ParquetWriter(TableWriter):
     """Parquet with zstd pages; a row group is a chunk, read by one GET."""
 
     suffix = ".parquet"
+
+    def notes(self) -> list[str]:
+        kinds = {field.name: field.type for field in self._schema or ()}
+        return [
+            f"column {name!r} is of {describe_type(found)}, other numbers, as Parquet has no {describe_type(kind)}"
+            for name, kind in kinds.items()
+            if (found := _parquet_kind(kind)) != kind
+        ]
 
     def _open(self, sink: io.BytesIO, schema: pa.Schema) -> Any:
         return pyarrow.parquet.ParquetWriter(sink, schema, compression="zstd")

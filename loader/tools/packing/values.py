@@ -18,6 +18,7 @@ from ...columns import AnyArray
 from ...errors import DatasetError
 from ...formats.arrow.columns import is_file_struct, value_bytes
 from ...formats.arrow.embedded import file_bytes
+from .times import time_texts
 
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # of int64
 _TIMES = (datetime.date, datetime.time)  # a datetime is a date
@@ -54,7 +55,7 @@ def _values_of(name: str, column: pa.Array) -> list[Any]:
         return list(column.to_pylist())
     except (ValueError, OverflowError) as exc:  # nanoseconds and far years, which Python's times cannot hold
         try:
-            return list(column.cast(pa.string()).to_pylist())
+            return list(time_texts(column))
         except pa.ArrowException:
             problem = f"Python has no form for a value of {kind} ({exc}); pack to parquet or arrow, without map="
             raise DatasetError(f"column {name!r}: {problem}") from exc

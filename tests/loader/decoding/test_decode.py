@@ -188,6 +188,8 @@ def test_a_field_decoder_of_the_users_own_is_taken_as_it_is():
     ("field", "data", "cause"),
     [
         ("cls", b"cat", "b'cat'"),
+        ("id", b"\xa5\x13", r"\(2 bytes\); decode=\{'id': None\} leaves the field as bytes"),
+        ("a.txt", b"\xff", r"\(1 bytes\); decode=\{'a.txt': None\} leaves the field as bytes"),
         ("cls", b"", "ValueError"),
         ("json", b"{", "JSONDecodeError"),
         ("json", b"\xff\xfe\xff", "UnicodeDecodeError"),

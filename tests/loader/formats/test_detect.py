@@ -29,10 +29,12 @@ def tar_bytes() -> bytes:
         ("tar", "x/a.TAR"),
         ("tar", "a.tar.gz"),
         ("tar", "a.tar.zst"),
+        ("tar", "a.tbz2"),
         ("parquet", "a.parquet"),
         ("arrow", "a.arrow"),
         ("jsonl", "a.jsonl"),
         ("jsonl", "a.jsonl.zst"),
+        ("jsonl", "a.jsonl.bz2"),
         ("mds", "shard.00000.mds"),
     ],
 )

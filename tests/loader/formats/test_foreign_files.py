@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packed_samples import read_samples
 
 from penstock import DistributedDataLoader, TokensFormat, open_manifest, pack
-from penstock.loader import ConfigError, DecodeError, FormatError, TokenDocumentsFormat, verify
+from penstock.loader import ConfigError, DecodeError, FormatError, MemoryLimitError, TokenDocumentsFormat, verify
 
 
 def write_arrow(folder: Path, name: str, values: list[int]) -> None:
@@ -135,3 +136,132 @@ def test_values_that_are_kept_encoded_are_searched_and_verified_as_values(tmp_pa
     flaws = verify(arrays, progress=False).flaws
     assert [flaw.kind for flaw in flaws] == ["FormatError"]
     assert "'j'" in flaws[0].problem
+
+
+UNTYPED = {
+    "n": [None, None],
+    "t": [None, None],
+    "b": [None, None],
+    "f": [None, None],
+    "when": [None, None],
+    "v": [None, None],
+    "tags": [[], None],
+    "who": [None, None],
+}
+
+
+def typed_columns() -> dict[str, pa.Array]:
+    return {
+        "n": pa.array([1, 2]),
+        "t": pa.array(["a", "b"]),
+        "b": pa.array([b"a", b"b"]),
+        "f": pa.array([0.5, 1.5], pa.float32()),
+        "when": pa.array([1, 2], pa.timestamp("ms", "UTC")),
+        "v": pa.array([[1, 2], [3, 4]], pa.list_(pa.int16(), 2)),
+        "tags": pa.array([["x"], []], pa.list_(pa.string())),
+        "who": pa.array([{"name": "a"}, {"name": "b"}]),
+    }
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("typed_first", [True, False])
+def test_columns_without_a_value_in_a_shard_have_the_types_of_the_others(
+    tmp_path: Path, suffix: str, typed_first: bool
+) -> None:
+    typed, untyped = pa.table(typed_columns()), pa.table(UNTYPED)
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, table in zip("ab", [typed, untyped] if typed_first else [untyped, typed], strict=True):
+        write_table(source / f"{name}{suffix}", table)
+    with DistributedDataLoader(source, batch_size=4, shuffle=False, decode=None) as loader:
+        (batch,) = loader
+    order = [0, 1, 2, 3] if typed_first else [2, 3, 0, 1]
+    assert [batch["n"].tolist()[row] for row in order] == [1, 2, 0, 0]
+    assert [batch["n__null"].tolist()[row] for row in order] == [False, False, True, True]
+    assert [batch["t"][row] for row in order] == ["a", "b", None, None]
+    assert [batch["b"][row] for row in order] == [b"a", b"b", None, None]
+    assert np.isnan(batch["f"].numpy()[order]).tolist() == [False, False, True, True]
+    assert [batch["when__null"].tolist()[row] for row in order] == [False, False, True, True]
+    assert [batch["v"].tolist()[row] for row in order] == [[1, 2], [3, 4], [0, 0], [0, 0]]
+    assert [batch["tags"][row] for row in order] == [["x"], [], [], None]
+    assert [batch["who"][row] for row in order] == [{"name": "a"}, {"name": "b"}, None, None]
+
+
+def test_parts_of_structs_without_a_value_in_a_shard_have_the_types_of_the_others(tmp_path: Path) -> None:
+    for name, of in (("a", None), ("b", "x")):
+        talk = [{"role": name, "of": of, "more": {"tags": [of] if of else [], "n": 1}}]
+        pq.write_table(pa.table({"talk": pa.array([talk]), "one": pa.array(talk)}), tmp_path / f"{name}.parquet")
+    with DistributedDataLoader(tmp_path, batch_size=2, shuffle=False) as loader:
+        batch = next(iter(loader))
+    assert batch["one"] == [
+        {"role": "a", "of": None, "more": {"tags": [], "n": 1}},
+        {"role": "b", "of": "x", "more": {"tags": ["x"], "n": 1}},
+    ]
+    assert batch["talk"] == [[row] for row in batch["one"]]
+    pq.write_table(pa.table({"talk": [[{"role": "c"}]], "one": [{"role": "c"}]}), tmp_path / "c.parquet")
+    with pytest.raises(
+        FormatError, match=r"c\.parquet: column 'talk' is list<struct<role: string>>, but .* in b\.parquet"
+    ):
+        open_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_images_of_tables_are_bytes_whether_or_not_any_has_a_path(tmp_path: Path, suffix: str) -> None:
+    for name, path in (("a", None), ("b", "b.bin")):
+        table = pa.table({"x": pa.array([{"bytes": name.encode(), "path": path}])})
+        assert pa.types.is_null(table.schema.field("x").type.field("path").type) == (path is None)
+        write_table(tmp_path / f"{name}{suffix}", table)
+    for source in (tmp_path / f"a{suffix}", tmp_path):
+        with DistributedDataLoader(source, batch_size=1, shuffle=False) as loader:
+            assert [batch["x"] for batch in loader] == [[b"a"], [b"b"]][: len(loader)]
+    pack(tmp_path, tmp_path / "_packed", format="parquet")
+    (shard,) = (tmp_path / "_packed").glob("*.parquet")
+    assert pq.read_table(shard).to_pylist() == [
+        {"x": {"bytes": b"a", "path": None}},
+        {"x": {"bytes": b"b", "path": "b.bin"}},
+    ]
+    pack(tmp_path / f"a{suffix}", tmp_path / "_tar", format="tar")
+    assert read_samples(str(tmp_path / "_tar"))[0]["x"] == b"a"
+
+
+def test_types_that_differ_beside_columns_without_values_are_refused_by_the_shards_that_have_them(
+    tmp_path: Path,
+) -> None:
+    for name, values in (("a", [None]), ("b", ["x"]), ("c", [1])):
+        pq.write_table(pa.table({"x": pa.array([values]), "y": pa.array(values)}), tmp_path / f"{name}.parquet")
+    with pytest.raises(FormatError, match=r"c\.parquet: column 'x' is list<int64>, but list<string> in b\.parquet"):
+        open_manifest(tmp_path)
+
+
+def test_columns_without_a_value_in_a_shard_are_packed_with_the_types_of_the_others(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    typed = pa.table({**typed_columns(), "talk": pa.array([[{"role": "x", "of": "y"}], []])})
+    untyped = pa.table({**UNTYPED, "talk": pa.array([[{"role": "x", "of": None}], None])})
+    pq.write_table(untyped, source / "a.parquet")
+    pq.write_table(typed, source / "b.parquet")
+    pack(source, target, format="parquet")
+    (shard,) = target.glob("*.parquet")
+    packed = pq.read_table(shard)
+    assert packed.schema.types == typed.schema.types
+    assert packed.slice(2).to_pylist() == typed.to_pylist()
+    assert packed.slice(0, 2).to_pylist() == untyped.to_pylist()
+
+
+def test_nulls_of_a_wide_type_are_refused_beyond_the_limit_of_memory(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.arrow", pa.table({"x": pa.nulls(300_000)}))
+    wide = pa.array([[0.0] * 4096], pa.list_(pa.float64(), 4096))
+    write_table(tmp_path / "b.arrow", pa.table({"x": wide}))
+    with (
+        DistributedDataLoader(tmp_path, batch_size=1, shuffle=False, memory_limit="256MiB") as loader,
+        pytest.raises(MemoryLimitError, match=r"a\.arrow"),
+    ):
+        next(iter(loader))

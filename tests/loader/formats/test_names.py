@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -193,12 +194,12 @@ def test_a_named_object_of_another_suffix_is_still_refused(tmp_path: Path) -> No
 LINES = b'{"a": 1}\n{"a": 2}\n'
 
 
-@pytest.mark.parametrize("codec", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("codec", ["", ".gz", ".bz2", ".zst"])
 @pytest.mark.parametrize("source", ["{}", "{}/", "{}/*.json{}", "{}/x.json{}", ["{}/x.json{}", "{}/y.json{}"]])
 def test_lines_in_files_named_json_are_read_where_the_format_is_given(
     tmp_path: Path, codec: str, source: str | list[str]
 ) -> None:
-    packed = {".zst": zstandard.compress, ".gz": gzip.compress, "": bytes}[codec](LINES)
+    packed = {".zst": zstandard.compress, ".gz": gzip.compress, ".bz2": bz2.compress, "": bytes}[codec](LINES)
     for name in ("x", "y"):
         (tmp_path / f"{name}.json{codec}").write_bytes(packed)
     places = [place.format(tmp_path, codec) for place in ([source] if isinstance(source, str) else source)]
@@ -232,12 +233,18 @@ def test_hidden_files_are_left_out_among_shards_without_an_ending(tmp_path: Path
     assert open_manifest(source.format(tmp_path), progress=False).num_samples == 2
 
 
-@pytest.mark.parametrize("name", ["x.tar", "x.jsonl", "part-0000"])
-@pytest.mark.parametrize(("codec", "ending"), [("gzip", "gz"), ("zstd", "zst")])
+@pytest.mark.parametrize(
+    ("name", "codec", "ending"),
+    [
+        *((name, "bz2", "bz2") for name in ("x.tar", "x.jsonl")),
+        *((name, "gzip", "gz") for name in ("x.tar", "x.jsonl", "part-0000")),
+        *((name, "zstd", "zst") for name in ("x.tar", "x.jsonl", "part-0000")),
+    ],
+)
 def test_a_compressed_shard_whose_name_does_not_say_so_is_refused_with_the_name_it_needs(
     tmp_path: Path, name: str, codec: str, ending: str
 ) -> None:
     data = tar_bytes("x") if name == "x.tar" else LINES
-    (tmp_path / name).write_bytes({"gzip": gzip.compress, "zstd": zstandard.compress}[codec](data))
+    (tmp_path / name).write_bytes({"gzip": gzip.compress, "bz2": bz2.compress, "zstd": zstandard.compress}[codec](data))
     with pytest.raises(FormatError, match=rf"{name} at byte 0: is compressed with {codec}.*end in \.{ending}"):
         open_manifest(tmp_path, progress=False)

@@ -70,6 +70,16 @@ def test_files_of_one_stem_are_one_sample(tmp_path: Path) -> None:
     assert found == {"a": ["jpg", "json", "seg.png"], "b": ["jpg"], "sub/a": ["jpg"]}
 
 
+def test_nothing_but_compressed_json_files_is_packed_only_where_it_is_said_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        (tmp_path / "in" / f"{name}.json.gz").write_bytes(gzip.compress(b'{"x": 1}\n{"x": 2}\n'))
+    with pytest.raises(DatasetError, match=r"nothing but a\.json\.gz.*source_format='jsonl'.*source_format='files'"):
+        pack(tmp_path / "in", tmp_path / "out")
+    assert pack(tmp_path / "in", tmp_path / "lines", source_format="jsonl", format="parquet").samples == 4
+    assert pack(tmp_path / "in", tmp_path / "files", source_format="files").samples == 2
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet"])
 def test_a_table_becomes_parquet_shards_with_the_same_rows(tmp_path: Path, kind: str) -> None:
     rows = [{"n": n, "word": f"w{n}", "x": n / 2} for n in range(5000)]

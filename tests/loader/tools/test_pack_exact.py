@@ -12,10 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from packed_samples import read_samples
 
 from penstock import pack
 from penstock.loader import DatasetError
+from penstock.loader.formats.arrow.columns import describe_type
+from penstock.loader.tools.packing.times import time_texts
 
 DAY, MOMENT = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 5)
 ZONED = MOMENT.replace(tzinfo=datetime.UTC)
@@ -149,6 +153,79 @@ def test_times_that_python_lacks_are_written_as_text_or_refused_by_column(tmp_pa
     pq.write_table(pa.table({"t": pa.array([[1]], pa.list_(pa.timestamp("ns")))}), tmp_path / "in" / "a.parquet")
     with pytest.raises(DatasetError, match=r"column 't': Python has no form for a value of list<.*timestamp\[ns\]"):
         pack(tmp_path / "in", tmp_path / "fine", format="jsonl")
+
+
+def test_texts_of_times_have_one_form_whether_python_can_hold_them_or_not(tmp_path: Path) -> None:
+    stamps, durations = [1709182800 * 10**9, 1709182800 * 10**9 + 500_000, 1], [3_600 * 10**9, -1_500_000, 1500]
+    table = {
+        "t": pa.array(stamps, pa.timestamp("ns")),
+        "z": pa.array(stamps, pa.timestamp("ns", "+05:30")),
+        "d": pa.array(durations, pa.duration("ns")),
+        "long": pa.array([10**15, 86_400, -1], pa.duration("s")),
+    }
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "in" / "a.parquet")
+    pack(tmp_path / "in", tmp_path / "out", format="jsonl")
+    samples = read_samples(str(tmp_path / "out"))
+    assert [sample["t"] for sample in samples] == [
+        "2024-02-29T05:00:00",
+        "2024-02-29T05:00:00.000500",
+        "1970-01-01T00:00:00.000000001",
+    ]
+    assert [sample["z"][10:] for sample in samples] == [
+        "T10:30:00+05:30",
+        "T10:30:00.000500+05:30",
+        "T05:30:00.000000001+05:30",
+    ]
+    assert [sample["d"] for sample in samples] == ["1:00:00", "-1 day, 23:59:59.998500", "0:00:00.000001500"]
+    assert [sample["long"] for sample in samples] == [
+        "11574074074 days, 1:46:40",
+        "1 day, 0:00:00",
+        "-1 day, 23:59:59",
+    ]
+
+
+@given(st.integers(-(2**45), 2**45), st.sampled_from(["s", "ms", "us"]))
+def test_the_text_of_a_time_that_python_can_hold_is_pythons(value: int, unit: str) -> None:
+    if unit == "s":
+        value //= 1000
+    for kind in (pa.timestamp(unit), pa.timestamp(unit, "UTC"), pa.timestamp(unit, "-03:30"), pa.duration(unit)):
+        array = pa.array([value, None], kind)
+        (time, _) = array.to_pylist()
+        wanted = str(time) if isinstance(time, datetime.timedelta) else time.isoformat()
+        assert time_texts(array) == [wanted, None]
+
+
+def test_times_for_which_there_is_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with pa.ipc.new_file(str(tmp_path / "in" / "a.arrow"), pa.schema({"t": pa.timestamp("s")})) as file:
+        file.write_table(pa.table({"t": pa.array([0, 10**13], pa.timestamp("s"))}))
+    with pytest.raises(DatasetError, match="column 't': Python has no form"):
+        pack(tmp_path / "in", tmp_path / "out", format="jsonl")
+
+
+def test_times_that_become_other_numbers_in_parquet_are_told(tmp_path: Path) -> None:
+    columns = {
+        "s": pa.array([1], pa.timestamp("s", "UTC")),
+        "t": pa.array([5], pa.time32("s")),
+        "d": pa.array([86_400_000], pa.date64()),
+        "v": pa.array([[1, 2]], pa.list_(pa.timestamp("s"), 2)),
+        "fine": pa.array([1], pa.timestamp("ms")),
+        "days": pa.array([1], pa.date32()),
+    }
+    (tmp_path / "in").mkdir()
+    with pa.ipc.new_file(str(tmp_path / "in" / "a.arrow"), pa.table(columns).schema) as file:
+        file.write_table(pa.table(columns))
+    summary = pack(tmp_path / "in", tmp_path / "out", format="parquet")
+    (shard,) = (tmp_path / "out").glob("*.parquet")
+    stored = {field.name: describe_type(field.type) for field in pq.read_schema(shard)}
+    assert all(f"{name!r} is of {stored[name]}," in note for name, note in zip("stdv", summary.notes, strict=True))
+    assert pack(tmp_path / "in", tmp_path / "arrow", format="arrow").notes == ()
+
+
+def test_an_integer_beyond_int64_is_refused_by_mds_in_words(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=f"sample 1, field 'u': {2**63} does not fit into int64.*parquet"):
+        pack([{"u": 1}, {"u": 2**63}], tmp_path / "out", format="mds")
 
 
 def test_nanoseconds_stay_nanoseconds_in_tables(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.loader.columns import ArrayColumn, BytesColumn, ObjectColumn
 from penstock.loader.errors import FormatError
+from penstock.loader.formats.arrow.blocks import typed_kind
 from penstock.loader.formats.arrow.columns import describe_type, marks_nulls, to_columns, value_bytes
 
 INTEGERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
@@ -29,6 +30,7 @@ TEXTS = [pa.string(), pa.large_string(), pa.string_view()]
 BINARIES = [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)]
 SCALARS = [*INTEGERS, *FLOATS, pa.bool_()]
 FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+TENSOR = pa.fixed_shape_tensor(pa.float32(), [2, 3])
 OBJECTS = [
     pa.list_(pa.int32()),
     pa.large_list(pa.string()),
@@ -281,3 +283,25 @@ def test_a_path_without_the_files_bytes_is_refused_and_no_file_is_none() -> None
 )
 def test_types_are_described_by_what_they_hold(kind: pa.DataType, text: str) -> None:
     assert describe_type(kind) == text
+
+
+@pytest.mark.parametrize("kind", [*KINDS, pa.list_(pa.string(), 2), pa.list_(pa.list_(pa.int8())), TENSOR], ids=str)
+def test_nulls_of_no_type_are_read_as_nulls_of_the_type_that_was_described(kind: pa.DataType) -> None:
+    read = typed_kind(pa.null(), describe_type(kind))
+    found, wanted = (to_columns("x", pa.nulls(3, each), nulls=True, shard="s") for each in (read, kind))
+    assert list(found) == list(wanted)
+    for ours, theirs in zip(found.values(), wanted.values(), strict=True):
+        assert type(ours) is type(theirs)
+        if isinstance(ours, ArrayColumn) and isinstance(theirs, ArrayColumn):
+            assert ours.values.dtype == theirs.values.dtype
+            np.testing.assert_array_equal(ours.values, theirs.values)
+        elif isinstance(ours, BytesColumn) and isinstance(theirs, BytesColumn):
+            assert ours.text == theirs.text
+        assert value_bytes(read) == value_bytes(kind)
+
+
+@pytest.mark.parametrize("described", ["timestamp[x, tz=UTC]", "int8[9999999999]", "struct<a: int8>", "list<", "?", ""])
+def test_nulls_of_a_type_that_is_not_understood_are_no_values(described: str) -> None:
+    (column,) = to_columns("x", pa.nulls(2, typed_kind(pa.null(), described)), nulls=True, shard="s").values()
+    assert isinstance(column, ObjectColumn)
+    assert column.take(np.arange(2)) == [None, None]

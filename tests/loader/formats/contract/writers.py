@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
@@ -74,8 +75,8 @@ def write_jsonl(folder: Path, key: str, rows: list[Row]) -> None:
 
 
 def pack(data: bytes, key: str) -> bytes:
-    if key.endswith(".gz"):
-        return gzip.compress(data)
+    if key.endswith((".gz", ".bz2")):
+        return gzip.compress(data) if key.endswith(".gz") else bz2.compress(data)
     return zstandard.ZstdCompressor(write_checksum=True).compress(data) if key.endswith(".zst") else data
 
 
@@ -182,6 +183,7 @@ _BYTES = 4096
 CASES = {
     "tar": Case(TarFormat(_BYTES), "{}.tar", write_tar, tar_row),
     "tar.gz": Case(TarFormat(_BYTES), "{}.tar.gz", write_tar, tar_row, whole=True, checked=True),
+    "tar.bz2": Case(TarFormat(_BYTES), "{}.tar.bz2", write_tar, tar_row, whole=True, checked=True),
     "tar.zst": Case(TarFormat(_BYTES), "{}.tar.zst", write_tar, tar_row, whole=True, checked=True),
     "parquet": Case(ParquetFormat(_BYTES), "{}.parquet", write_parquet, same, checked=True),
     "arrow file": Case(ArrowFormat(_BYTES), "{}.arrow", write_arrow_file, same),
@@ -194,5 +196,6 @@ CASES = {
     "mds.zstd": Case(MdsFormat(_BYTES), "{}/shard.mds.zstd", write_mds, same, whole=True, checked=True),
     "jsonl": Case(JsonlFormat(_BYTES), "{}.jsonl", write_jsonl, same),
     "jsonl.gz": Case(JsonlFormat(_BYTES), "{}.jsonl.gz", write_jsonl, same, whole=True, checked=True),
+    "jsonl.bz2": Case(JsonlFormat(_BYTES), "{}.jsonl.bz2", write_jsonl, same, whole=True, checked=True),
     "jsonl.zst": Case(JsonlFormat(_BYTES), "{}.jsonl.zst", write_jsonl, same, whole=True, checked=True),
 }

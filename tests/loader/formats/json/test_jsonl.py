@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import math
@@ -55,6 +56,13 @@ def test_compressed_shards_are_one_chunk_of_the_same_rows(tmp_path: Path, name: 
     [span] = index(tmp_path, packed, name).chunks
     assert (span.offset, span.length, span.samples, span.memory) == (0, len(packed), 50, len(data))
     assert read(tmp_path) == ROWS
+
+
+def test_streams_that_were_joined_are_read_on(tmp_path: Path) -> None:
+    halves = [b"".join(json.dumps(row).encode() + b"\n" for row in rows) for rows in (ROWS[:20], ROWS[20:])]
+    for codec, compress in (("gz", gzip.compress), ("bz2", bz2.compress), ("zst", zstandard.compress)):
+        (tmp_path / f"s.jsonl.{codec}").write_bytes(b"".join(map(compress, halves)))
+    assert read(tmp_path) == ROWS * 3
 
 
 def test_blank_lines_crlf_a_byte_order_mark_and_a_last_line_without_end_are_fine(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import os
@@ -55,10 +56,10 @@ def test_a_shard_that_changed_after_the_index_is_an_error(tmp_path: Path, change
         form.open_chunk(ref, None, [memoryview(change)], None, schema)
 
 
-@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.zst"])
+@pytest.mark.parametrize("name", ["s.jsonl.gz", "s.jsonl.bz2", "s.jsonl.zst"])
 def test_damaged_compressed_shards_are_errors(tmp_path: Path, name: str) -> None:
     data = json.dumps({"a": os.urandom(3000).hex()}).encode() + b"\n"
-    packed = gzip.compress(data) if name.endswith("gz") else zstandard.compress(data)
+    packed = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstandard.compress}[name.rpartition(".")[2]](data)
     for damaged in (b"", data, packed[:-20]):
         with pytest.raises(FormatError, match=name):
             index(tmp_path, damaged, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import tarfile
@@ -93,10 +94,11 @@ def test_every_dialect_reads_as_webdataset_reads_it(tmp_path: Path, dialect: int
     assert read_with_ours(tmp_path, data, chunk_bytes=chunk_bytes) == expected
 
 
-@pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".tar.zst"])
+@pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.zst"])
 def test_compressed_shards_read_as_the_plain_one(tmp_path: Path, ending: str) -> None:
     data = write_tar(MEMBERS, tarfile.PAX_FORMAT)
-    packed = zstandard.compress(data) if ending.endswith("zst") else gzip.compress(data)
+    codec = zstandard if ending.endswith("zst") else bz2 if "bz2" in ending else gzip
+    packed = codec.compress(data)
     assert read_with_ours(tmp_path, packed, "shard" + ending) == read_with_webdataset(data)
 
 
