@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,3 +32,9 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device, purpose: Pu
         torch.cuda.manual_seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
     random.seed(mixed)
+
+
+def tell_seed(seed: int, saved: Mapping[str, Any] | None, tell: Callable[[str], None]) -> None:
+    """Tell of a seed that a checkpoint's run had otherwise."""
+    if saved and saved.get("seed", seed) != seed:
+        tell(f"seed={seed}, where the checkpoint had {saved['seed']}")

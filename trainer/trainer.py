@@ -23,7 +23,7 @@ from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
 from .parallel.precision import tell_scaling
 from .parts import make_parts
-from .randomness import seed_step
+from .randomness import seed_step, tell_seed
 from .ranks.world import World, open_world
 from .report.console import print_times
 from .report.flops import FlopCount
@@ -297,6 +297,7 @@ class DistributedTrainer:
         self.load_state_dict(state)
         self.schedule.tell_changes(state.get("schedule"), self._recorder.note)
         tell_scaling(self.config.precision, state["steps"]["scaler"], self._recorder.note)
+        tell_seed(self.config.seed, state.get("random"), self._recorder.note)
         self._recorder.record("resume", {"world_size": self.world.world_size})
         done = ", where the run was done" if is_done(self.config, self.progress) else ""
         self._recorder.note(f"resumed from the checkpoint of step {step}{done}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,18 @@ def test_a_resumed_run_says_which_rates_and_schedule_the_checkpoint_had(world: W
     assert resume(0.2, 6) == ["schedule: lr=[0.2], where the checkpoint had [0.1]"]
     assert resume(0.2, 8, shape="cosine") == ["schedule: shape='cosine', where the checkpoint had 'constant'"]
     assert resume(0.2, 9, shape="cosine") == ["schedule: updates=9, where the checkpoint had 8"]
+
+
+def test_a_resumed_run_says_which_seed_the_checkpoint_had(world: World, tmp_path: Path) -> None:
+    def resume(steps: int, seed: int) -> list[str]:
+        with make_trainer(world, str(tmp_path), steps=steps, seed=seed, checkpoint={"every_steps": 2}) as trainer:
+            trainer.train()
+        records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        return [one["note"] for one in records if one["kind"] == "note" and "seed" in one["note"]]
+
+    assert resume(2, 1) == []
+    assert resume(4, 1) == []
+    assert resume(6, 7) == ["seed=7, where the checkpoint had 1"]
 
 
 class MaskedAtFirst:

@@ -172,7 +172,8 @@ class Checkpointer:
 
         With ``at_most`` those of later steps are left out.
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
-        Settings that the optimizer is ``given`` otherwise than then stay; ``changed_settings`` says which they are.
+        Settings that the optimizer is ``given`` otherwise than then stay; ``changed_settings`` says which they are, and
+        which weights and buffers are of other formats than then.
         ``averages`` are those that ``load_averages`` will ask for.
 
         Raises:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
+from .formats import describe_conversions, is_other_kind
 from .optimizer_state import OPTIMIZER, describe_optimizer, drop_other_settings, drop_unsaved, load_optimizer
 from .readable import (
     expect_extra_state,
@@ -71,13 +72,14 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: S
 
     Of the optimizer's settings (its ``defaults``: weight decay, betas, ...) those ``given`` otherwise than in the run
     that saved stay, so that a run can be resumed with others; the rate stays, which the schedule sets. Returns one
-    sentence for each that the checkpoint had otherwise, except for the rate.
+    sentence for each that the checkpoint had otherwise, except for the rate, and for formats in which it had the model.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
     metadata = open_reader(folder).read_metadata()
     model_state, optimizer_state, never_stepped = _describe_wanted(folder, model, optimizer, metadata)
+    converted = describe_conversions(model_state, f"{MODEL}.", metadata)
     groups = [list(group["params"]) for group in optimizer_state["param_groups"]]
     before = copy_settings(optimizer)  # now: tensors of the groups are filled
     wanted = {MODEL: model_state, OPTIMIZER: optimizer_state, **_settings_wanted(metadata)}
@@ -91,7 +93,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: S
     if UNSTEPPED in metadata.state_dict_metadata:
         optimizer.state.clear()
     given_then = unpack_settings(wanted[SETTINGS]) if SETTINGS in wanted else None
-    return settle_settings(optimizer, before, given, given_then)
+    return converted + settle_settings(optimizer, before, given, given_then)
 
 
 def find_needs(
@@ -270,8 +272,12 @@ def _refuse_other(folder: Path, part: str, wanted: Mapping[str, Any], metadata: 
             differences.append(f"{name} is not in the checkpoint")
         else:
             kind, value = saved[key], wanted[key]
-            if isinstance(kind, TensorStorageMetadata) and isinstance(value, Tensor) and kind.size != value.shape:
+            if not isinstance(kind, TensorStorageMetadata) or not isinstance(value, Tensor):
+                continue
+            if kind.size != value.shape:
                 differences.append(f"{name} has shape {tuple(kind.size)} there and {tuple(value.shape)} here")
+            elif part == MODEL and is_other_kind(value.dtype, kind.properties.dtype):
+                differences.append(f"{name} is of {kind.properties.dtype} there and {value.dtype} here")
     if differences:
         more = f" (and {len(differences) - _NAMED_DIFFERENCES} more)" if len(differences) > _NAMED_DIFFERENCES else ""
         raise CheckpointMismatchError(

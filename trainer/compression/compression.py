@@ -3,8 +3,7 @@
 DDP takes all schemes, as comm hooks. ``fully_shard`` takes those that work on any part of a gradient, as a custom
 reduce-scatter. What a scheme remembers (errors it owes, momenta) belongs to one rank, is kept by parameter name, and
 can be saved in a checkpoint as that rank's state. In a world of another size it starts from nothing, which costs a few
-steps of accuracy and no correctness. DDP rebuilds its buckets after its first step, so int8 and topk, which round and
-choose by bucket, resume with the same errors owed, but not bit-equal to an unbroken run.
+steps of accuracy and no correctness.
 """
 
 from __future__ import annotations

@@ -40,6 +40,13 @@ class EmaConfig:
             raise TrainerConfigError(f"ema.{key} needs an average; set ema.decay, such as 0.999")
 
 
+def bare_name(name: str) -> str:
+    """The name of a parameter or buffer as checkpoints have it."""
+    for prefix in _WRAPPED:
+        name = name.replace(prefix, "")
+    return name
+
+
 def decay_at(config: EmaConfig, update: int) -> float:
     """The share of the average that stays at its ``update``, counted from 1 and a multiple of ``every``.
 
@@ -63,9 +70,7 @@ class WeightEma:
         self._config = config
         self._names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            for prefix in _WRAPPED:
-                name = name.replace(prefix, "")
-            self._names.setdefault(parameter, []).append(name)
+            self._names.setdefault(parameter, []).append(bare_name(name))
         self._frozen: list[nn.Parameter] = list(self._names)
         self._averaged: list[nn.Parameter] = []
         self._shadows: list[Tensor] = []

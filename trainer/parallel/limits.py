@@ -12,8 +12,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import TrainerConfigError
 from ..ranks.world import World
+from .buffers import distinct
 from .held import check_held
 
+# Of all others, gloo or NCCL has none.
+_EXCHANGED = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
 _NOT_ON_SHARDS = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
@@ -134,6 +140,28 @@ def named_if_formats_differ(model: nn.Module, zero: int) -> Iterator[None]:
             "those of another format into modules of their own and name these with parallel.blocks, or use "
             "parallel.zero=0"
         ) from exc
+
+
+@contextmanager
+def named_if_not_replicated(model: nn.Module) -> Iterator[None]:
+    """Turn torch's errors about tensors that DDP cannot copy from rank to rank into ones that name them."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "single memory location" in str(exc):
+            found = [name for name, one in model.named_parameters() if distinct(one).numel() < one.numel()]
+            cure = "give them memory of their own with .clone(), or keep what was expanded and expand it in forward"
+            what = "were expanded, so that several of their elements are one"
+        elif "Invalid scalar type" in str(exc):
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            found = [f"{name} ({one.dtype})" for name, one in tensors if one.dtype not in _EXCHANGED]
+            cure = "make them int32, int64 or float32, or use parallel.zero=1"
+            what = "are of formats that the ranks cannot exchange"
+        else:
+            raise
+        if not found:
+            raise
+        raise TrainerConfigError(f"parallel.zero=0 on several ranks: {', '.join(found)} {what}; {cure}") from exc
 
 
 def keep_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

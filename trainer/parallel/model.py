@@ -28,6 +28,7 @@ from .limits import (
     keep_ties,
     list_sparse,
     named_if_formats_differ,
+    named_if_not_replicated,
 )
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
@@ -37,6 +38,7 @@ from .precision import (
     build_root_policy,
     build_sharding_policy,
     check_master_weights,
+    check_reducible,
     list_batch_norms,
 )
 from .prefetch import Prefetch
@@ -123,6 +125,7 @@ class ParallelModel:
         self.exchanges = exchange and world.world_size > 1
         self._exchanges_once = exchange_once or config.zero == 1
         check_exchangeable(model, config.zero, scheme, world)
+        check_reducible(model, precision, config.zero)
         check_renormalised(model, config.zero, exchanges=self.exchanges)
         self.materialiser = Materialiser(model, world, seed=seed, initialise=initialise)
         move_values(model, world.device)
@@ -281,14 +284,15 @@ class ParallelModel:
 
 def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
     whole_mb = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad) / 2**20
-    replicated = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        # One bucket is complete only when backward is: nothing overlaps.
-        bucket_cap_mb=choose_bucket_mb(whole_mb, config.bucket_mb) if config.overlap else whole_mb + 1,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=config.unused_parameters,
-    )
+    with named_if_not_replicated(model):
+        replicated = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            # One bucket is complete only when backward is: nothing overlaps.
+            bucket_cap_mb=choose_bucket_mb(whole_mb, config.bucket_mb) if config.overlap else whole_mb + 1,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=config.unused_parameters,
+        )
     if not config.unused_parameters:  # with them DDP keeps its first layout
         settle_buckets(replicated, list_sparse(model).values())
     return replicated

@@ -67,6 +67,17 @@ def check_master_weights(model: torch.nn.Module) -> None:
             )
 
 
+def check_reducible(model: torch.nn.Module, config: PrecisionConfig, zero: int) -> None:
+    """Refuse complex parameters whose gradients ``fully_shard`` would have to turn into real ones to reduce them."""
+    found = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
+    if zero and found and config.reduce_dtype != config.dtype:  # where they are the same, torch converts nothing
+        raise TrainerConfigError(
+            f"precision.reduce_dtype={config.reduce_dtype!r} with precision.dtype={config.dtype!r} and "
+            f"parallel.zero={zero} converts gradients before they are reduced, and those of the complex parameters "
+            f"{', '.join(found)} cannot be; set precision.reduce_dtype={config.dtype!r}, or use parallel.zero=0"
+        )
+
+
 def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
     """The policy of one sharded block: gathered weights in the compute format, gradients reduced in another."""
     if config.dtype == "fp32":

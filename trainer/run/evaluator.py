@@ -42,6 +42,7 @@ class Evaluator:
         self._recorder = recorder
         self._stopwatch = stopwatch
         self._gather_state = gather_state
+        self._told_of_none = False
 
     def evaluate(self) -> dict[str, float] | None:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective.
@@ -65,6 +66,12 @@ class Evaluator:
             )
         if found is not None:
             self._progress.metrics, self._progress.evaluation_is_due = found, False
+            if not found and not self._told_of_none:
+                self._told_of_none = True
+                self._recorder.note(
+                    "the evaluation measured nothing: no rank had a batch, or the metrics function returned none; "
+                    "where all samples are fewer than a batch, give its loader last_batch='partial' or 'pad'"
+                )
             self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
             self._saver.keep_best(found, self._progress, self._gather_state)
         return found

@@ -26,6 +26,7 @@ from ..steps.alike import refuse_unlike_weights
 from ..steps.finite import refuse_weights
 from ..stopwatch import Stopwatch
 from ..weights.warm_start import load_weights
+from .unsaved import UnsavedBuffers
 
 
 class Saver:
@@ -55,6 +56,7 @@ class Saver:
         self._settle = settle
         self._given = copy_settings(optimizer)
         self._saved: tuple[int, Any, float | None] | None = None  # the last save's step, progress and metric
+        self._unsaved = UnsavedBuffers(parallel.inner)
         self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
         self.checkpointer: Checkpointer | None = None
@@ -114,6 +116,8 @@ class Saver:
         if self.ema is not None and updated:
             with self._stopwatch.phase("ema"):
                 self.ema.update()
+        if self.checkpointer is not None and self._parallel.world.is_first:
+            self._unsaved.end_step(step)
 
     def save(
         self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None, again: bool = False
@@ -129,6 +133,9 @@ class Saver:
         """
         if self.checkpointer is None:
             return
+        changed = self._unsaved.describe_changed(step)
+        if changed is not None:
+            self._recorder.note(changed)
         state = state | {"optimizer": type(self._optimizer).__name__}
         with self.agreed():
             averages = None if self.ema is None else self.ema.named()

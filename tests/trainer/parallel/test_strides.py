@@ -64,3 +64,64 @@ def test_a_parameter_that_is_not_contiguous_is_refused_by_name_where_it_would_be
     ):
         make_trainer(world, str(tmp_path), model=model, parallel={"zero": zero})
     make_trainer(world, str(tmp_path), model=model).close()
+
+
+class Stored(nn.Module):
+    """A line beside what gloo does not send from rank to rank as DDP would have it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        if kind == "wide":
+            self.wide = nn.Parameter(torch.ones(1, 2).expand(6, 2))
+        else:
+            self.register_buffer("place", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x)
+
+
+def refusal(world: World, folder: str, kind: str) -> str:
+    with pytest.raises(TrainerConfigError) as caught:
+        make_trainer(world, folder, model=Stored(kind))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("wide", ["parallel.zero=0 on several ranks: wide were expanded", ".clone()"]),
+        ("short", ["parallel.zero=0 on several ranks: place (torch.int16)", "int32", "parallel.zero=1"]),
+    ],
+)
+def test_what_cannot_be_copied_from_rank_to_rank_is_refused_by_name(tmp_path: Path, kind: str, told: list[str]) -> None:
+    for message in run_ranks(refusal, 2, str(tmp_path), kind):
+        assert all(words in message for words in told), message
+
+
+class Turned(nn.Module):
+    """A block with a complex weight, and a head of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        block.forward = lambda x: (x.float() * block.turn).abs()  # type: ignore[method-assign]
+        self.blocks = nn.ModuleList([block])
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](x).to(self.head.weight.dtype))
+
+
+@pytest.mark.parametrize(("dtype", "reduce_dtype"), [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_complex_shards_are_refused_by_name_where_their_gradients_would_be_made_real(
+    world: World, tmp_path: Path, dtype: str, reduce_dtype: str
+) -> None:
+    precision = {"dtype": dtype, "reduce_dtype": reduce_dtype}
+    if dtype == reduce_dtype:
+        with make_trainer(world, str(tmp_path), model=Turned(), precision=precision, parallel={"zero": 3}) as trainer:
+            trainer.train()
+        return
+    with pytest.raises(TrainerConfigError, match=rf"blocks\.0\.turn cannot be; set precision\.reduce_dtype='{dtype}'"):
+        make_trainer(world, str(tmp_path), model=Turned(), precision=precision, parallel={"zero": 3})

@@ -166,3 +166,13 @@ def test_a_rank_that_hangs_in_an_evaluation_outside_of_training_is_named_and_end
     outcomes = Ranks(evaluate_and_hang, 2, str(tmp_path)).join(60)
     assert all(outcome.exit_code not in (None, 0) for outcome in outcomes)
     assert "rank 1 is stalled in evaluate" in (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize(("batches", "told"), [(0, 1), (1, 0)])
+def test_evaluations_that_measure_nothing_are_noted_once(world: World, tmp_path: Path, batches: int, told: int) -> None:
+    evaluation = Evaluation(batches=[{"x": torch.ones(3, 2)}] * batches, metrics=size_of_outputs)
+    with make_trainer(world, str(tmp_path), evaluation=evaluation, evaluate={"every": 1}, steps=3) as trainer:
+        trainer.train()
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    notes = [record["note"] for record in records if record["kind"] == "note"]
+    assert len([note for note in notes if "measured nothing" in note and "last_batch='partial'" in note]) == told
