@@ -67,3 +67,22 @@ def make_trainer(world: World, folder: str, loader: Any = None, model: nn.Module
         world=world,
         initialise=initialise,
     )
+
+
+class Steep(torch.autograd.Function):
+    """The identity, with a slope of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slope)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+def cliff(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """A finite loss, with an infinite gradient where row 9 is."""
+    total, count = square(model, batch)
+    return Steep.apply(total, torch.where(batch["number"] == 9, torch.inf, 1.0).max()), count

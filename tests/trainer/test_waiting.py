@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from launch_ranks import run_ranks
-from small_trainers import make_trainer, rows
+from small_trainers import cliff, make_trainer, rows
 from small_world import Slope, batch_of, make_steps
-from test_finite import cliff
 from torch import nn
 
 from penstock.trainer import NonFiniteLossError, TrainerError, World

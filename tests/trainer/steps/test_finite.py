@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launch_ranks import run_ranks
-from small_trainers import Line, make_trainer, rows, square
+from small_trainers import Line, cliff, make_trainer, rows
 from torch import nn
 
 from penstock.trainer import NonFiniteLossError, TrainerError, World
@@ -42,25 +42,6 @@ class Centred(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
         return self.line(self.shift(x) - self.mean)
-
-
-class Steep(torch.autograd.Function):
-    """The identity, with a slope of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slope)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.saved_tensors[0], None
-
-
-def cliff(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """A finite loss, with an infinite gradient where row 9 is."""
-    total, count = square(model, batch)
-    return Steep.apply(total, torch.where(batch["number"] == 9, torch.inf, 1.0).max()), count
 
 
 def meet_bad_gradients(world: World, folder: str, zero: int, policy: str) -> Any:
