@@ -35,12 +35,14 @@ class LateEvent:
     def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]], gate: threading.Event | None = None) -> None:
         self._copies = copies
         self._gate = gate
+        self._running = threading.Lock()  # of two that wait, one copies; the other may overwrite the sources after it
         self.waits = 0
 
     def run(self) -> None:
-        for target, source in self._copies:
-            target.copy_(source)
-        self._copies = []
+        with self._running:
+            for target, source in self._copies:
+                target.copy_(source)
+            self._copies = []
 
     def synchronize(self) -> None:
         self.waits += 1
