@@ -147,10 +147,10 @@ ENGINES: dict[str, Callable[[str, Case, int, float], None]] = {
 
 def main(engine: str, name: str, seed: str, seconds: str, folder: str) -> None:
     case = Case(name, Path(folder))
-    # What a first case imports and caches is not an allocation of any.
-    for data in TARGETS[name].seeds():
-        judge(TARGETS[name].run, data)
     with (Path(folder) / "log").open("w") as log:
+        # What a first case imports and caches is not an allocation of any.
+        for data in TARGETS[name].seeds():
+            judge(TARGETS[name].run, data)
         limit_process(log)
         ENGINES[engine](name, case, int(seed), float(seconds))
 

@@ -160,10 +160,22 @@ def npzs() -> list[bytes]:
 
 
 def images() -> list[bytes]:
+    """One of each kind, and a lossless JPEG."""
     import cv2  # of an extra
 
     pixels = np.random.default_rng(0).integers(0, 255, (16, 24, 3), np.uint8)
-    return [cv2.imencode(ending, pixels)[1].tobytes() for ending in (".jpg", ".png", ".webp", ".bmp", ".tiff")]
+    found = [cv2.imencode(ending, pixels)[1].tobytes() for ending in (".jpg", ".png", ".webp", ".bmp", ".tiff")]
+    return [*found, lossless_jpeg(64, 96)]
+
+
+def lossless_jpeg(height: int, width: int, before_the_frame: bytes = b"") -> bytes:
+    """A grey image, RGB, whose samples are all as predicted: one bit each, of the only code that there is."""
+    components = b"".join(bytes((name, 0x11, 0)) for name in b"RGB")
+    frame = struct.pack(">HBHHB", 17, 8, height, width, 3) + components
+    codes = struct.pack(">HB16BB", 20, 0, 1, *[0] * 15, 0)
+    scan = struct.pack(">HB", 12, 3) + b"R\0G\0B\0" + b"\1\0\0"
+    head = b"\xff\xd8" + before_the_frame + b"\xff\xc3" + frame
+    return head + b"\xff\xc4" + codes + b"\xff\xda" + scan + bytes(-(-3 * height * width // 8)) + b"\xff\xd9"
 
 
 def jpegs() -> list[bytes]:

@@ -42,6 +42,7 @@ from ...loader.tools.audit import audit
 from ...storage import MemoryStore, ObjectInfo
 from ...storage.clients.autoindex import parse_index
 from . import seeds
+from .images import run_image, run_region
 from .mutation import Repair
 
 # So small that a shard of some hundred bytes has several chunks.
@@ -241,30 +242,6 @@ def _decoding(field: str) -> Callable[[bytes], None]:
     return run
 
 
-def _run_region(data: bytes) -> None:
-    """Decode parts of a JPEG, which have to be those of the whole image where that can be decoded."""
-    from ...loader.decoding.images import images, jpeg_region  # OpenCV, of an extra
-
-    decoder = images.ImageDecoder(size=64, crop="random", scale=(0.08, 0.8))
-    whole: images.Pixels | DecodeError = DecodeError("not decoded yet")
-    rng = np.random.default_rng(len(data))
-    for turn in range(4):
-        plan = decoder.plan(data, rng)
-        if plan is None:
-            return
-        part = jpeg_region.decode_region(data, plan.height, plan.width, plan.region)
-        if turn == 0:
-            try:
-                whole = images._decode_jpeg(data, plan.height, plan.width, 1)
-            except DecodeError as exc:
-                whole = exc
-        if part is not None and not isinstance(whole, DecodeError):
-            expected = images._cut(whole, plan.region, plan.height, plan.width)
-            assert np.array_equal(part, expected), f"other pixels in {plan.region} of {plan.width}x{plan.height}"
-    if isinstance(whole, DecodeError):
-        raise whole
-
-
 def _run_text(data: bytes) -> None:
     for kind in ("txt", "json", "cls"):
         with contextlib.suppress(DecodeError):
@@ -336,11 +313,11 @@ TARGETS: dict[str, Target] = {
         run=_run_text, words=_JSON_WORDS,
     ),
     "image": Target(
-        about="headers and pixels of JPEG, PNG, WebP, BMP and TIFF", run=_decoding("x.jpg"), seeds=seeds.images,
-        words=(b"VP8L", b"VP8X", b"IHDR", b"\xff\xd8\xff", b"II*\0"),
+        about="headers and pixels of JPEG, PNG, WebP, BMP and TIFF", run=run_image, seeds=seeds.images,
+        words=(b"VP8L", b"VP8X", b"IHDR", b"\xff\xd8\xff", b"\xff\xc3", b"II*\0"),
     ),
     "image-part": Target(
-        about="parts of JPEGs", run=_run_region, seeds=seeds.jpegs, words=(b"\xff\xd8\xff", b"\xff\xd9", b"\xff\xd0")
+        about="parts of JPEGs", run=run_region, seeds=seeds.jpegs, words=(b"\xff\xd8\xff", b"\xff\xd9", b"\xff\xd0")
     ),
     "magic": Target(
         about="first bytes that tell a format, and web servers' index pages", run=_run_magic,

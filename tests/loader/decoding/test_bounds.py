@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ImageDecoder
+from penstock.benchmarks.fuzz.seeds import lossless_jpeg
 from penstock.loader.decoding.decode import field_decoder
 from penstock.loader.decoding.images.kind import image_size
 from penstock.loader.errors import DecodeError, MemoryLimitError
@@ -99,16 +100,6 @@ def test_a_jpeg_that_claims_more_pixels_than_its_bytes_can_hold_is_refused_undec
 def test_a_large_jpeg_of_one_colour_is_decoded() -> None:
     black = encode(".jpg", 4100, 4100, cv2.IMWRITE_JPEG_QUALITY, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
     assert decode("x.jpg", black).shape == (4100, 4100, 3)
-
-
-def lossless_jpeg(height: int, width: int, before_the_frame: bytes) -> bytes:
-    """A grey image, RGB, whose samples are all as predicted: one bit each, of the only code that there is."""
-    components = b"".join(bytes((name, 0x11, 0)) for name in b"RGB")
-    frame = struct.pack(">HBHHB", 17, 8, height, width, 3) + components
-    codes = struct.pack(">HB16BB", 20, 0, 1, *[0] * 15, 0)
-    scan = struct.pack(">HB", 12, 3) + b"R\0G\0B\0" + b"\1\0\0"
-    head = b"\xff\xd8" + before_the_frame + b"\xff\xc3" + frame
-    return head + b"\xff\xc4" + codes + b"\xff\xda" + scan + bytes(-(-3 * height * width // 8)) + b"\xff\xd9"
 
 
 COMMENT = b"\xff\xfe\0\6\xff\xc0.."
