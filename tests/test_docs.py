@@ -9,6 +9,9 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from started_process import started_process
+from torchrun import run_ranks
 
 import penstock.storage.resolve
 from penstock import DistributedDataLoader, ImageDecoder, pack
 from penstock.cli import COMMANDS, run
+from penstock.loader import audit
 from penstock.storage import MemoryStore, Store
 from penstock.storage.clients.remote import RemoteStore
 
@@ -65,6 +71,16 @@ def object_stores() -> Iterator[None]:
 
 
 def _make_data() -> None:
+    bucket = _bucket()
+    for root in ("s3-public", "gs-bucket", "az-container", "https-example.org"):
+        rows, options = bucket["train"]
+        pack(rows, f"mem://docs-{root}/train/", **options)
+    for name, (rows, options) in bucket.items():
+        pack(rows, f"mem://docs-s3-bucket/{name}/", **options)
+
+
+def _bucket() -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """The data sets of the pages' bucket, by name: samples, and how they are packed."""
     cv2 = pytest.importorskip("cv2", reason="install penstock[images]")
     rng = np.random.default_rng(0)
     photos = [
@@ -80,13 +96,14 @@ def _make_data() -> None:
         for i in range(20_000)
     ]
     tokens = [np.append(rng.integers(1, 50_000, 999), 0) for _ in range(50)]
-    for root in ("s3-bucket", "s3-public", "gs-bucket", "az-container", "https-example.org"):
-        pack(photos, f"mem://docs-{root}/train/", shard_bytes=150_000)
-    pack(photos, "mem://docs-s3-bucket/imagenet/train/")
-    pack(clicks, "mem://docs-s3-bucket/clicks/", format="parquet", shard_bytes=60_000)
-    pack(tokens, "mem://docs-s3-bucket/tokens/", format="tokens", seq_len=100)
-    for name, count in (("web", 300), ("code", 90)):
-        pack(({"text": f"{name} {i}"} for i in range(count)), f"mem://docs-s3-bucket/{name}/", format="parquet")
+    texts = {name: [{"text": f"{name} {i}"} for i in range(count)] for name, count in (("web", 300), ("code", 90))}
+    return {
+        "train": (photos, {"shard_bytes": 150_000}),
+        "imagenet/train": (photos, {}),
+        "clicks": (clicks, {"format": "parquet", "shard_bytes": 60_000}),
+        "tokens": (tokens, {"format": "tokens", "seq_len": 100}),
+        **{name: (rows, {"format": "parquet"}) for name, rows in texts.items()},
+    }
 
 
 @pytest.mark.slow
@@ -117,6 +134,73 @@ def test_every_python_block_of_the_documentation_runs(
     gc.collect()
 
 
+FOR_RANKS = [
+    pytest.param(page, line, code, id=f"{page.relative_to(ROOT)}:{line + 1}")
+    for page in PAGES
+    for line, mark, code in python_blocks(page.read_text())
+    if mark == "torchrun"
+]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / name for name in ("start.md", "loader.md", "trainer.md", "resume.md")]
+)
+def test_pages_that_speak_of_torchrun_mark_the_script_for_it(page: Path) -> None:
+    assert "torchrun" in [mark for _, mark, _ in python_blocks(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "line", "code"), FOR_RANKS)
+def test_scripts_for_ranks_run_under_torchrun(page: Path, line: int, code: str, tmp_path: Path) -> None:
+    script = _script(page, line, code, tmp_path)
+    done = run_ranks(2, script, timeout_s=250, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_pages_script_resumes_after_a_kill_on_other_ranks_and_counts_each_sample_once(
+    tmp_path: Path,
+) -> None:
+    kill_at = 41 * 96 + 20 * 96  # in the second epoch
+    page = ROOT / "docs" / "start.md"
+    [(line, code)] = [(line, code) for line, mark, code in python_blocks(page.read_text()) if mark == "torchrun"]
+    script = _script(page, line, code, tmp_path)
+    slow = script.with_name("slow.py")  # the same script, which the test can catch in mid-epoch
+    slow.write_text(script.read_text().replace("step += 1", "step += 1; import time; time.sleep(0.02)"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(slow)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with started_process(launcher, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as ranks:
+        while _reached(tmp_path / "ranks.pt") < kill_at:
+            assert ranks.poll() is None, "the ranks ended before they were to be killed"
+            time.sleep(0.01)
+    assert kill_at <= _reached(tmp_path / "ranks.pt") < 2 * 41 * 96
+    done = run_ranks(3, script, timeout_s=250, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = audit(tmp_path / "audit-ranks")
+    assert report.is_exact, report
+    assert [epoch.delivered for epoch in report.epochs] == [41 * 96] * 2
+
+
+def _script(page: Path, line: int, code: str, folder: Path) -> Path:
+    """A page's script as a file, with the data that the page made before it, or that lie in its bucket."""
+    script = folder / "train.py"
+    script.write_text(code.replace("s3://bucket/", f"{folder}/bucket/"))
+    before = [(at, made) for at, mark, made in python_blocks(page.read_text()) if at < line and "pack(" in made]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        for at, made in before:
+            exec(compile("\n" * at + made, str(page), "exec"), {"__name__": "example"})
+    if "s3://bucket/" in code:
+        for name, (rows, options) in _bucket().items():
+            pack(rows, folder / "bucket" / name, **options)
+    return script
+
+
+def _reached(saved: Path) -> int:
+    """The samples of all epochs up to the checkpoint that lies there; 0 without one."""
+    if not saved.exists():
+        return 0
+    state = torch.load(saved)["loader"]
+    return int(state["epoch"] * 41 * 96 + state["consumed"])
+
+
 def _write_sources(folder: Path) -> None:
     """What the examples pack."""
     for kind in ("ants", "bees"):
@@ -133,7 +217,7 @@ def test_what_is_not_run_says_why(page: Path) -> None:
     text = page.read_text()
     for found in _FENCE.finditer(text):
         if found[1] == "python":
-            assert found[2].strip() in ("", "no-run"), found[0]
+            assert found[2].strip() in ("", "no-run", "torchrun"), found[0]
         if found[1] == "python" and found[2].strip() == "no-run":
             before = text[: found.start()].rstrip().rpartition("\n")[2]
             assert re.fullmatch(r"<!-- no-run: .+ -->", before), found[0]
@@ -231,3 +315,20 @@ def test_the_options_of_a_command_are_those_of_its_section_and_the_common_ones(
         assert own - common <= named_in(section), command
         options |= own
     assert options_in_tables(section) <= options
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(name, options) of each command line of penstock that a page shows; what stands behind two spaces is prose."""
+    for found in _FENCE.finditer(text):
+        if found[1] not in ("python", "toml"):
+            for name, rest in re.findall(rf"^penstock ({'|'.join(COMMANDS)})\b(.*)$", found[3], re.MULTILINE):
+                yield name, re.findall(_OPTION, re.split(r"  |#", rest)[0])
+
+
+def test_commands_that_pages_show_have_these_options(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {name: options_of([name], capsys) for name in COMMANDS if name != "state"}
+    known["bench"] |= options_of(["bench", "--quick"], capsys) | {"--quick", "--full"}
+    shown = [(page, name, options) for page in PAGES for name, options in commands(page.read_text())]
+    assert len(shown) > 20
+    for page, name, options in shown:
+        assert set(options) <= known[name], (page.name, name, options)
