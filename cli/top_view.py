@@ -149,11 +149,12 @@ def _columns(view: View) -> list[_Column]:
     if any("power_w" in one.gpu for one in ranks):
         found.append(_Column("GPU\npower", lambda one: _watts(one.gpu.get("power_w")), 1))
     for number, (name, title) in enumerate(_TRAFFIC.items()):
-        if any(one.traffic.get(name, 0) >= 1 for one in ranks):
+        if any(one.traffic.get(name, 0) >= _WORTH_TELLING for one in ranks):
             found.append(_Column(title, partial(_traffic, name), 1 - 0.1 * number))
     return found
 
 
+_WORTH_TELLING = 100 << 10  # bytes a second
 _TRAFFIC = {
     "network_received_bytes_per_s": "network\nin, a second",
     "disk_read_bytes_per_s": "disk reads\na second",
