@@ -148,7 +148,7 @@ CASES = {
     for case in (
         Case(
             name="bytes-6k",
-            title="bytes, 6 KB a sample",
+            title="raw bytes, 6 KB",
             samples=60_000,
             batch_size=256,
             decode="none",
@@ -158,7 +158,7 @@ CASES = {
         ),
         Case(
             name="bytes-40k",
-            title="bytes, 40 KB a sample",
+            title="raw bytes, 40 KB",
             samples=8_000,
             batch_size=64,
             decode="none",
@@ -169,7 +169,7 @@ CASES = {
         ),
         Case(
             name="bytes-1m",
-            title="bytes, 1 MB a sample",
+            title="raw bytes, 1 MB",
             samples=400,
             batch_size=8,
             decode="none",
@@ -179,7 +179,7 @@ CASES = {
         ),
         Case(
             name="images",
-            title="photos, decoded to 224 px",
+            title="photos, cropped to 224 px",
             samples=6_000,
             batch_size=64,
             decode="224",
@@ -188,7 +188,7 @@ CASES = {
         ),
         Case(
             name="tokens",
-            title="tokens, 2,048 a sample, as int64",
+            title="tokens, 2,048 per sample",
             samples=65_536,
             batch_size=64,
             decode="auto",
@@ -198,7 +198,7 @@ CASES = {
         ),
         Case(
             name="rows",
-            title="click log, 40 columns, parquet",
+            title="click log, 40 columns of Parquet",
             samples=1_000_000,
             batch_size=4096,
             decode="none",
@@ -207,7 +207,7 @@ CASES = {
         ),
         Case(
             name="rows-packed",
-            title="the same, packed by hand for peers",
+            title="click log, packed by hand",
             samples=1_000_000,
             batch_size=4096,
             decode="none",
@@ -217,7 +217,7 @@ CASES = {
         ),
         Case(
             name="jsonl",
-            title="text, JSON lines of 1 KB",
+            title="lines of JSON, 1 KB",
             samples=200_000,
             batch_size=256,
             decode="none",

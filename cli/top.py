@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +18,21 @@ from ..storage.telling.timeline import Event, write_chrome_trace
 from ..trainer.errors import TrainerError
 from ..trainer.report.pages.run_log import find_log, read_last, read_run
 from ..trainer.report.pages.summary import describe_state
-from ..trainer.report.status.rank_status import FOLDER, RankStatus, Silence, read_ranks
+from ..trainer.report.status.rank_status import FOLDER, RankStatus, Silence, find_failed, read_ranks
 from ..trainer.report.status.survey import Survey, survey
 from ..trainer.report.status.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
 from .common import Flag, console, format_count, parse, print_json
+from .keys import Keys
+from .screen import shown
 from .top_view import View, show_view
+from .words import did_you_mean
 
 _EVERY_S = 1.0
+_REMEMBERED = 120  # rates of a rank, one a second
 _GLANCE_S = 0.1
+_OTHER_LINES = 12  # of a view, besides its rows
+_LEAVING = "q or Ctrl-C ends this view, and the run goes on."
+_WAITING = "If it starts again, it is shown here. q or Ctrl-C ends this view."
 _PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer; or to write at all
 
 
@@ -34,7 +42,8 @@ class TopArguments:
     change.
 
     Each rank writes a small file into the run's output_dir; where nodes share no disk, a node shows its own ranks.
-    Ctrl-C ends it, and the run goes on. In a pipe it prints one view.
+    It waits for a run that has not begun, and shows it until its training ends. q or Ctrl-C ends the view, and the run
+    goes on. In a pipe it prints one view.
 
     example:  penstock top runs/digits
     """
@@ -57,19 +66,19 @@ class TopArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(TopArguments, "top", arguments)
-    folder = _find_run(Path(given.run))
+    path = Path(given.run)
     if given.timeline is None and given.seconds != TopArguments.seconds:
         raise ConfigError("--seconds without --timeline, which it is for; add that")
     if given.timeline is not None:
-        return _record_timeline(folder, Path(given.timeline), given.seconds)
+        return _record_timeline(_find_run(path), Path(given.timeline), given.seconds)
     if given.json:
-        print_json(_describe(folder))
+        print_json(_describe(_find_run(path)))
         return 0
     if given.once or not sys.stdout.isatty():
-        show_view(console(), _look_once(folder))
+        show_view(console(), _look_once(_find_run(path)))
         return 0
     try:
-        _watch(folder)
+        _watch(path)
     except KeyboardInterrupt:  # the usual way to leave
         print()
     return 0
@@ -89,40 +98,61 @@ def _find_run(path: Path) -> Path:
     return log.parent
 
 
-def _look(folder: Path, silence: Silence) -> View:
-    """What there is to see; ``silence`` is kept between calls."""
-    ranks = read_ranks(folder)
-    silent_s = silence.note(ranks)
-    found = survey(ranks, time.time(), silent_s=silent_s)
-    is_running = any(one.state in ("starting", "training", "idle") and one.rank not in found.stale for one in ranks)
-    return View(
-        name=str(folder),
-        ranks=ranks,
-        survey=found,
-        last=read_last(folder / "metrics.jsonl", "train"),
-        state="" if is_running else _explain(folder, ranks, found),
-    )
+class Looker:
+    """Looks at a run again and again. Mutable state: who was silent since when, and the rates of the last looks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._silence = Silence()
+        self._rates: dict[int, deque[float]] = {}
+
+    def look(self) -> View:
+        """What there is to see."""
+        folder = self._folder
+        ranks = read_ranks(folder)
+        silent_s = self._silence.note(ranks)
+        found = survey(ranks, time.time(), silent_s=silent_s)
+        is_running = any(one.state in ("starting", "training", "idle") and one.rank not in found.stale for one in ranks)
+        for one in ranks if is_running else ():
+            rate = one.steps_per_s if one.samples_per_s is None else one.samples_per_s
+            self._rates.setdefault(one.rank, deque(maxlen=_REMEMBERED)).append(rate)
+        return View(
+            name=str(folder),
+            ranks=ranks,
+            survey=found,
+            last=read_last(folder / "metrics.jsonl", "train"),
+            state="" if is_running else _explain(folder, ranks, found),
+            rates={rank: list(rates) for rank, rates in self._rates.items()},
+        )
 
 
 def _look_once(folder: Path) -> View:
     """What there is to see. Hosts' clocks differ: a rank that is silent by them gets the time to write another file."""
-    silence = Silence()
-    view = _look(folder, silence)
+    looker = Looker(folder)
+    view = looker.look()
     periods_s = [one.every_s for one in view.ranks if one.rank in view.survey.stale]
     deadline_s = time.monotonic() + min(2 * max(periods_s, default=0.0), _PATIENCE_S)
     while view.survey.stale and time.monotonic() < deadline_s:
         time.sleep(_GLANCE_S)
-        view = _look(folder, silence)
+        view = looker.look()
     return view
 
 
 def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
-    """Why nobody trains here."""
-    failed = [one for one in ranks if one.state == "failed"]
-    if failed:
-        first = min(failed, key=lambda one: one.time)
-        return f"The run failed. Rank {first.rank} on {first.host}: {first.error}"
+    """Why nobody trains here, and where a new start goes on."""
     path = folder / "metrics.jsonl"
+    failed = find_failed(ranks)
+    if failed is not None:
+        saved = read_last(path, "checkpoint")
+        then = f" The last save is of step {saved['step']:,}." if saved is not None else ""
+        error = failed.error.rstrip(" .\n")
+        return f"The run failed. Rank {failed.rank} on {failed.host}: {error}.{then}"
+    stopped = [one for one in ranks if one.state == "stopped"]
+    if stopped:
+        one = min(stopped, key=lambda each: " " in each.stopped_by)  # a signal's name, of the rank that got it
+        then = "nothing is saved" if one.resumes_at is None else f"a new start resumes at step {one.resumes_at:,}"
+        of = f" of {one.total_steps:,}" if one.total_steps else ""
+        return f"Stopped by {one.stopped_by} after step {one.step:,}{of}; {then}."
     told = describe_state(read_run(path), time.time(), ago="ago") if path.is_file() else ""
     if found.stale:
         return (
@@ -134,19 +164,40 @@ def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
     return told or "The run has ended."
 
 
-def _watch(folder: Path) -> None:
+def _watch(path: Path) -> None:
+    """Show the run until its training ends or somebody leaves; one that is not there, or failed, may start yet."""
     from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     screen = console()
-    silence = Silence()
-    with Live(console=screen, auto_refresh=False, transient=False) as live:
+    looker: Looker | None = None
+    with Keys() as keys, Live(console=screen, auto_refresh=False, transient=False) as live:
         while True:
-            view = _look(folder, silence)
-            live.update(Group(*view.render(screen.width, rows=max(4, screen.height - 8))), refresh=True)
-            if view.state and all(one.state in ("ended", "failed") for one in view.ranks):
+            if looker is None and _has_begun(path):
+                looker = Looker(_find_run(path))
+            if looker is None:
+                live.update(Text(f"{shown(str(path))}: {_describe_wait(path)}"), refresh=True)
+            else:
+                view = looker.look()
+                is_over = bool(view.ranks) and all(one.state == "ended" for one in view.ranks)
+                hint = () if is_over else (Text(""), Text(_WAITING if view.state else _LEAVING, style="dim"))
+                rows = max(4, screen.height - _OTHER_LINES)
+                live.update(Group(*view.render(screen.width, rows=rows), *hint), refresh=True)
+                if is_over:
+                    return
+            if "q" in keys.wait(_EVERY_S).lower():
                 return
-            time.sleep(_EVERY_S)
+
+
+def _describe_wait(path: Path) -> str:
+    near = did_you_mean(path.name, (one.name for one in path.parent.glob("*") if _has_begun(one)))
+    return f"waiting for a run to begin there{near}. q or Ctrl-C ends the wait."
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether there is a run to look at. A file that is none is told of at once, as an error."""
+    return path.is_file() or (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file()
 
 
 def _describe(folder: Path) -> Mapping[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -13,21 +14,27 @@ from rich.text import Text
 
 from ..trainer.report.status.rank_status import RankStatus
 from ..trainer.report.status.survey import Survey
+from .rank_pictures import LEAST_WIDTH, MOST_WIDTH, list_pictures
 from .screen import format_bytes, format_count, shown, wrapped
 
 _GAP = 2
+_BESIDE_PICTURES = 2.0  # columns that are kept less give way to pictures
 _SPACE = "\u00a0"  # inside what must stay on one line
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One moment of a run; ``state`` says why nobody trains, and is empty while somebody does."""
+    """One moment of a run; ``state`` says why nobody trains, and is empty while somebody does.
+
+    ``rates`` are those of the moments before, by rank: samples per second, or steps where no samples are counted.
+    """
 
     name: str
     ranks: Sequence[RankStatus]
     survey: Survey
     last: Mapping[str, Any] | None
     state: str
+    rates: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     def render(self, width: int, rows: int | None = None) -> Iterator[RenderableType]:
         """The view, at most so wide; of more than ``rows`` ranks those that need attention most."""
@@ -35,7 +42,7 @@ class View:
         if self.ranks:
             yield Text("")
             shown_ranks = sorted(self.ranks, key=lambda one: (_urgency(one, self.survey), one.rank))[:rows]
-            yield _table(sorted(shown_ranks, key=lambda one: one.rank), self, width)
+            yield from _table(sorted(shown_ranks, key=lambda one: one.rank), self, width)
             if len(shown_ranks) < len(self.ranks):
                 yield Text(f"and {len(self.ranks) - len(shown_ranks)} more ranks", style="dim")
         remarks = list(_remarks(self))
@@ -65,7 +72,7 @@ def _head(view: View) -> str:
     if step is not None:
         parts.append(f"step {step:,}{f' of {total:,}' if total else ''}")
     if view.ranks:
-        parts.append(f"epoch {max(one.epoch for one in view.ranks)}")
+        parts.append(f"{format_count(max(one.epoch for one in view.ranks), 'epoch')} done")
         hosts = len({one.host for one in view.ranks})
         parts.append(format_count(view.survey.world_size, "rank") + (f" on {hosts} hosts" if hosts > 1 else ""))
     if view.survey.step_s:
@@ -87,12 +94,32 @@ Cell = Callable[[RankStatus], str]
 
 @dataclass(frozen=True)
 class _Column:
-    """``keep``: the higher, the later it gives way to a narrow terminal."""
+    """``keep``: the higher, the later it gives way to a narrow terminal. A title may have two lines."""
 
     title: str
     cell: Cell
-    keep: int
+    keep: float
     justify: str = "right"
+
+    def width(self, ranks: Sequence[RankStatus]) -> int:
+        return max(map(len, (*self.title.split("\n"), *(self.cell(one) for one in ranks))))
+
+
+_BOUND = {
+    "consumer": "training",
+    "open": "opening chunks",
+    "assemble": "gathering rows",
+    "decode": "decoding",
+    "copy": "copying to device",
+}
+
+
+def _traffic(name: str, one: RankStatus) -> str:
+    return _bytes(one.traffic.get(name))
+
+
+def _bound(one: RankStatus) -> str:
+    return shown(_BOUND.get(one.bottleneck, one.bottleneck))[:18]
 
 
 def _columns(view: View) -> list[_Column]:
@@ -106,36 +133,64 @@ def _columns(view: View) -> list[_Column]:
         found.append(_Column("samples/s", lambda one: _number(one.samples_per_s), 9))
     else:
         found.append(_Column("steps/s", lambda one: f"{one.steps_per_s:.3g}", 9))
-    found.append(_Column("data", lambda one: _share(one.data_wait_share), 10))
+    found.append(_Column("waits\non data", lambda one: _share(one.data_wait_share), 10))
     if view.survey.waits:
-        found.append(_Column("others", lambda one: _share(view.survey.waits.get(one.rank)), 6))
+        found.append(_Column("waits\non ranks", lambda one: _share(view.survey.waits.get(one.rank)), 6))
     if any(one.recent for one in ranks):
-        found.append(_Column("ready", lambda one: str(one.recent.get("ready_batches", "")), 5))
-        found.append(_Column("limit", lambda one: shown(one.bottleneck)[:18], 7, "left"))
+        found.append(_Column("batches\nready", lambda one: str(one.recent.get("ready_batches", "")), 5))
+        found.append(
+            _Column("limited by", lambda one: shown(_BOUND.get(one.bottleneck, one.bottleneck))[:18], 7, "left")
+        )
     found.append(_Column("memory", lambda one: _bytes(one.memory.get("host_memory_bytes")), 8))
     if any("utilisation" in one.gpu for one in ranks):
         found.append(_Column("GPU", lambda one: _share(one.gpu.get("utilisation")), 8))
     if any("device_memory_reserved_bytes" in one.memory for one in ranks):
         found.append(_Column("GPU mem", lambda one: _bytes(one.memory.get("device_memory_reserved_bytes")), 4))
+    if any("power_w" in one.gpu for one in ranks):
+        found.append(_Column("GPU\npower", lambda one: _watts(one.gpu.get("power_w")), 1))
+    for number, (name, title) in enumerate(_TRAFFIC.items()):
+        if any(one.traffic.get(name, 0) >= _WORTH_TELLING for one in ranks):
+            found.append(_Column(title, partial(_traffic, name), 1 - 0.1 * number))
     return found
 
 
-def _table(ranks: Sequence[RankStatus], view: View, width: int) -> Table:
-    columns = _columns(view)
-    cells = {id(column): [column.cell(one) for one in ranks] for column in columns}
+_WORTH_TELLING = 100 << 10  # bytes a second
+_TRAFFIC = {
+    "network_received_bytes_per_s": "network\nin, a second",
+    "disk_read_bytes_per_s": "disk reads\na second",
+    "disk_written_bytes_per_s": "disk writes\na second",
+    "network_sent_bytes_per_s": "network\nout, a second",
+}
+
+
+def _table(ranks: Sequence[RankStatus], view: View, width: int) -> Iterator[RenderableType]:
+    """A row a rank: its numbers, and pictures beside them where there is room."""
+    columns, pictures = _columns(view), list_pictures(ranks, view.rates)
 
     def needs() -> int:
-        return sum(max(map(len, (each.title, *cells[id(each)]))) + _GAP for each in columns) - _GAP
+        return sum(column.width(ranks) + _GAP for column in columns) - _GAP
 
-    while needs() > width and len(columns) > 2:
-        columns.remove(min(columns, key=lambda column: column.keep))
+    def fit(room: int, least: float) -> None:
+        while needs() > room and min(column.keep for column in columns) < least:
+            columns.remove(min(columns, key=lambda column: column.keep))
+
+    fit(width - len(pictures) * (LEAST_WIDTH + _GAP), _BESIDE_PICTURES)
+    fit(width, 98)
+    each = 0
+    while pictures and (each := (width - needs()) // len(pictures) - _GAP) < LEAST_WIDTH:
+        pictures.pop()
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(Text(column.title), justify=column.justify, no_wrap=True)  # type: ignore[arg-type]
-    for row, one in enumerate(ranks):
+        title = Text(column.title, justify=column.justify)  # type: ignore[arg-type]
+        table.add_column(title, justify=column.justify, no_wrap=True)  # type: ignore[arg-type]
+    for picture in pictures:
+        table.add_column(Text(picture.title), no_wrap=True)
+    for one in ranks:
         style = {0: "red", 1: "yellow"}.get(_urgency(one, view.survey))
-        table.add_row(*(Text(cells[id(column)][row]) for column in columns), style=style)
-    return table
+        numbers = (Text(column.cell(one)) for column in columns)
+        table.add_row(*numbers, *(picture.draw(one, min(each, MOST_WIDTH)) for picture in pictures), style=style)
+    yield table
+    yield from (picture.legend for picture in pictures if picture.legend is not None)
 
 
 def _urgency(one: RankStatus, found: Survey) -> int:
@@ -207,6 +262,10 @@ def _number(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
+
+
+def _watts(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f} W"
 
 
 def _bytes(value: float | None) -> str:

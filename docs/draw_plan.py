@@ -26,12 +26,12 @@ def main() -> None:
     plan = EpochPlan(sizes, Order(seed=3, lanes=LANES, window=2), 0)
     mpl.rcParams.update({"font.size": 9, "font.family": "DejaVu Sans", "svg.hashsalt": "penstock"})
     figure, axes = plt.subplots(3, 1, figsize=(8.6, 6.0), height_ratios=[1, 1, 5.2], layout="constrained")
-    draw_strip(axes[0], sizes, shard_of, "The data set: shards of uneven size, cut into chunks")
+    draw_strip(axes[0], sizes, shard_of, "The data set: shards of uneven size, a colour each, cut into chunks")
     chunks = plan.pieces.chunks
-    draw_strip(axes[1], sizes[chunks], shard_of[chunks], "1  The epoch's stream: chunks in seeded order")
+    title = f"The epoch's stream: its chunks in a seeded order, cut (black) into {LANES} lanes of equal length"
+    draw_strip(axes[1], sizes[chunks], shard_of[chunks], title)
     for cut in plan.lane_starts[1:-1]:
         axes[1].axvline(cut, color="black", lw=1.1, ymin=-0.05, ymax=1.05, clip_on=False)
-    axes[1].set_title("2  cut into 8 lanes of equal length", loc="right", fontsize=9)
     draw_lanes(axes[2], plan, shard_of)
     figure.savefig(Path(__file__).with_name("plan.svg"), metadata={"Date": None})
 
@@ -69,7 +69,7 @@ def draw_lanes(axis: plt.Axes, plan: EpochPlan, shard_of: np.ndarray) -> None:
     for rank in range(WORLD_SIZE):
         own = np.unique(rank_segments(bounds, plan.turns, rank, WORLD_SIZE).lane)
         middle = (own.min() + own.max() + 1) / 2
-        axis.text(-0.6, middle, f"6  rank {rank}", rotation=90, ha="right", va="center", fontweight="bold")
+        axis.text(-0.6, middle, f"rank {rank}", rotation=90, ha="right", va="center", fontweight="bold")
     axis.axhline(LANES / 2, color="black", lw=1.5)
     longest = int(np.diff(plan.lane_starts).max())
     axis.set(xlim=(0, longest), ylim=(LANES, 0), yticks=np.arange(LANES) + 0.5, yticklabels=range(LANES))
@@ -78,7 +78,9 @@ def draw_lanes(axis: plt.Axes, plan: EpochPlan, shard_of: np.ndarray) -> None:
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     axis.set_title(
-        "3  Samples of a window (dotted) are mixed      4, 5  Boxes: global batches 0, 1, 2 of 20 samples",
+        "The lanes' samples, mixed in windows of a few chunks (to a dotted line).\n"
+        f"Boxes: the first {STEPS} global batches of {GLOBAL_BATCH} samples (black, grey, light), shared by "
+        f"{WORLD_SIZE} ranks",
         loc="left",
         fontsize=9,
         fontweight="bold",

@@ -40,6 +40,7 @@ from .report.records import Callbacks as Callbacks
 from .report.records import CheckpointRecord as CheckpointRecord
 from .report.records import EndRecord as EndRecord
 from .report.records import EvaluationRecord as EvaluationRecord
+from .report.records import FailureRecord as FailureRecord
 from .report.records import NoteRecord as NoteRecord
 from .report.records import Observer as Observer
 from .report.records import ResumeRecord as ResumeRecord

@@ -217,11 +217,13 @@ class DistributedTrainer:
                     self._saver.save(self.progress.step, self._gather_state(), blocking=False)
             self._tracer.finish()
             self._record_steps()
-            self._saver.finish(self.progress.step, self._gather_state(), stopped=stopped)
+            stopped_by = self._guard.stop_signal() if stopped else ""
+            self._saver.finish(self.progress.step, self._gather_state(), stopped_by=stopped_by)
             by_others = stopped and self.world.num_nodes > 1 and not self._guard.is_stop_requested()
         summary = self._recorder.finish(
             time.perf_counter() - started,
-            stopped=stopped,
+            stopped_by=stopped_by,
+            resumes_at=self.progress.step if stopped and self._saver.checkpointer is not None else None,
             by_others=by_others,
             metrics=self.progress.metrics,
             sent=self.compression.stats,

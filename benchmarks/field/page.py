@@ -11,13 +11,16 @@ from ..contenders import LIMIT, base_of
 from . import words
 from .plots import draw_rates, draw_ratios
 from .style import FIELD_STYLE
-from .summary import best_peer, is_ours, load_note, median, ratio
-from .table import by_speed, figure_of, lines_of, name_of_line, refusals
+from .summary import best_peer, is_ours, is_reckoned, load_note, median, ratio
+from .table import by_speed, figure_of, lines_of, refusals
 
 
 def draw_picture(found: Mapping[str, Any]) -> str:
     """The ratios of all cells as an SVG file, in light and dark, which other pages can show; "" without peers."""
-    plot = draw_ratios(found["cells"])
+    rounds, machine = found["settings"]["rounds"], found["machine"]
+    turns = "one round" if rounds == 1 else f"{rounds} rounds in turn"
+    where = f"{machine['cores']} cores of {words.short_cpu(machine['cpu'])}; {turns}"
+    plot = draw_ratios(found["cells"], ("First pass: penstock and the best other loader", where))
     head, _, rest = plot.partition(">")  # texts in it are escaped
     named = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" ', 1)
     return f"{named}><style>{STYLE}{FIELD_STYLE}</style>{rest}\n" if plot else ""
@@ -37,7 +40,8 @@ def _page(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"<title>penstock and other loaders</title><style>{STYLE}{FIELD_STYLE}</style></head><body>"
     yield "<header><h1>penstock and other loaders</h1>"
     yield f"<p>{escape(report['date'][:16].replace('T', ' '))} UTC. {machine['cores']} cores of "
-    yield f"{escape(machine['cpu'])}. {'One round' if rounds == 1 else f'Medians of {rounds} rounds'} in which "
+    turns = "One round" if rounds == 1 else f"Medians of {rounds} rounds"
+    yield f"{escape(words.short_cpu(machine['cpu']))}. {turns} in which "
     yield "contenders take turns, each run in a process of its own. "
     yield f"{escape(load_note(loads, machine['cores']).capitalize())}.</p></header><main>"
     yield from _tiles(cells)
@@ -52,17 +56,17 @@ def _page(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tiles(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    ratios = [
-        found for cell in cells if (found := ratio(cell["contenders"], best_peer(cell["contenders"]))) is not None
-    ]
-    limits = [found for cell in cells if (found := ratio(cell["contenders"], LIMIT)) is not None]
-    tiles = [("comparisons", str(len(cells)))]
+    """What the rows of the table come to."""
+    rows = [(cell["contenders"], ours) for cell, ours in lines_of(cells)]
+    found = [(ratio(each, best_peer(each, ours=ours), ours=ours), ratio(each, LIMIT, ours=ours)) for each, ours in rows]
+    ratios, limits = [one for one, _ in found if one is not None], [one for _, one in found if one is not None]
+    tiles = [("comparisons", str(len(rows)))]
     if ratios:
         ahead = sum(each >= 1 for each in ratios)
-        tiles += [("ahead of the best peer", f"{ahead} of {len(ratios)}")]
+        tiles += [("faster than the best other", f"{ahead} of {len(ratios)}")]
         tiles += [("least", words.times(min(ratios))), ("most", words.times(max(ratios)))]
     if limits:
-        tiles.append(("of the bare loop", f"{min(limits):.2f} to {max(limits):.2f}"))
+        tiles.append(("share of the bare loop", f"{min(limits):.2f} to {max(limits):.2f}"))
     yield "<dl class='tiles'>"
     yield from (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles)
     yield "</dl>"
@@ -71,39 +75,59 @@ def _tiles(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _ratio_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     plot = draw_ratios(cells)
     if plot:
-        yield "<section><h2>First pass, as a multiple of the best peer</h2><p class='hint'>The best peer is the one "
-        yield "whose first pass is fastest in that comparison; bytes objects are compared with bytes objects, views "
-        yield "with whatever is fastest. Dots are ratios of medians, bands the quartiles of the "
-        yield f"ratios within a round.</p><figure class='ratios'>{plot}</figure></section>"
+        yield "<section><h2>First pass, as a multiple of the best other loader</h2><p class='hint'>The best other "
+        yield "loader is the one whose first pass is fastest in that comparison; bytes objects are compared with bytes "
+        yield "objects, views with whatever is fastest. Dots are ratios of medians, bands the quartiles of the ratios "
+        yield "within a round. Data come from the local disk where nothing else is said.</p>"
+        yield f"<figure class='ratios'>{plot}</figure></section>"
 
 
-_COLUMNS = ["", "from", "penstock", "ratio", "of the loop", "best peer", "its"]
-_COLUMNS += ["CPU", "its", "loop's", "1st batch", "its"]
+_GROUPS = (
+    ("", ("",)),
+    (
+        "samples per second in the first pass",
+        ("penstock", "best other", "its name", "ratio", "bare loop", "share of it"),
+    ),
+    ("CPU time a sample", ("penstock", "best other", "bare loop")),
+    ("first batch after", ("penstock", "best other")),
+)
 
 
 def _overview_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """All comparisons as a table."""
-    yield "<section><h2>All comparisons</h2><p class='hint'>Samples per second in the first pass, CPU time a sample, "
-    yield "and the first batch; of penstock, the best peer and the bare loop.</p>"
-    heads = "".join(f"<th class='num'>{head}</th>" if head else "<th></th>" for head in _COLUMNS)
-    yield f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>"
+    yield "<section><h2>All comparisons</h2><p class='hint'>Medians of penstock, the best other loader and the bare "
+    yield f"loop. {_RECKONED}</p>"
+    groups = "".join(f"<th class='group' colspan='{len(names)}'>{group}</th>" for group, names in _GROUPS)
+    heads = "".join(f"<th class='num'>{head}</th>" for _, names in _GROUPS for head in names)
+    yield f"<div class='scroll'><table><thead><tr>{groups}</tr><tr>{heads}</tr></thead><tbody>"
     for cell, ours in lines_of(cells):
         each = cell["contenders"]
         peer = best_peer(each, ours=ours)
         limit = ratio(each, LIMIT, ours=ours)
+        rates = [_rate(each, name) for name in (ours, peer, LIMIT)]
         values = (
-            words.place_of(cell),
-            words.rate(figure_of(each, ours, "first_pass_per_s")),
-            words.times(ratio(each, peer, ours=ours)),
-            "–" if limit is None else f"{limit:.2f}",
+            *rates[:2],
             words.name_of(peer) if peer else "–",
-            words.rate(figure_of(each, peer, "first_pass_per_s")),
+            words.times(ratio(each, peer, ours=ours)),
+            rates[2],
+            "–" if limit is None else f"{limit:.2f}",
             *(words.microseconds(figure_of(each, name, "cpu_us_per_sample")) for name in (ours, peer, LIMIT)),
             *(words.seconds(figure_of(each, name, "first_batch_s")) for name in (ours, peer)),
         )
         row = "".join(f"<td class='num'>{escape(value)}</td>" for value in values)
-        yield f"<tr><th>{escape(name_of_line(cell, ours))}</th>{row}</tr>"
+        yield f"<tr><th>{escape(words.line_of(cell, ours))}</th>{row}</tr>"
     yield "</tbody></table></div></section>"
+
+
+_RECKONED = "~ marks a pass that was cut: what a whole one takes is reckoned from its start and its rate."
+
+
+def _rate(contenders: Mapping[str, Any], name: str | None) -> str:
+    """The rate of a first pass, marked where it was reckoned."""
+    if name is None or name not in contenders:
+        return "–"
+    told = words.rate(median(contenders[name]["summary"], "first_pass_per_s"))
+    return words.reckoned(told, is_reckoned(contenders[name]))
 
 
 _KEYS = (
@@ -116,7 +140,7 @@ _KEYS = (
 
 def _workload_section(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     data = cells[0]["data"]
-    yield f"<section><h2>{escape(cells[0]['title'])} <small>{data['samples']:,} samples, "
+    yield f"<section><h2>{escape(words.title_of(cells[0]))} <small>{data['samples']:,} samples, "
     yield f"{words.size(data['bytes'])} in {data['shards']} {escape(data['format'])} shards; "
     yield f"batches of {cells[0]['batch_size']:,}</small></h2>"
     yield "<ul class='keys'>"
@@ -144,7 +168,7 @@ def _table(cell: Mapping[str, Any]) -> str:
         entry = cell["contenders"][name]
         summary = entry["summary"]
         values = (
-            _spread(summary, "first_pass_per_s"),
+            words.reckoned(_spread(summary, "first_pass_per_s"), is_reckoned(entry)),
             words.rate(median(summary, "steady_per_s")),
             words.seconds(median(summary, "first_batch_s")),
             words.times(median(summary, "resume_ratio")),

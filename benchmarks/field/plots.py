@@ -13,13 +13,14 @@ from typing import Any
 
 from ..contenders import LIMIT
 from . import words
-from .summary import best_peer, is_ours, median, ratio, ratio_spread
-from .table import by_speed, lines_of, name_of_line
+from .summary import best_peer, is_ours, is_reckoned, median, ratio, ratio_spread
+from .table import by_speed, lines_of
 
 WIDTH = 360
-_NAME, _RIGHT = 126, 304  # bars begin, and end at most
+_NAME, _RIGHT = 126, 296  # bars begin, and end at most
 _ROW = 24
-_LOG_FROM = 8.0  # a linear axis would make bars this far apart invisible
+_HEAD, _FOOT = 66, 38  # of the ratios: what they are, and the axis
+_MANY_TIMES = 50.0  # from the least to the most, where an axis has room for powers of ten alone
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,18 @@ class Axis:
 
     def ticks(self) -> list[float]:
         if self.is_log:
-            first, last = math.floor(math.log10(self.low) + 1e-9), math.ceil(math.log10(self.high) - 1e-9)
-            step = max(1, -(-(last - first) // 4))
-            powers = [10.0**power for power in range(first, last + 1, step)]
-            return [power for power in powers if self.low * 0.999 <= power <= self.high * 1.001]
+            digits = (1, 2, 5) if self.high / self.low < _MANY_TIMES else (1,)
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            marks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+            return [mark for mark in marks if self.low * 0.999 <= mark <= self.high * 1.001]
         power = 10.0 ** math.floor(math.log10(self.high / 3))
         step_size = next(power * digit for digit in (1, 2, 5, 10) if self.high / (power * digit) <= 4)
         return [step_size * k for k in range(1 + int(self.high / step_size + 1e-9))]
 
 
 def rate_axis(values: Sequence[float], left: float = _NAME, right: float = _RIGHT) -> Axis:
-    """The axis for rates that are all above 0."""
-    high, low = max(values), min(values)
-    if high / low > _LOG_FROM:
-        return Axis(10.0 ** math.floor(math.log10(low / 1.5)), high, left, right, True)
-    return Axis(0.0, high, left, right, False)
+    """The axis for rates: from 0, so that a bar that is half as long is half as fast."""
+    return Axis(0.0, max(values), left, right, False)
 
 
 def draw_rates(cell: Mapping[str, Any]) -> str:
@@ -95,7 +93,8 @@ def _draw_row(cell: Mapping[str, Any], name: str, axis: Axis, top: float) -> lis
     steady = median(summary, "steady_per_s")
     if steady:
         parts.append(f'<circle class="steady" cx="{axis.x(steady):.1f}" cy="{y}" r="3.6"/>')
-    parts.append(f'<text class="end value {kind}" x="{WIDTH - 4}" y="{y + 4}">{words.rate(middle)}</text>')
+    told = words.reckoned(words.rate(middle), is_reckoned(cell["contenders"][name]))
+    parts.append(f'<text class="end value {kind}" x="{WIDTH - 4}" y="{y + 4}">{told}</text>')
     return parts
 
 
@@ -103,36 +102,41 @@ def _median(cell: Mapping[str, Any], name: str, kind: str) -> float:
     return median(cell["contenders"][name]["summary"], kind) or 0.0
 
 
-def draw_ratios(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Our first pass over that of the best peer, a line a cell, on a logarithmic axis; "" without peers."""
+def draw_ratios(cells: Sequence[Mapping[str, Any]], heading: Sequence[str] = ()) -> str:
+    """Our first pass over that of the best other loader, a line a cell, on a logarithmic axis; "" without others.
+
+    ``heading``: a title and a line of text above what the signs mean.
+    """
     rows = []
     for cell, ours in lines_of(cells):
         each = cell["contenders"]
         peer = best_peer(each, ours=ours)
         value, spread = ratio(each, peer, ours=ours), ratio_spread(each, peer, ours=ours)
         if peer is not None and value is not None and spread is not None:
-            rows.append((f"{name_of_line(cell, ours)}, {words.place_of(cell)}", words.name_of(peer), value, spread))
+            rows.append((words.line_of(cell, ours), words.name_of(peer), value, spread))
     if not rows:
         return ""
     ends = [end for _, _, value, spread in rows for end in (value, spread.low, spread.high)]
     low, high = min(0.5, min(ends) / 1.1), max(2.0, max(ends) * 1.1)
     axis = Axis(low, high, 10, WIDTH - 58, True)
-    bottom = 34 * len(rows) + 6
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {bottom + 20}" role="img" aria-label="'
-        + escape(
-            "Speed as a multiple of the best peer: " + ", ".join(f"{row[0]} {words.times(row[2])}" for row in rows)
-        )
-        + '">'
-    ]
-    for tick in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0):
-        if low <= tick <= high:
-            x = axis.x(tick)
-            mark = "even" if tick == 1.0 else "rule"
-            parts.append(f'<line class="{mark}" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}"/>')
-            parts.append(f'<text class="mid" x="{x:.1f}" y="{bottom + 15}">{tick:g}x</text>')
+    top = _HEAD if heading else 26
+    bottom = top + 34 * len(rows) + 6
+    told = ", ".join(f"{row[0]} {words.times(row[2])}" for row in rows)
+    label = escape(f"Speed as a multiple of the best other loader: {told}")
+    parts = [f'<svg viewBox="0 0 {WIDTH} {bottom + _FOOT}" role="img" aria-label="{label}">']
+    for line, (kind, text) in enumerate(zip(("title", "dim"), heading, strict=False)):
+        parts.append(f'<text class="{kind}" x="10" y="{16 + 17 * line}">{escape(text)}</text>')
+    parts += _draw_legend(top - 12)
+    for tick in axis.ticks():
+        x = axis.x(tick)
+        mark = "even" if tick == 1.0 else "rule"
+        parts.append(f'<line class="{mark}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
+        at = "" if x < axis.left + 14 else "mid"  # else the first label would be cut
+        parts.append(f'<text class="{at}" x="{x:.1f}" y="{bottom + 15}">{tick:g}x</text>')
+    axis_name = "times as fast as the best other loader (logarithmic)"
+    parts.append(f'<text class="mid" x="{(axis.left + axis.right) / 2:.1f}" y="{bottom + 32}">{axis_name}</text>')
     for row, (label, peer, value, spread) in enumerate(rows):
-        y, kind = row * 34 + 25, "good" if value >= 1 else "bad"
+        y, kind = top + row * 34 + 25, "good" if value >= 1 else "bad"
         against = f'<tspan class="dim">/ {escape(peer)}</tspan>'
         low_x, high_x = axis.x(spread.low), axis.x(spread.high)
         parts += [
@@ -143,3 +147,13 @@ def draw_ratios(cells: Sequence[Mapping[str, Any]]) -> str:
             f'<text class="value {kind}" x="{WIDTH - 50}" y="{y + 4}">{words.times(value)}</text>',
         ]
     return "".join((*parts, "</svg>"))
+
+
+def _draw_legend(y: float) -> list[str]:
+    """What dots and bands are, and their colours."""
+    return [
+        f'<circle class="dot good" cx="15" cy="{y - 4}" r="4.5"/><text x="24" y="{y}">faster</text>',
+        f'<circle class="dot bad" cx="73" cy="{y - 4}" r="4.5"/><text x="82" y="{y}">slower (medians)</text>',
+        f'<line class="spread good" x1="190" x2="204" y1="{y - 4}" y2="{y - 4}"/>',
+        f'<text x="212" y="{y}">quartiles of the rounds</text>',
+    ]

@@ -20,6 +20,8 @@ th { font-weight: 600; color: var(--c0); } tbody th { font-weight: 400; } blockq
 padding-left: 10px; border-left: 3px solid var(--rule); } dl.peers dt { color: var(--ink); font-size: 1rem;
 font-weight: 600; margin-top: 14px; } dl.peers dd { font-size: .92rem; margin: 0; max-width: 80ch; } a { color:
 var(--c0); overflow-wrap: anywhere; } .keys { gap: 4px 16px; } .key { padding-left: 38px; text-indent: -38px; }
-details { margin: 8px 0; } summary { cursor: pointer; color: var(--dim); } code { font-size: .88em; overflow-wrap:
+details { margin: 8px 0; } summary { cursor: pointer; color: var(--dim); } svg .title { fill: var(--ink); font-size:
+13px; font-weight: 700; } th.group { border-left: 1px solid var(--rule); padding-left: 8px; } th.group:first-child {
+border-left: 0; } code { font-size: .88em; overflow-wrap:
 anywhere; }
 """

@@ -174,6 +174,13 @@ def ratio_spread(
     return quartiles(ratios) if ratios else None
 
 
+def is_reckoned(entry: Mapping[str, Any], name: str = "first_pass_per_s") -> bool:
+    """Whether the median of a first pass is of passes that were cut, and reckoned from their starts."""
+    in_order = sorted(entry["rounds"], key=lambda each: each.get(name, 0.0))
+    middle = in_order[(len(in_order) - 1) // 2 : len(in_order) // 2 + 1]
+    return any(not each.get("whole_passes", 1) for each in middle)
+
+
 def load_note(loads: Sequence[float], cores: int) -> str:
     """How busy the machine was by other work, in words: one-minute loads before each round."""
     if not loads:

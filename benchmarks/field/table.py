@@ -39,7 +39,13 @@ def _print_overview(cells: Sequence[Mapping[str, Any]], screen: Console) -> None
     """A line a cell and kind of ours; in a wide terminal with the ratio's quartiles, and the ratio in steady state."""
     is_wide = screen.width >= _WIDE
     more = (("quartiles", "right"), ("steady", "right")) if is_wide else ()
-    heads = (("first pass", "left"), ("from", "left"), ("penstock", "right"), ("best peer", "left"), ("its", "right"))
+    heads = (
+        ("first pass", "left"),
+        ("from", "left"),
+        ("penstock", "right"),
+        ("best peer", "left"),
+        ("peer's", "right"),
+    )
     table = _table((*heads, ("ratio", "right"), ("of loop", "right"), *more))
     for cell, ours in lines_of(cells):
         each = cell["contenders"]
@@ -67,7 +73,7 @@ def _print_overview(cells: Sequence[Mapping[str, Any]], screen: Console) -> None
 def _print_costs(cells: Sequence[Mapping[str, Any]], screen: Console) -> None:
     """What a sample costs in CPU time, and how long the first batch takes: ours, the best peer's, the bare loop's."""
     heads = (("CPU a sample", "left"), ("from", "left"), ("penstock", "right"), ("peer's", "right"))
-    table = _table((*heads, ("loop's", "right"), ("1st batch", "right"), ("peer's", "right")))
+    table = _table((*heads, ("loop's", "right"), ("1st batch", "right"), ("peer's 1st", "right")))
     for cell, ours in lines_of(cells):
         each = cell["contenders"]
         peer = best_peer(each, ours=ours)
@@ -105,7 +111,7 @@ def figure_of(contenders: Mapping[str, Any], name: str | None, figure: str) -> f
 
 def print_cell(cell: Mapping[str, Any], screen: Console) -> None:
     """Every contender of a cell; the fastest first pass on top."""
-    screen.print(Text(f"{cell['title']}, {words.place_of(cell)}", style="bold"))
+    screen.print(Text(f"{words.title_of(cell)}, {words.place_of(cell)}", style="bold"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for head in ("samples/s", "first pass", "steady", "first batch", "resume", "CPU", "memory"):
         table.add_column(head, justify="left" if head == "samples/s" else "right", no_wrap=True)

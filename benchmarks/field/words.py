@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..contenders import GATHER, LIMIT, UNCHECKED, VIEWS
+from ..datasets import CASES
 
 NAMES = {
     LIMIT: "bare loop",
@@ -26,6 +27,18 @@ def name_of(contender: str) -> str:
 def kind_of(ours: str) -> str:
     """What sets one of our contenders apart, in short; "" where it is the plain one."""
     return _KINDS.get(ours, "")
+
+
+def title_of(cell: Mapping[str, Any]) -> str:
+    """What is read, by the name that it has now: results of before may have another."""
+    case = CASES.get(cell["workload"])
+    return str(cell["title"]) if case is None else case.title
+
+
+def line_of(cell: Mapping[str, Any], ours: str) -> str:
+    """A line of the page: "raw bytes, 40 KB, views, from S3 +20 ms, 2 ranks"; the local disk is not named."""
+    parts = [title_of(cell), kind_of(ours), place_of(cell).removeprefix("local").removeprefix(", ")]
+    return ", ".join(part.replace("s3", "from S3", 1) for part in parts if part)
 
 
 def place_of(cell: Mapping[str, Any]) -> str:
@@ -52,6 +65,16 @@ def rate(value: float | None) -> str:
             scaled = value / size
             return f"{scaled:.0f}{unit}" if scaled >= 99.95 else f"{scaled:.{1 if scaled >= 9.995 else 2}f}{unit}"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def short_cpu(name: str) -> str:
+    """The name of a processor without marks and clock."""
+    return name.replace("(R)", "").replace("(TM)", "").partition(" @ ")[0].removesuffix(" Processor")
+
+
+def reckoned(text: str, is_so: bool) -> str:
+    """The text of a figure, marked where it is not of whole passes."""
+    return f"~{text}" if is_so else text
 
 
 def tick(value: float) -> str:

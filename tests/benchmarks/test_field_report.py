@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import html
+import json
+import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,7 +16,7 @@ import pytest
 from canned_field import entry
 from rich.console import Console
 
-from penstock.benchmarks.contenders import LIMIT, OURS
+from penstock.benchmarks.contenders import LIMIT, OURS, VIEWS
 from penstock.benchmarks.field import words
 from penstock.benchmarks.field.cells import FieldConfig
 from penstock.benchmarks.field.page import draw_picture, render
@@ -22,6 +26,9 @@ from penstock.benchmarks.field.summary import (
 )
 from penstock.benchmarks.field.table import print_report
 from penstock.benchmarks.peers.catalogue import PEERS
+
+SVG = "{http://www.w3.org/2000/svg}"
+ROOT = Path(__file__).parents[2]
 
 
 def cell(workload: str, contenders: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -97,10 +104,10 @@ def test_the_page_shows_every_comparison_and_fetches_nothing(report: dict[str, A
     page = _Reader()
     page.feed(text)
     assert [head.strip() for head in page.heads] == [
-        "First pass, as a multiple of the best peer",
+        "First pass, as a multiple of the best other loader",
         "All comparisons",
-        "the workload bytes-40k",
-        "the workload tokens",
+        "raw bytes, 40 KB",
+        "tokens, 2,048 per sample",
         "Not measured",
         "How the others are set up",
         "How it is measured",
@@ -144,16 +151,89 @@ def test_the_report_fits_the_terminal(report: dict[str, Any], width: int, capsys
     assert ("quartiles" in out) == (width == 120)
 
 
-def test_bars_are_logarithmic_where_a_line_would_be_all_that_is_seen() -> None:
-    linear, wide = rate_axis([100.0, 50.0]), rate_axis([100.0, 5.0])
-    assert not linear.is_log
-    assert linear.x(50.0) - linear.left == pytest.approx((linear.right - linear.left) / 2)
-    assert linear.ticks()[0] == 0.0
-    assert wide.is_log
-    assert wide.left < wide.x(5.0) < wide.x(100.0) == pytest.approx(wide.right)
-    for axis in (linear, wide):
-        assert all(axis.left - 0.1 <= axis.x(tick) <= axis.right + 0.1 for tick in axis.ticks())
-        assert 2 <= len(axis.ticks()) <= 6
+@pytest.mark.parametrize("least", [50.0, 5.0, 0.01])
+def test_a_bar_that_is_half_as_long_is_half_as_fast(least: float) -> None:
+    axis = rate_axis([100.0, least])
+    whole = axis.x(100.0) - axis.left
+    assert whole == pytest.approx(axis.right - axis.left)
+    assert axis.x(least) - axis.left == pytest.approx(whole * least / 100)
+    assert axis.ticks()[0] == 0.0
+    assert all(axis.left - 0.1 <= axis.x(tick) <= axis.right + 0.1 for tick in axis.ticks())
+    assert 2 <= len(axis.ticks()) <= 6
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of the table of all comparisons."""
+    table = page[page.index("<h2>All comparisons") :].partition("</table>")[0]
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)]
+
+
+def test_the_tiles_are_of_the_rows_that_are_shown(report: dict[str, Any]) -> None:
+    views = report["cells"][0]["contenders"] | {VIEWS: entry(300.0, 300.0, 300.0), "spdl-view": entry(600.0)}
+    page = render(report | {"cells": [cell("bytes-40k", views), report["cells"][1]]})
+    tiles = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    _, _, *rows = rows_of(page)
+    ratios = [float(row[4].removesuffix("x")) for row in rows]
+    assert ratios == [2.0, 0.5, 2.0]  # bytes objects, views, tokens
+    assert tiles["comparisons"] == str(len(rows)) == "3"
+    assert tiles["faster than the best other"] == "2 of 3"
+    assert (tiles["least"], tiles["most"]) == ("0.50x", "2.00x")
+    assert tiles["share of the bare loop"] == "0.15 to 0.50"
+
+
+def test_every_column_says_whose_and_what_it_is(report: dict[str, Any]) -> None:
+    page = render(report)
+    groups, heads, *rows = rows_of(page)
+    assert groups == ["", "samples per second in the first pass", "CPU time a sample", "first batch after"]
+    spans = [int(span) for span in re.findall(r"colspan='(\d+)'", page)]
+    assert sum(spans) == len(heads) == len(rows[0])
+    starts = [sum(spans[:number]) for number in range(len(spans))]
+    for start, span in zip(starts, spans, strict=True):
+        assert len(set(heads[start : start + span])) == span  # no name twice
+    assert not {"its", "peer's", "loop's"} & set(heads)
+
+
+def test_passes_that_were_cut_are_marked_wherever_their_rates_stand(report: dict[str, Any]) -> None:
+    cut = copy.deepcopy(report["cells"][0])
+    for each in cut["contenders"]["litdata"]["rounds"]:
+        each["whole_passes"] = 0
+    page = render(report | {"cells": [cut]})
+    _, _, row = rows_of(page)
+    assert (row[1], row[2], row[5]) == ("1.00k", "~500", "2.00k")
+    assert page.count(">~500<") == 2  # in the table, and beside its bar
+    assert "~500 (475 to 525)" in page
+    assert "~ marks a pass that was cut" in page
+
+
+def test_the_picture_says_what_it_shows_and_names_rows_as_the_page_does(report: dict[str, Any]) -> None:
+    texts = ["".join(text.itertext()) for text in ElementTree.fromstring(draw_picture(report)).iter(f"{SVG}text")]
+    assert texts[0] == "First pass: penstock and the best other loader"
+    assert texts[1] == "4 cores of A <Fast> CPU; 3 rounds in turn"
+    for told in ("faster", "slower (medians)", "quartiles of the rounds", "0.5x", "1x", "2x"):
+        assert told in texts
+    assert "times as fast as the best other loader (logarithmic)" in texts
+    _, _, *rows = rows_of(render(report))
+    drawn = [text.partition(" / ")[0] for text in texts if " / " in text]
+    assert drawn == [html.unescape(row[0]) for row in rows[:2]]
+    assert drawn == ["raw bytes, 40 KB", "tokens, 2,048 per sample, from S3 +20 ms, 2 ranks"]
+
+
+def test_the_readme_has_the_figures_and_names_of_the_kept_results() -> None:
+    def read(name: str) -> dict[str, list[str]]:
+        _, _, *rows = rows_of(render(json.loads((ROOT / "benchmarks" / "results" / name).read_text())))
+        return {html.unescape(row[0]): row for row in rows}
+
+    known, epyc, newer = read("field.json"), read("field-epyc.json"), read("field-newer-xeon.json")
+    table = (ROOT / "README.md").read_text().partition("| | penstock | best other |")[2]
+    lines = [line.split(" | ") for line in table.splitlines()[2:] if line.startswith("| ")]
+    told = [line for line in lines if line[0].removeprefix("| ") in known]
+    assert len(told) == 9
+    for line in told:
+        name = line[0].removeprefix("| ")
+        row = known[name]
+        assert line[4:6] == [other[name][4] if name in other else "–" for other in (epyc, newer)]
+        assert line[1:4] == [f"**{row[1]}**", f"{row[2]} {html.unescape(row[3])}", row[4]]
+        assert line[6] == row[5]
 
 
 def test_numbers_are_said_as_people_read_them() -> None:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from written_statuses import write
 
 from penstock.cli import run
-from penstock.trainer.report.status.rank_status import RankStatus, status_path
-
-
-def write(folder: Path, rank: int = 0, world_size: int = 2, **values: Any) -> None:
-    """A rank that trains, as its status says."""
-    now_s = time.time()
-    start = {"host": "node-a", "pid": 7, "device": "cpu", "time": now_s, "every_s": 1.0, "began_s": now_s - 60}
-    seconds = {"fetch": 0.1, "forward": 3.0, "backward": 6.0}
-    rates = {"state": "training", "window_s": 10.0, "steps": 100, "step": 120, "phase": "backward", "seconds": seconds}
-    more = {"samples_per_s": 640.0, "total_steps": 500, "memory": {"host_memory_bytes": 1 << 30}}
-    recent = {"bottleneck": "consumer", "ready_batches": 12}
-    status = RankStatus(rank=rank, world_size=world_size, **{**start, **rates, **more, "recent": recent, **values})
-    (folder / "ranks").mkdir(exist_ok=True)
-    status_path(folder, rank).write_text(status.to_text())
+from penstock.cli.screen import Screen
+from penstock.cli.top import Looker
 
 
 def look(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> tuple[str, list[str]]:
@@ -54,11 +43,12 @@ def test_a_row_a_rank_says_what_it_does_and_a_sentence_what_to_change(
     write(folder, 0)
     write(folder, 1, seconds={"fetch": 0.1, "forward": 7.0, "backward": 2.0}, phase="forward", phase_s=3.2)
     text, lines = look(capsys, folder)
-    assert text.startswith("run step 120 of 500 epoch 0 2 ranks 1,280 samples/s 100 ms a step loss 0.25 ETA 1:02:03 ")
+    assert text.startswith("run step 120 of 500 0 epochs done 2 ranks 1,280 samples/s 100 ms a step loss 0.25 ETA 1:02")
     rows = [" ".join(line.split()) for line in lines]
-    assert "rank doing samples/s data others ready limit memory" in rows
-    assert "0 backward 640 1% 40% 12 consumer 1.0 GiB" in rows
-    assert "1 forward 3.2 s 640 1% 0% 12 consumer 1.0 GiB" in rows
+    assert "waits waits batches" in rows
+    assert "rank doing samples/s on data on ranks ready limited by memory" in rows
+    assert "0 backward 640 1% 40% 12 training 1.0 GiB" in rows
+    assert "1 forward 3.2 s 640 1% 0% 12 training 1.0 GiB" in rows
     assert "Rank 1 on node-a is slowest: 40 ms of 100 ms a step more than the others, in forward." in text
 
 
@@ -102,6 +92,32 @@ def test_a_rank_whose_clock_is_late_is_not_silent_while_it_writes(
     assert len(glances) == 3  # until there was a new file
 
 
+@pytest.mark.parametrize("width", [60, 80, 120, 160, 200, 240])
+def test_a_wide_terminal_is_used_for_what_the_time_goes_into_and_for_the_rate_over_time(
+    folder: Path, width: int
+) -> None:
+    for rank in range(2):
+        traffic = {"network_received_bytes_per_s": 3.0e6, "disk_read_bytes_per_s": 2.0e6}
+        write(folder, rank, traffic=traffic, memory={"host_memory_bytes": 1 << 30})
+    looker = Looker(folder)
+    looker.look()
+    view = looker.look()
+    screen = Screen(width=width, file=io.StringIO(), force_terminal=False)
+    for part in view.render(width):
+        screen.print(part)
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= width
+    row = next(line for line in lines if line.lstrip().startswith("0  backward"))
+    if width >= 160:
+        assert len(row.rstrip()) > 0.6 * width
+        assert "\u2588\u2588" in row  # its rate, twice the highest
+    if width >= 120:
+        bar = next(word for word in row.split() if word.startswith(("d", "fff")))
+        shares = {letter: bar.count(letter) / len(bar) for letter in "dfb\u00b7"}
+        assert shares == pytest.approx({"d": 0.01, "f": 0.3, "b": 0.6, "\u00b7": 0.09}, abs=0.06)
+        assert any("f forward" in line and "b backward" in line for line in lines)
+
+
 def test_many_columns_and_odd_names_fit_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory = {"host_memory_bytes": 900e9, "device_memory_reserved_bytes": 79e9}
     for rank in range(3):
@@ -111,6 +127,28 @@ def test_many_columns_and_odd_names_fit_eighty_columns(folder: Path, capsys: pyt
     text, lines = look(capsys, folder)
     assert "GPU" in text
     assert sum("evaluation fetch 206 min" in line for line in lines) == 3
+
+
+@pytest.mark.parametrize(("resumes_at", "then"), [(120, "a new start resumes at step 120"), (None, "nothing is saved")])
+def test_a_run_that_a_signal_stopped_says_which_and_where_it_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], resumes_at: int | None, then: str
+) -> None:
+    write(folder, 0, state="stopped", stopped_by="a signal that another rank got", resumes_at=resumes_at)
+    write(folder, 1, state="stopped", stopped_by="SIGTERM", resumes_at=resumes_at)
+    text, _ = look(capsys, folder)
+    assert f"Stopped by SIGTERM after step 120 of 500; {then}." in text
+    assert text.count(" stopped ") == 2
+
+
+def test_the_rank_that_failed_of_itself_is_named_and_the_last_save(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, 0, state="failed", error="StallError: rank 1 failed in forward: ValueError: no label", time=1.0)
+    write(folder, 1, state="failed", error="ValueError: no label", time=2.0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "checkpoint", "step": 100, "time": 1.0, "state": "written"}) + "\n")
+    text, _ = look(capsys, folder)
+    assert "The run failed. Rank 1 on node-a: ValueError: no label. The last save is of step 100." in text
 
 
 def test_a_run_that_ended_or_was_killed_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_a_job_that_is_stopped_saves_and_is_requeued_and_each_sample_comes_exact
 
     # No scheduled save was due: the run went on from the one that SIGTERM asked for.
     assert 7 <= stopped_at < EPOCHS * SAMPLES // 6
-    assert f"asked to stop: saved after step {stopped_at}" in job.log()
+    assert f"step {stopped_at}  stopped by SIGTERM: a new start resumes at step {stopped_at}" in job.log()
     assert job.look("Restarts") == "1"
     assert accounts(tmp_path) == ([2, 2], [(SAMPLES, 0, 0)] * EPOCHS)
     assert [account.replayed for account in audit(tmp_path / "audit").epochs] == [0] * EPOCHS

@@ -182,10 +182,10 @@ def test_the_progress_line_shows_loss_rate_speed_wait_and_time_to_go() -> None:
     line.close()
     first, second = stream.getvalue().splitlines()
     assert first.split("  ") == [
-        *("step 40/100", "epoch 2", "loss 0.125", "rate 0.001"),
-        *("512 samples/s", "data wait 3%", "ETA 1:01:40"),
+        *("step 40/100", "epoch 2", "loss 0.125", "512 samples/s", "ETA 1:01:40"),
+        *("data wait 3%", "learning rate 0.001"),
     ]
-    assert second == "step 40  evaluate: accuracy 0.75"
+    assert second == "step 40  evaluated:  accuracy 0.75"
 
 
 def test_the_table_of_times_adds_up_to_the_whole() -> None:

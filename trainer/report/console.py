@@ -5,15 +5,23 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from .records import Values
+from .records import Value, Values
+
+_GAP = "  "
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# Of these there is nothing to print: a note tells of the resume, and the error itself of a failure.
+_UNTOLD = ("start", "resume", "failure")
 
 
 class ProgressLine:
-    """The newest numbers on one line, overwritten on a terminal; elsewhere each time on a new line."""
+    """The newest numbers on one line, overwritten on a terminal, where it stays below what else is told.
+
+    Elsewhere each goes on a new line, more rarely.
+    """
 
     def __init__(self, *, every_s: float, total_steps: int | None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -21,56 +29,107 @@ class ProgressLine:
         self._every_s = every_s if self._on_terminal else 20 * every_s
         self._total = total_steps
         self._next = 0.0
+        self._newest: Sequence[str] = ()
         self._width = 0
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        if kind in ("start", "resume"):
-            return  # a note tells of the resume
+        if kind in _UNTOLD:
+            return
         if kind == "train":
+            self._newest = progress_parts(step, self._total, values) if self._on_terminal else ()
             if time.monotonic() < self._next:
                 return
             self._next = time.monotonic() + self._every_s
-            self._write(format_progress(step, self._total, values), over=self._on_terminal)
+            if self._on_terminal:
+                self._overwrite()
+            else:
+                self._stream.write(f"{format_progress(step, self._total, values)}\n")
         else:
-            text = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-            self._write(f"step {step}  {kind}: {text}", over=False)
+            if kind == "end":
+                self._newest = ()
+            self._stream.write(f"{self._erased()}step {step}{_GAP}{format_event(kind, values)}\n")
+            if self._newest:
+                self._overwrite()
+        self._stream.flush()
 
     def close(self) -> None:
         if self._width:
             self._stream.write("\n")
         self._stream.flush()
 
-    def _write(self, text: str, *, over: bool) -> None:
-        if over:
-            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be overwritten
-        padded = text.ljust(self._width)
-        self._stream.write(f"\r{padded}" if over else f"{chr(13) if self._width else ''}{padded}\n")
-        self._stream.flush()
-        self._width = len(text) if over else 0
+    def _overwrite(self) -> None:
+        text = ""
+        for part in self._newest:  # a line that wraps cannot be overwritten
+            longer = f"{text}{_GAP}{part}" if text else part
+            if len(longer) >= shutil.get_terminal_size().columns:
+                break
+            text = longer
+        self._stream.write(f"\r{text.ljust(self._width)}")
+        self._width = len(text)
+
+    def _erased(self) -> str:
+        """What takes the progress line away."""
+        width, self._width = self._width, 0
+        return f"\r{' ' * width}\r" if width else ""
 
 
 def format_progress(step: int, total_steps: int | None, values: Values) -> str:
-    """The progress line: step, epoch, loss, rate, speed, the share of time spent waiting for data, time left; and
-    what else is measured: MFU, the gradients' norm, memory of the device.
+    """The progress line: step, epoch, loss, learning rate, speed, the share of time spent waiting for data, time left;
+    and what else is measured: MFU, the gradients' norm, memory of the device.
     """
+    return _GAP.join(progress_parts(step, total_steps, values))
+
+
+def progress_parts(step: int, total_steps: int | None, values: Values) -> list[str]:
+    """The parts of that line, those first that are wanted most."""
     of = f"/{total_steps}" if total_steps else ""
     parts = [f"step {step}{of}", f"epoch {values.get('epoch')}", f"loss {_short(values.get('loss'))}"]
-    parts.append(f"rate {_short(values.get('rate'))}")
     tokens = values.get("tokens_per_s")
-    parts.append(f"{_short(values.get('samples_per_s'))} samples/s" if tokens is None else f"{_short(tokens)} tokens/s")
+    is_of_samples = tokens is None
+    speed = values.get("samples_per_s") if is_of_samples else tokens
+    parts.append(f"{format_rate(speed)} {'samples' if is_of_samples else 'tokens'}/s")
+    eta = values.get("eta_s")
+    if isinstance(eta, (int, float)):
+        parts.append(f"ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
     for name, label in (("data_wait_share", "data wait"), ("mfu", "MFU")):
         share = values.get(name)
         if isinstance(share, (int, float)):
             parts.append(f"{label} {share:.0%}")
-    eta = values.get("eta_s")
-    if isinstance(eta, (int, float)):
-        parts.append(f"ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
+    parts.append(f"learning rate {_short(values.get('rate'), digits=3)}")
     norm, memory = values.get("gradient_norm"), values.get("device_memory_peak_bytes")
     if isinstance(norm, (int, float)):
-        parts.append(f"norm {norm:.3g}")
+        parts.append(f"gradient norm {norm:.3g}")
     if isinstance(memory, (int, float)):
-        parts.append(f"{memory / 2**30:.1f} GiB")
-    return "  ".join(parts)
+        parts.append(f"device memory {memory / 2**30:.1f} GiB")
+    return parts
+
+
+def format_event(kind: str, values: Values) -> str:
+    """What happened after a step, in words."""
+    seconds = values.get("seconds")
+    took = f"{seconds:.3g} s" if isinstance(seconds, float) else ""
+    if kind == "note":
+        return str(values.get("note"))
+    if kind == "evaluate":
+        metrics = [f"{name} {_short(value)}" for name, value in values.items() if name != "seconds"]
+        return _GAP.join([f"evaluated{f' in {took}' if took else ''}:", *metrics])
+    if kind == "checkpoint":
+        how = "saving in the background" if values.get("state") == "being written" else "saved"
+        return f"{how}; training waited {took}" if took else how
+    if kind == "rewind":
+        return f"back to step {values.get('to_step')}: {values.get('why')}"
+    if kind == "end":
+        return _format_end(values, took)
+    return _GAP.join([f"{kind}:", *(f"{name} {_short(value)}" for name, value in values.items())])
+
+
+def _format_end(values: Values, took: str) -> str:
+    stopped_by, resumes_at = values.get("stopped_by"), values.get("resumes_at")
+    if stopped_by:
+        if resumes_at is None:
+            return f"stopped by {stopped_by}; nothing is saved, because checkpoint.every_steps=0"
+        return f"stopped by {stopped_by}: a new start resumes at step {resumes_at}"
+    return f"training ended{f' after {took}' if took else ''}: loss {_short(values.get('loss'))}"
 
 
 def format_times(seconds: Mapping[str, float], total_s: float) -> str:
@@ -89,5 +148,13 @@ def print_times(seconds: Mapping[str, float], total_s: float) -> None:
         print(format_times(seconds, total_s), flush=True)
 
 
-def _short(value: float | int | str | None) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def format_rate(value: Value) -> str:
+    """Three digits and a unit, so that a number that is overwritten keeps its width: 930, 15.0k, 1.25M."""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    size, unit = next(((size, unit) for size, unit in _UNITS if abs(value) >= 0.9995 * size), (1.0, ""))
+    return f"{value / size:#.3g}".rstrip(".") + unit
+
+
+def _short(value: Value, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)

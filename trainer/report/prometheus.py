@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from ...storage.telling.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
 from ..errors import TrainerConfigError
 from .records import Values, spell
-from .status.rank_status import RankStatus
-
-_STATES = ("starting", "training", "idle", "ended", "failed")
+from .status.rank_status import RankStatus, State
 
 
 class Prometheus:
@@ -86,7 +85,7 @@ def list_rank_numbers(status: RankStatus) -> Iterator[Number]:
         share = seconds / status.window_s if status.window_s > 0 else 0.0
         more = {**labels, "phase": name}
         yield Number(name="penstock_rank_phase_share", value=share, help="share of the time in a phase", labels=more)
-    for state in _STATES:
+    for state in get_args(State):
         more = {**labels, "state": state}
         yield Number(
             name="penstock_rank_state", value=float(status.state == state), help="1 for the state it is in", labels=more

@@ -28,7 +28,7 @@ from .progress import Pace, Progress, Summary, Window
 from .records import Callbacks, Observer, StepRecord, TemporaryObserverError, Values, deliver
 from .status.loader_numbers import LoaderNumbers
 from .status.rank_status import RankStatus, State
-from .status.writer import StatusWriter
+from .status.writer import StatusWriter, describe_error
 
 logger = logging.getLogger(__name__)
 # The phases whose seconds go into a record of this kind.
@@ -227,10 +227,19 @@ class Recorder:
             self._drop(failures)
 
     def finish(
-        self, seconds: float, *, stopped: bool, by_others: bool, metrics: Mapping[str, float], sent: CompressionStats
+        self,
+        seconds: float,
+        *,
+        stopped_by: str,
+        resumes_at: int | None,
+        by_others: bool,
+        metrics: Mapping[str, float],
+        sent: CompressionStats,
     ) -> Summary:
-        """Record the end of a run of ``seconds`` and sum it up."""
+        """Record the end of a run of ``seconds`` and sum it up; ``stopped_by`` names a signal, or is empty."""
         self._set_state("idle")
+        if self._status is not None:
+            self._status.stopped_by, self._status.resumes_at = stopped_by, resumes_at
         progress = self._progress
         summary = Summary(
             **progress.counts(),
@@ -238,7 +247,7 @@ class Recorder:
             epochs=progress.epoch,
             loss=self.loss,
             metrics=dict(metrics),
-            stopped_early=stopped,
+            stopped_early=bool(stopped_by),
             stopped_by_others=by_others,
             seconds=seconds,
             phase_seconds=dict(self._stopwatch.seconds),
@@ -252,8 +261,10 @@ class Recorder:
                 "loss": summary.loss,
                 "seconds": seconds,
                 "samples": summary.samples,
+                "epoch": summary.epochs,
                 "wire_bytes": summary.wire_bytes,
                 "plain_bytes": summary.plain_bytes,
+                **({"stopped_by": stopped_by, "resumes_at": resumes_at} if stopped_by else {}),
             },
         )
         return summary
@@ -261,6 +272,10 @@ class Recorder:
     def close(self, error: BaseException | None = None) -> None:
         """Close the observers, and tell the rank's end, or what ended it; closing twice is allowed."""
         self._is_closed = True
+        if isinstance(error, SystemExit) and not error.code:
+            error = None  # whoever leaves like this has not failed
+        if error is not None:
+            self.record("failure", {"error": describe_error(error)})
         status, self._status = self._status, None
         if status is not None:
             status.close(error)

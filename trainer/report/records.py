@@ -132,6 +132,22 @@ class EndRecord(Record):
     loss: float
     seconds: float
     samples: int
+    epoch: int | None = None
+    """Epochs that are done."""
+    stopped_by: str | None = None
+    """The signal that ended training before its end, such as "SIGTERM"."""
+    resumes_at: int | None = None
+    """The step at which a new start goes on then; None where no checkpoints are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord(Record):
+    """An error ended the run; comes as the trainer is closed, in place of an ``EndRecord``."""
+
+    kind: ClassVar[str] = "failure"
+
+    error: str
+    """Its type and its message. One that another rank caused names that rank."""
 
 
 class StepRecord:
@@ -175,8 +191,8 @@ class Observer(Protocol):
     def record(self, kind: str, step: int, values: Values) -> None:
         """Record ``values`` at ``step``.
 
-        ``kind`` is "start", "resume", "train", "evaluate", "checkpoint", "rewind", "note" or "end". After a rewind
-        ``step`` is an earlier one.
+        ``kind`` is "start", "resume", "train", "evaluate", "checkpoint", "rewind", "note", "end" or "failure". After a
+        rewind ``step`` is an earlier one.
         """
         ...
 
@@ -215,6 +231,9 @@ class Callbacks:
     def on_end(self, record: EndRecord) -> None:
         """``train`` returns."""
 
+    def on_failure(self, record: FailureRecord) -> None:
+        """An error ended the run."""
+
     def close(self) -> None:
         """Flush and release what is held; called once."""
 
@@ -230,6 +249,7 @@ RECORDS: Mapping[str, type[Record]] = {
         RewindRecord,
         NoteRecord,
         EndRecord,
+        FailureRecord,
     )
 }
 

@@ -100,7 +100,7 @@ class MLflow:
         self._has_ended = False
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        if kind in ("start", "note"):
+        if kind in ("start", "note", "failure"):
             for name, value in values.items():
                 self._client.set_tag(self._run_id, f"penstock.{name}", str(value)[:_TAG_CHARACTERS])
             return

@@ -60,6 +60,11 @@ class Guard:
         """Whether this rank got a signal that asks it to stop."""
         return self._flag is not None and self._flag.reason is not None
 
+    def stop_signal(self) -> str:
+        """The signal that asked to stop, in words: another rank may have got it."""
+        reason = None if self._flag is None else self._flag.reason
+        return reason or "a signal that another rank got"
+
     def is_trace_requested(self) -> bool:
         """Whether this rank got a signal that asks for a trace since the last call."""
         return self._trace_flag is not None and self._trace_flag.take()

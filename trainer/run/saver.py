@@ -284,11 +284,14 @@ class Saver:
         if alone:
             self._recorder.note(f"the checkpoint's average is dropped for what is not trained now: {_some(alone)}")
 
-    def finish(self, step: int, state: dict[str, Any], *, stopped: bool) -> None:
-        """Leave all ranks with one model, save it, and export it where that is asked for."""
+    def finish(self, step: int, state: dict[str, Any], *, stopped_by: str) -> None:
+        """Leave all ranks with one model, save it, and export it where that is asked for.
+
+        ``stopped_by`` is the signal that ends training before its end, or empty.
+        """
+        if stopped_by:
+            self._recorder.note(f"stopping after this step: {stopped_by}")
         self._settle()
-        if stopped and self.checkpointer is None:
-            self._recorder.note("asked to stop: nothing is saved, because checkpoint.every_steps=0")
         if self.averager is not None and not self.averager.are_alike:
             self.averager.average_all()
         self._parallel.agree_on_buffers()
@@ -300,8 +303,6 @@ class Saver:
             newest = self.checkpointer.name_of(step)
             with self._stopwatch.phase("export"):
                 export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
-        if stopped:
-            self._recorder.note(f"asked to stop: saved after step {step}")
 
     def _ended_since(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """How to save the last step again, if it was saved before the epoch's end, which no loader's state tells."""

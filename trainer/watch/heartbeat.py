@@ -171,8 +171,13 @@ def describe(sighting: Sighting, now_s: float) -> str:
         return "not heard of yet"
     if beat.state is State.CLOSED:
         return "done"
+    return f"{_place(beat)} for {sighting.in_phase_s(now_s):.1f} s"
+
+
+def _place(beat: Beat) -> str:
+    """``in fetch (step=7, shard=train-3.tar)``."""
     details = ", ".join(f"{name}={value}" for name, value in beat.details.items())
-    return f"in {beat.phase}{f' ({details})' if details else ''} for {sighting.in_phase_s(now_s):.1f} s"
+    return f"in {beat.phase}{f' ({details})' if details else ''}"
 
 
 def describe_lost_store(first: Sighting, now_s: float, what: str, *, place: str, is_here: bool) -> str:
@@ -211,7 +216,9 @@ def _cause(rank: int, sighting: Sighting, now_s: float) -> str:
     if beat is None:
         return f"rank {rank} has not been heard of for {sighting.silent_s(now_s):.1f} s since the start"
     if beat.state is State.FAILED:
-        return f"rank {rank} failed {doing}: {beat.error}"
+        spent_s = round(sighting.in_phase_s(now_s))
+        after = f" after {spent_s} s" if spent_s else ""  # most errors come at once
+        return f"rank {rank} failed {_place(beat)}{after}: {beat.error}"
     if beat.state is State.BROKEN_OFF:
         return f"a collective failed on rank {rank} {doing}: {beat.error}"
     if _is_silent(sighting, now_s):

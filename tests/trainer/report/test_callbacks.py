@@ -17,6 +17,7 @@ from penstock.trainer import (
     EndRecord,
     Evaluation,
     EvaluationRecord,
+    FailureRecord,
     NoteRecord,
     ReportConfig,
     ResumeRecord,
@@ -36,7 +37,8 @@ class Everything(Callbacks):
     def on_start(self, record: StartRecord) -> None:
         self.heard.append(record)
 
-    on_resume = on_step = on_train = on_evaluate = on_checkpoint = on_note = on_end = on_start  # type: ignore[assignment]
+    on_resume = on_step = on_train = on_evaluate = on_checkpoint = on_note = on_start  # type: ignore[assignment]
+    on_end = on_failure = on_start  # type: ignore[assignment]
 
 
 def train(world: World, folder: Path, observer: Any, **options: Any) -> None:
@@ -44,6 +46,20 @@ def train(world: World, folder: Path, observer: Any, **options: Any) -> None:
     options = {"evaluation": evaluation, "evaluate": {"every": 2}, "checkpoint": {"every_steps": 2}, **options}
     with make_trainer(world, str(folder), observers=[observer], **options) as trainer:
         trainer.train()
+
+
+def test_callbacks_hear_of_the_error_that_ends_a_run(world: World, tmp_path: Path) -> None:
+    def fail(model: Any, batch: Any) -> Any:
+        raise ValueError("no label")
+
+    heard = Everything()
+    with (
+        pytest.raises(ValueError, match="no label"),
+        make_trainer(world, str(tmp_path), rows(world), loss=fail, steps=2, observers=[heard]) as trainer,
+    ):
+        trainer.train()
+    assert [type(one) for one in heard.heard] == [StartRecord, FailureRecord]
+    assert heard.heard[-1].error == "ValueError: no label"
 
 
 def test_callbacks_hear_typed_records_of_a_run_and_of_the_one_that_resumes_it(world: World, tmp_path: Path) -> None:

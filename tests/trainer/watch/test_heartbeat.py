@@ -104,7 +104,10 @@ def test_a_failure_is_named_with_its_error_and_the_done_are_not_missed() -> None
         sight("stop", 99.0, silent_s=99.0, state=State.CLOSED),
         sight("forward", 1.0, state=State.FAILED, error="ValueError: no such label"),
     )
-    assert sentence == ("rank 1 failed in forward for 1.0 s: ValueError: no such label. The others: rank 0 done")
+    assert sentence == "rank 1 failed in forward after 1 s: ValueError: no such label. The others: rank 0 done"
+    at_once = cause(sight("reduce", 0.0), sight("forward", 0.04, state=State.FAILED, error="ValueError: no such label"))
+    assert at_once is not None
+    assert at_once.startswith("rank 1 failed in forward: ValueError: no such label. The others: rank 0 in reduce")
     assert cause(sight("stop", 99.0, silent_s=99.0, state=State.CLOSED), sight("forward", 1.0)) is None
 
 

@@ -133,7 +133,7 @@ def hang_before_training(world: World, folder: str, how: str) -> None:
     ("how", "reason"),
     [
         ("length hangs", "rank 1 is stalled in loader length"),
-        ("length error", "rank 1 failed in loader length (step=0, epoch=0) for"),
+        ("length error", "rank 1 failed in loader length (step=0, epoch=0)"),
         ("state hangs", "rank 1 is stalled in loader state"),
     ],
 )

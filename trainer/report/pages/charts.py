@@ -12,6 +12,7 @@ Point = tuple[int, float | None]
 WIDTH, HEIGHT = 360, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 350, 18, 184
 _COLUMNS = 300  # points drawn across a chart; more are not seen
+_FEWEST_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,14 @@ class Chart:
 
 
 def draw(chart: Chart) -> str:
-    """The chart as one <svg> element; colors are the CSS variables --c0, --c1, ..., --ink and --rule."""
+    """The chart as one <svg> element; colors are the CSS variables --c0, --c1, ..., --ink and --rule.
+
+    Empty where there are values of fewer than two steps, which show no course.
+    """
     lines = _stack(chart.lines) if chart.stacked else chart.lines
-    values = [y for line in lines for piece in (*line.pieces, *line.faint) for _, y in piece if y is not None]
-    if not values:
+    points = [point for line in lines for piece in (*line.pieces, *line.faint) for point in piece]
+    values = [y for _, y in points if y is not None]
+    if len({step for step, y in points if y is not None}) < _FEWEST_STEPS:
         return ""
     axis = _Axis(values, from_zero=chart.from_zero, may_be_log=chart.may_be_log)
     scale = _Scale(max(1, chart.last_step), axis)
@@ -133,6 +138,7 @@ def _draw_axes(scale: _Scale, format_value: Callable[[float], str]) -> Iterable[
         y = scale.y(value)
         yield f'<path class="rule" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>'
         yield f'<text class="end" x="{_LEFT - 5}" y="{y + 4:.1f}">{escape(format_value(value))}</text>'
+    yield f'<text class="end" x="{_LEFT - 10}" y="{HEIGHT - 4}">step</text>'
     for step in ticks(0, scale.last_step, 6):
         if step == int(step):
             at = "end" if scale.x(step) > _RIGHT - 12 else "mid"

@@ -18,6 +18,7 @@ _MEMORY = {
     "device_memory_bytes": "device",
     "host_memory_bytes": "host",
 }
+_ONE_RECORD = "Charts are drawn from the second record on; there is one every report.every steps."
 _SHOWN_NOTES = 200
 _SHOWN_EVALUATIONS = 20
 
@@ -31,17 +32,24 @@ def render_page(run: RunLog, *, title: str, now_s: float) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>{escape(title)} · penstock report</title><style>{STYLE}</style></head><body>",
         f"<header><h1>{escape(title)}</h1><p>{escape(describe_state(run, now_s))}</p></header>",
+        *_failure(run),
         *_figures(run),
         *_charts(run),
         *_phase_table(run),
         *_evaluation_table(run),
         *_attempt_table(run),
         *_list("Rewinds after loss spikes", describe_rewinds(run)),
-        *_list("Stalls, as the watchdog of each rank told them", run.stalls),
+        *_list("Stalls and failures, as the watchdog of each rank told them", run.stalls),
         *_notes(run),
         f"<footer>{escape(_describe_source(run, now_s))}</footer></body></html>\n",
     ]
     return "".join(parts)
+
+
+def _failure(run: RunLog) -> Iterable[str]:
+    """What ended a run that failed, whole."""
+    if run.error:
+        yield f"<section class='failure'><h2>What failed</h2><pre>{escape(run.error)}</pre></section>"
 
 
 def _figures(run: RunLog) -> Iterable[str]:
@@ -50,14 +58,15 @@ def _figures(run: RunLog) -> Iterable[str]:
     if not trained:
         return
     last = trained[-1]
-    tiles: list[tuple[str, str]] = [("step", f"{run.last_step:,}"), ("epoch", str(last.get("epoch", "")))]
+    tiles: list[tuple[str, str]] = [("step", f"{run.last_step:,}")]
+    tiles += [] if run.epochs_done is None else [("epochs done", f"{run.epochs_done:,}")]
     for name, label, form in (
         ("loss", "loss", short),
         ("rate", "learning rate", short),
         ("tokens_per_s", "tokens/s", short),
         ("samples_per_s", "samples/s", short),
         ("mfu", "MFU", percent),
-        ("data_wait_share", "waiting for data", percent),
+        ("data_wait_share", "data wait", percent),
     ):
         value = last.get(name)
         if isinstance(value, (int, float)):
@@ -76,7 +85,11 @@ def _figures(run: RunLog) -> Iterable[str]:
 
 
 def _charts(run: RunLog) -> Iterable[str]:
-    if not run.of("train"):
+    trained = run.of("train")
+    if not trained:
+        return
+    if len({record["step"] for record in trained}) == 1:
+        yield f'<p class="hint">{_ONE_RECORD}</p>'
         return
     marks = Marks(resumes=resume_marks(run), saves=[record["step"] for record in run.of("checkpoint")])
     told = ["Numbers over steps; each point is the mean since the one before."]
@@ -223,13 +236,19 @@ def _attempt_table(run: RunLog) -> Iterable[str]:
                 f"{again:,}",
                 f"{len(attempt.of('checkpoint'))}" + (f", longest {duration(max(saves))}" if saves else ""),
                 duration(attempt.ended_s - attempt.began_s),
-                "rewound" if rewind is not None else "ended" if attempt.end is not None else "no end recorded",
+                "rewound" if rewind is not None else _end_of(attempt),
             ]
         )
     yield f"<section><h2>Starts of the ranks{', and rewinds' if run.of('rewind') else ''}</h2>"
     heads = ["", "began", "ranks", "device of rank 0", "steps", "made again later", "saves", "took", "end"]
     yield _table(heads, rows)
     yield "</section>"
+
+
+def _end_of(attempt: Attempt) -> str:
+    if attempt.end is not None:
+        return f"stopped by {attempt.stopped_by}" if attempt.stopped_by else "ended"
+    return "failed" if attempt.error else "no end recorded"
 
 
 def _notes(run: RunLog) -> Iterable[str]:

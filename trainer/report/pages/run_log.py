@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TrainerError
+from ..status.rank_status import OF_OTHERS, find_failed, read_ranks
 
 Point = tuple[int, float | None]  # step, and None for what was not finite
 _PHASE = "seconds_"
 _TAIL_BYTES = 64 << 10
+_STOPPED = "asked to stop: "
+_OF_WATCHDOG = "training stops: "
 
 
 @dataclass(kw_only=True)
@@ -67,6 +70,19 @@ class Attempt:
     def end(self) -> Mapping[str, Any] | None:
         return next(iter(self.of("end")), None)
 
+    @property
+    def stopped_by(self) -> str:
+        """The signal that ended it before its end; empty where none did."""
+        if self.end is None:
+            return ""
+        before = any(str(one.get("note")).startswith(_STOPPED) for one in self.of("note"))  # in files of older releases
+        return str(self.end.get("stopped_by") or ("a signal" if before else ""))
+
+    @property
+    def error(self) -> str:
+        """What ended it, where the error was recorded."""
+        return str(next(iter(self.of("failure")), {}).get("error", ""))
+
     def series(self, name: str, kind: str = "train") -> list[Point]:
         """The values of one name by step; nothing for records without it."""
         return [(record["step"], _number(record[name])) for record in self.of(kind) if name in record]
@@ -81,6 +97,8 @@ class RunLog:
     damaged_lines: int
     stalls: Sequence[str]
     """The first lines of the watchdogs' reports."""
+    error: str = ""
+    """What ended the last attempt, by its records, its ranks' statuses or its watchdogs; empty where nothing tells."""
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
         return [record for attempt in self.attempts for record in attempt.of(kind)]
@@ -97,6 +115,13 @@ class RunLog:
     @property
     def last_step(self) -> int:
         return self.attempts[-1].last_step if self.attempts else 0
+
+    @property
+    def epochs_done(self) -> int | None:
+        """As the newest record tells; None where that is an end in a file of an older release."""
+        telling = [one for attempt in self.attempts for one in attempt.records if one["kind"] in ("train", "end")]
+        found = telling[-1].get("epoch") if telling else None
+        return found if isinstance(found, int) else None
 
     def phase_seconds(self) -> dict[str, float]:
         """Rank 0's seconds by phase over all attempts, the longest first; what no phase covers is "other"."""
@@ -182,7 +207,11 @@ def read_run(path: Path) -> RunLog:
         attempt.repeated_from = again
         again = min(again, attempt.first_step)
     return RunLog(
-        path=path, attempts=attempts, damaged_lines=damaged, stalls=list(_read_stalls(path.with_name("stalls")))
+        path=path,
+        attempts=attempts,
+        damaged_lines=damaged,
+        stalls=[line for _, line in _read_stalls(path.parent)],
+        error=_find_error(attempts, path.parent),
     )
 
 
@@ -237,13 +266,27 @@ def _take_first_notes(before: Attempt, record: Mapping[str, Any]) -> list[Mappin
     return taken
 
 
-def _read_stalls(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.glob("stall-rank-*.txt")) if folder.is_dir() else ():
+def _find_error(attempts: Sequence[Attempt], folder: Path) -> str:
+    """What ended the last attempt. A rank that is ended by force in a collective records nothing, and others do."""
+    began_s = attempts[-1].began_s if attempts else 0.0
+    told = attempts[-1].error if attempts else ""
+    if not told.startswith(OF_OTHERS) and (told or (attempts and attempts[-1].end is not None)):
+        return told
+    failed = find_failed(one for one in read_ranks(folder) if one.time >= began_s)
+    if failed is not None and not failed.error.startswith(OF_OTHERS):
+        return failed.describe_error()
+    words = (line.partition(_OF_WATCHDOG)[2] for time_s, line in _read_stalls(folder) if time_s >= began_s)
+    return told.removeprefix(OF_OTHERS) or next(filter(None, words), "" if failed is None else failed.error)
+
+
+def _read_stalls(folder: Path) -> Iterator[tuple[float, str]]:
+    """When each watchdog wrote its report, and its first line."""
+    for path in sorted((folder / "stalls").glob("stall-rank-*.txt")):
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
-                yield file.readline(2000).strip()
+                yield os.fstat(file.fileno()).st_mtime, file.readline(2000).strip()
         except OSError as exc:
-            yield f"{path} cannot be read ({exc.strerror or exc})"
+            yield 0.0, f"{path} cannot be read ({exc.strerror or exc})"
 
 
 def _number(value: Any) -> float | None:

@@ -9,10 +9,13 @@ STYLE = """
 body { margin: 0 auto; padding: 16px; max-width: 1500px; background: var(--paper); color: var(--ink);
   font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin: 28px 0 8px; }
+.failure pre { background: var(--card); border-left: 4px solid var(--c3); border-radius: 4px; margin: 0;
+  padding: 10px 12px; white-space: pre-wrap; overflow-wrap: anywhere; }
 header p, .hint, footer { color: var(--dim); margin: 4px 0 12px; } footer { margin-top: 28px; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); gap: 8px; margin: 16px 0; }
-.tiles div { background: var(--card); border-radius: 8px; padding: 8px 10px; }
+.tiles { display: flex; flex-wrap: wrap; gap: 8px; margin: 16px 0; }
+.tiles div { flex: 1 1 104px; max-width: 240px; background: var(--card); border-radius: 8px; padding: 8px 10px; }
 dt { color: var(--dim); font-size: .8rem; } dd { margin: 0; font-size: 1.15rem; font-variant-numeric: tabular-nums; }
+.tiles dt, .tiles dd { white-space: nowrap; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 12px; }
 figure { margin: 0; background: var(--card); border-radius: 8px; padding: 10px 8px 6px; display: flex;
   flex-direction: column; } figure svg { width: 100%; height: auto; display: block; margin-top: auto; }

@@ -8,21 +8,49 @@ from typing import Any
 
 from .run_log import RunLog
 
+_ERROR_CHARACTERS = 400
+
 
 def describe_state(run: RunLog, now_s: float, *, ago: str = "before this page") -> str:
-    """In one sentence: whether the run ended, goes on, or has not begun; ``ago`` says before what."""
+    """In a sentence or two: whether the run ended, was stopped, failed, goes on, or has not begun; and what comes next.
+
+    ``ago`` says before what.
+    """
     if not run.attempts:
+        if run.error:
+            return f"The run failed before its first record: {_in_a_sentence(run.error)}"
         return "The run has no records yet: nothing was trained, or the first report.every steps are not done."
     last = run.attempts[-1]
     total = last.start.get("total_steps")
     of = f" of {total:,}" if isinstance(total, int) else ""
+    if last.stopped_by and last.end is not None:
+        resumes_at = last.end.get("resumes_at", last.last_step)
+        then = "nothing is saved" if resumes_at is None else f"resumes at step {resumes_at:,}"
+        told = f"Stopped by {last.stopped_by} after step {last.last_step:,}{of}, at {clock(last.ended_s)}; {then}."
+        return f"{told} {_after_the_end(run)}".rstrip()
     if last.end is not None:
-        return f"Training ended after step {last.last_step:,}{of}, at {clock(last.ended_s)}."
+        told = f"Training ended after step {last.last_step:,}{of}, at {clock(last.ended_s)}."
+        return f"{told} {_after_the_end(run)}".rstrip()
+    if run.error:
+        saves = run.of("checkpoint")
+        saved = f"The last save is of step {saves[-1]['step']:,}." if saves else "Nothing was saved."
+        return f"The run failed after step {last.last_step:,}{of}: {_in_a_sentence(run.error)} {saved}"
     passed = duration(max(0.0, now_s - last.ended_s))
     return (
         f"At step {last.last_step:,}{of}. No end is recorded: the run goes on, or it was ended by force or an error. "
         f"The last record is from {clock(last.ended_s)}, {passed} {ago}."
     )
+
+
+def _after_the_end(run: RunLog) -> str:
+    return f"Then came an error: {_in_a_sentence(run.error)}" if run.error else ""
+
+
+def _in_a_sentence(error: str) -> str:
+    """An error's lines as one, as much of them as a sentence has room for, with a full stop."""
+    line = " ".join(error.split())
+    line = line if len(line) <= _ERROR_CHARACTERS else f"{line[: _ERROR_CHARACTERS - 1]}…"
+    return line if line.endswith((".", "!", "?", "…")) else f"{line}."
 
 
 def resume_marks(run: RunLog) -> list[tuple[int, str]]:
@@ -56,6 +84,8 @@ def summarize(run: RunLog, now_s: float) -> Mapping[str, Any]:
     return {
         "state": describe_state(run, now_s),
         "ended": bool(run.attempts) and run.attempts[-1].end is not None,
+        "stopped_by": (run.attempts[-1].stopped_by if run.attempts else "") or None,
+        "error": run.error or None,
         "step": run.last_step,
         "attempts": [
             {
@@ -65,6 +95,8 @@ def summarize(run: RunLog, now_s: float) -> Mapping[str, Any]:
                 "first_step": attempt.first_step,
                 "last_step": attempt.last_step,
                 "ended": attempt.end is not None,
+                "stopped_by": attempt.stopped_by or None,
+                "error": attempt.error or None,
                 "saves": len(attempt.of("checkpoint")),
                 "rewound_from": None if attempt.rewind is None else attempt.rewind["step"],
             }

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,10 @@ VERSION = 1
 _NAME = re.compile(r"rank-(\d+)\.json")
 _MOST_BYTES = 16 << 20  # a mixture of thousands of sources has some hundred bytes for each
 _MOST_RANKS = 1 << 20
+OF_OTHERS = "StallError: "  # an error that names the rank that caused it
 
-State = Literal["starting", "training", "idle", "ended", "failed"]
+State = Literal["starting", "training", "idle", "ended", "stopped", "failed"]
+FINAL: tuple[State, ...] = ("ended", "stopped", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,9 @@ class RankStatus:
     """One rank at ``time``; rates and seconds are those of the last ``window_s`` seconds.
 
     Attributes:
-        state: "idle" is between two calls of ``train``; "ended" and "failed" are final.
+        state: "idle" is between two calls of ``train``; "ended", "stopped" (by a signal) and "failed" are final.
         error: why it failed.
+        stopped_by, resumes_at: the signal, and the step at which a new start goes on; None where nothing was saved.
         every_s: how often it writes.
         phase, phase_s: what its training loop does, and for how long already.
         doing: what its loader waits for, where it does.
@@ -50,6 +53,8 @@ class RankStatus:
     sequence: int = 0
     state: State = "starting"
     error: str = ""
+    stopped_by: str = ""
+    resumes_at: int | None = None
     step: int = 0
     total_steps: int | None = None
     epoch: int = 0
@@ -98,6 +103,10 @@ class RankStatus:
         """The share of the window that these phases took."""
         return sum(self.seconds.get(name, 0.0) for name in phases) / self.window_s if self.window_s > 0 else 0.0
 
+    def describe_error(self) -> str:
+        """Which rank failed, where, and why; empty for one that did not."""
+        return f"rank {self.rank} on {self.host}: {self.error}" if self.state == "failed" else ""
+
     def to_text(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, default=str)
 
@@ -122,14 +131,21 @@ def parse_status(text: str | bytes) -> RankStatus | None:
     counts = (status.rank, status.world_size, status.sequence, status.step, status.epoch, status.steps)
     numbers = [status.time, status.every_s, status.began_s, status.window_s, status.phase_s]
     numbers += [number for one in maps for number in one.values()]
-    numbers += [one for one in (status.total_steps, status.step_s, status.samples_per_s) if one is not None]
-    texts = (status.host, status.device, status.phase, status.state, status.error, status.doing, status.advice)
+    may_lack = (status.total_steps, status.resumes_at, status.step_s, status.samples_per_s)
+    numbers += [one for one in may_lack if one is not None]
+    texts = (status.host, status.device, status.phase, status.state, status.error, status.stopped_by, status.doing)
     is_sound = (
         all(isinstance(one, int) and 0 <= one < 1 << 63 for one in counts)
         and all(isinstance(one, (int, float)) and abs(one) < math.inf for one in numbers)
-        and all(isinstance(one, str) for one in (*texts, *status.loader_levels))
+        and all(isinstance(one, str) for one in (*texts, status.advice, *status.loader_levels))
     )
     return status if is_sound and status.rank < status.world_size <= _MOST_RANKS else None
+
+
+def find_failed(ranks: Iterable[RankStatus]) -> RankStatus | None:
+    """The rank that failed first, of itself rather than because another one did; None where none failed."""
+    failed = [one for one in ranks if one.state == "failed"]
+    return min(failed, key=lambda one: (one.error.startswith(OF_OTHERS), one.time), default=None)
 
 
 def status_path(output_dir: Path, rank: int) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from .rank_status import RankStatus
+from .rank_status import FINAL, RankStatus
 
 # Phases in which a rank waits for no other. Without sharding that is exact; with it, forward waits for others too.
 _OWN = ("fetch", "forward", "optimizer", "shares", "average", "ema")
@@ -58,7 +58,7 @@ def survey(ranks: Sequence[RankStatus], now_s: float, *, silent_s: Mapping[int, 
     stale = {}
     for one in ranks:
         age_s = (silent_s or {}).get(one.rank, now_s - one.time)
-        if one.state not in ("ended", "failed") and age_s > max(_STALE_S, _STALE_PERIODS * one.every_s):
+        if one.state not in FINAL and age_s > max(_STALE_S, _STALE_PERIODS * one.every_s):
             stale[one.rank] = age_s
     training = [one for one in ranks if one.state == "training" and one.rank not in stale]
     moving = [one for one in training if one.steps > 0 and one.steps_per_s > 0]

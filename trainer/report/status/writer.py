@@ -21,7 +21,7 @@ from ..flops import device_name
 from ..memory import measure_gpu, measure_memory
 from ..progress import Progress
 from .loader_numbers import LoaderNumbers
-from .rank_status import FOLDER, RankStatus, Silence, State, read_ranks, status_path
+from .rank_status import FINAL, FOLDER, RankStatus, Silence, State, read_ranks, status_path
 from .survey import Survey, survey
 from .timelines import TimelineRecorder
 
@@ -34,6 +34,14 @@ _WINDOW_STEPS = 3
 _KEPT = 120
 _MARK_S = 0.1  # at most so often the training loop's thread asks the loader how many samples it handed out
 _CLOSING_S = 2.0
+_ERROR_CHARACTERS = 2000
+
+
+def describe_error(error: BaseException) -> str:
+    """Its type and its message, in as many characters as a status has room for; Ctrl-C in words."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt: Ctrl-C, before training could stop in order"
+    return f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +70,8 @@ class StatusWriter:
 
     Takes part in no collective, and waits for nothing that training waits for: a file system that hangs stops this
     thread alone. What cannot be written is left out; the next one is tried. Mutable state: the moments of the window
-    and the newest survey (this thread's); state, error and the end of a step (set by the training loop's thread).
+    and the newest survey (this thread's); state, error, what stopped training, and the end of a step (set by the
+    training loop's thread).
     """
 
     def __init__(
@@ -82,6 +91,8 @@ class StatusWriter:
         self.every_s = max(every_s, world.world_size / _FILES_PER_S)
         self.state: State = "starting"
         self.error = ""
+        self.stopped_by = ""
+        self.resumes_at: int | None = None
         self._began_s = time.time()
         self._sequence = 0
         self._moments: deque[_Moment] = deque()
@@ -119,11 +130,11 @@ class StatusWriter:
         return _StepEnd(at_s=time.perf_counter(), step=self._progress.step, samples=samples)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say that the rank is done, or why it failed; waits two seconds for a file system that hangs."""
+        """Say that the rank is done, was stopped, or why it failed; waits two seconds for a file system that hangs."""
         if error is not None:
-            self.state, self.error = "failed", f"{type(error).__name__}: {error}"[:2000]
+            self.state, self.error = "failed", describe_error(error)
         elif self.state != "failed":
-            self.state = "ended"
+            self.state = "stopped" if self.stopped_by else "ended"
         self._closing.set()
         self._thread.join(_CLOSING_S)
 
@@ -159,7 +170,7 @@ class StatusWriter:
 
     def _look_around(self, own: RankStatus) -> None:
         """Read what the ranks say of themselves, where it is time for that."""
-        is_last = self.state in ("ended", "failed")
+        is_last = self.state in FINAL
         if time.monotonic() >= self._looks_at_s or is_last:
             began_s = time.thread_time()
             self._seen = read_ranks(self._output_dir) or [own]
@@ -192,6 +203,8 @@ class StatusWriter:
             sequence=self._sequence,
             state=self.state,
             error=self.error,
+            stopped_by=self.stopped_by,
+            resumes_at=self.resumes_at,
             step=now.step,
             total_steps=self._total_steps,
             epoch=self._progress.epoch,

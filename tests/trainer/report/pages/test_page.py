@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from penstock.trainer.report.pages.charts import Chart, Line, draw, short, thin,
 from penstock.trainer.report.pages.page import render_page
 from penstock.trainer.report.pages.run_log import RunLog, read_run
 from penstock.trainer.report.pages.summary import describe_state, summarize
+from penstock.trainer.report.status.rank_status import RankStatus, status_path
 
 NOW_S = 2000.0
 
@@ -139,6 +141,82 @@ def test_the_save_that_training_waits_for_as_it_ends_counts_and_none_counts_twic
     assert write(tmp_path, [*begun, rewind, *steps(3, 4)]).phase_seconds()["checkpoint"] == 1.0
 
 
+def test_a_failed_run_is_named_with_its_cause_first_and_has_no_charts_of_one_point(tmp_path: Path) -> None:
+    saved = {"kind": "checkpoint", "step": 5, "seconds": 0.5}
+    failure = {"kind": "failure", "step": 7, "error": "ValueError: label <11>\nof 10"}
+    page = page_of(write(tmp_path, [start(0, 1), saved, *steps(5, 5), failure]))
+    first = "The run failed after step 7 of 20: ValueError: label &lt;11&gt; of 10. The last save is of step 5."
+    assert f"<header><h1>run &lt;7&gt;</h1><p>{first}</p></header>" in page
+    assert "<h2>What failed</h2><pre>ValueError: label &lt;11&gt;\nof 10</pre>" in page
+    assert not charts_of(page)
+    assert "Charts are drawn from the second record on" in page
+    assert ">failed</td>" in page
+
+
+@pytest.mark.parametrize("known_by", ["the rank's own status", "the record", "the watchdog"])
+def test_the_cause_of_a_failure_on_another_rank_is_told_by_whoever_knows_it(tmp_path: Path, known_by: str) -> None:
+    cause = "rank 1 failed in forward (step=3): ValueError: no label"
+    records: list[dict[str, Any]] = [start(0, 2), *steps(1, 3)]
+    if known_by != "the watchdog":
+        records.append({"kind": "failure", "step": 3, "error": f"StallError: {cause}"})
+    if known_by == "the rank's own status":
+        errors = [f"StallError: {cause}", "ValueError: no label"]
+        for rank, error in enumerate(errors):
+            write_status(tmp_path, rank=rank, world_size=2, state="failed", error=error, time=1010.0 + rank)
+    (tmp_path / "stalls").mkdir()
+    report = tmp_path / "stalls" / "stall-rank-0.txt"
+    report.write_text(f"penstock watchdog on rank 0: training stops: {cause}\nThis rank: in reduce\n")
+    told = "rank 1 on node-a: ValueError: no label" if known_by == "the rank's own status" else cause
+    assert f"after step 3 of 20: {told}. Nothing was saved." in describe_state(write(tmp_path, records), NOW_S)
+    os.utime(report, (900.0, 900.0))  # of an earlier start
+    is_unknown = known_by == "the watchdog"
+    assert ("No end is recorded" in describe_state(read_run(tmp_path / "metrics.jsonl"), NOW_S)) == is_unknown
+
+
+def write_status(folder: Path, **values: Any) -> None:
+    more: dict[str, Any] = {"host": "node-a", "pid": 7, "device": "cpu", "every_s": 1.0, "began_s": 1000.0}
+    status = RankStatus(**{**more, **values})
+    status_path(folder, status.rank).parent.mkdir(exist_ok=True)
+    status_path(folder, status.rank).write_text(status.to_text())
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (
+            {"stopped_by": "SIGTERM", "resumes_at": 12},
+            "Stopped by SIGTERM after step 12 of 20; resumes at step 12.",
+        ),
+        (
+            {"stopped_by": "SIGINT", "resumes_at": None},
+            "Stopped by SIGINT after step 12 of 20; nothing is saved.",
+        ),
+        ({}, "Training ended after step 12 of 20."),
+    ],
+)
+def test_a_run_that_a_signal_stopped_is_told_apart_from_one_that_ended(
+    tmp_path: Path, end: dict[str, Any], told: str
+) -> None:
+    run = write(tmp_path, [start(0, 1), *steps(1, 12), {"kind": "end", "step": 12, **end}])
+    assert re.sub(r", at \d{4}-[^;.]*UTC", "", describe_state(run, NOW_S)) == told
+    assert (f">stopped by {end['stopped_by']}</td>" if end else ">ended</td>") in page_of(run)
+
+
+def test_epochs_are_those_that_are_done_in_every_view(tmp_path: Path) -> None:
+    trained = [start(0, 1), *steps(1, 20, epoch=19)]
+    assert "<dt>epochs done</dt><dd>19</dd>" in page_of(write(tmp_path, trained))
+    ended = [*trained, {"kind": "end", "step": 20, "epoch": 20}]
+    assert "<dt>epochs done</dt><dd>20</dd>" in page_of(write(tmp_path, ended))
+    of_older_release = [*trained, {"kind": "end", "step": 20}]
+    assert "epochs done" not in page_of(write(tmp_path, of_older_release))  # 19 or 20: nothing tells
+
+
+def test_the_axis_of_steps_is_named(tmp_path: Path) -> None:
+    charts = charts_of(page_of(restarted(tmp_path)))
+    assert charts
+    assert all("step" in [text.text for text in chart.findall(".//text")] for chart in charts.values())
+
+
 def test_times_add_up_and_what_no_phase_covers_is_told(tmp_path: Path) -> None:
     spent = write(tmp_path, [start(0, 1), *steps(1, 4, seconds_forward=0.5)]).phase_seconds()
     assert spent == {"forward": 2.0, "fetch": 1.0, "other": 1.0}
@@ -199,7 +277,7 @@ def test_any_numbers_give_a_chart_inside_its_frame(points: list[Any], from_zero:
     last = max((step for step, _ in points), default=0)
     chart = Chart(title="x", lines=[line], last_step=last, format=short, from_zero=from_zero, may_be_log=may_be_log)
     picture = draw(chart)
-    assert bool(picture) == any(y is not None for _, y in points)
+    assert bool(picture) == (len({step for step, y in points if y is not None}) > 1)
     if picture:
         for path in ET.fromstring(picture).findall(".//path[@class='line']"):
             numbers = [float(one) for one in re.findall(r"[-\d.]+", path.get("d", ""))]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import socket
 import time
 import urllib.error
@@ -24,6 +26,8 @@ from penstock import DistributedDataLoader
 from penstock.trainer import Callbacks, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.options import build_config
 from penstock.trainer.report.memory import measure_gpu
+from penstock.trainer.report.pages.run_log import read_run
+from penstock.trainer.report.pages.summary import describe_state
 from penstock.trainer.report.prometheus import Prometheus, list_rank_numbers
 from penstock.trainer.report.status.rank_status import RankStatus, Silence, parse_status, read_ranks, status_path
 from penstock.trainer.report.status.timelines import ask_for_timeline, take_parts, withdraw
@@ -110,6 +114,32 @@ def test_a_run_that_raises_says_why_and_other_loaders_tell_less(world: World, tm
     (status,) = read_ranks(tmp_path)
     assert (status.state, status.error) == ("failed", "ValueError: the labels are missing")
     assert (status.samples_per_s, status.loader, status.bottleneck) == (None, {}, "")
+    assert [one["error"] for one in records(tmp_path, "failure")] == ["ValueError: the labels are missing"]
+    assert not records(tmp_path, "end")
+    told = describe_state(read_run(tmp_path / "metrics.jsonl"), time.time())
+    assert told == "The run failed after step 0 of 3: ValueError: the labels are missing. Nothing was saved."
+
+
+@pytest.mark.parametrize(("every_steps", "resumes_at"), [(100, 3), (0, None)])
+def test_a_run_that_a_signal_stops_says_which_and_where_a_new_start_goes_on(
+    world: World, tmp_path: Path, every_steps: int, resumes_at: int | None
+) -> None:
+    def stop(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    options: dict[str, Any] = {"checkpoint": {"every_steps": every_steps}, "observers": [Each(stop)], "steps": 8}
+    with make_trainer(world, str(tmp_path), rows(world), Line(), loss=loss, **options) as trainer:
+        assert trainer.train().stopped_early
+    (status,) = read_ranks(tmp_path)
+    assert (status.state, status.stopped_by, status.resumes_at, status.step) == ("stopped", "SIGINT", resumes_at, 3)
+    (end,) = records(tmp_path, "end")
+    assert (end["stopped_by"], end["resumes_at"], end["step"]) == ("SIGINT", resumes_at, 3)
+    assert [one["note"] for one in records(tmp_path, "note")] == ["stopping after this step: SIGINT"]
+    then = "nothing is saved" if resumes_at is None else "resumes at step 3"
+    told = describe_state(read_run(tmp_path / "metrics.jsonl"), time.time())
+    assert told.startswith("Stopped by SIGINT after step 3 of 8, at ")
+    assert told.endswith(f"; {then}.")
 
 
 def test_without_statuses_nothing_is_written_and_a_folder_that_cannot_be_is_no_error(
