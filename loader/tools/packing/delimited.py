@@ -18,7 +18,7 @@ from ....storage import ByteRange, ObjectInfo, Store
 from ....storage.threads.daemon_pool import DaemonPool
 from ...errors import DatasetError, FormatError
 from .csv_types import BLOCK_BYTES, HEAD_BYTES, OddIntegerError, find_types, merge_types, open_rows, to_integers
-from .source import Batch
+from .source import Batch, SourceOptions
 
 _READ_BYTES = 8 << 20
 _THREADS = 4  # that look at the first bytes of files
@@ -35,7 +35,7 @@ class CsvSource:
     A column has one type over all files, which the first 16 MiB of each settle.
     """
 
-    def __init__(self, store: Store, listing: Sequence[ObjectInfo]) -> None:
+    def __init__(self, store: Store, listing: Sequence[ObjectInfo], options: SourceOptions) -> None:
         if not listing:
             raise DatasetError(f"{store.url}: holds no CSV files")
         self._store = store
@@ -44,7 +44,7 @@ class CsvSource:
         self.identity: Any = ["csv", [[info.key, info.size, info.etag] for info in listing]]
         self.has_members = False
         self.hints: Mapping[str, pa.DataType] = {}
-        self.classes: tuple[str, ...] = ()
+        self.classes = options.classes or ()
         self.notes: Sequence[str] = ()  # complete once rows were read
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
