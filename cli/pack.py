@@ -45,8 +45,8 @@ class PackArguments:
     A source of shards (tar, parquet, arrow, jsonl, mds, tokens) is packed anew, sample by sample, in any format. Loose
     files of a folder are grouped into samples by their name up to the first dot, or to the last where the names show
     that dots are part of them. If every file lies in one of several subfolders, the subfolders are classes and each
-    sample gets a `cls`, their number. Each row of a .csv is a sample. The manifest is written last, with the names of
-    the classes. A pack that was stopped goes on where it was when the same command is run again.
+    sample gets a `cls`, their number. Each row of a .csv or .tsv is a sample. The manifest is written last, with the
+    names of the classes. A pack that was stopped goes on where it was when the same command is run again.
 
     example:  penstock pack photos/train s3://bucket/photos/train
 
@@ -98,6 +98,12 @@ class PackArguments:
 
     extensions: Annotated[str | None, tyro.conf.arg(metavar="EXT,EXT", help_behavior_hint="")] = None
     """Endings of the loose files to take, such as jpg,seg.png: what is before them is the key. Others are left out."""
+
+    delimiter: Annotated[str | None, tyro.conf.arg(metavar="CHARACTER|tab", help_behavior_hint="")] = None
+    """What separates the values of CSV files; found in the header if not given."""
+
+    decimal_point: Annotated[str | None, tyro.conf.arg(metavar=".|,", help_behavior_hint="")] = None
+    """What is before the fraction of numbers in CSV files; a full stop if not given."""
 
     classes: Annotated[str | None, tyro.conf.arg(metavar="NAMES|FILE|URL", help_behavior_hint="")] = None
     """Classes in the order of their numbers: names with commas, a file of them, or the data set to number like."""
@@ -152,6 +158,8 @@ def run(arguments: Sequence[str]) -> int:
         split=parse_split(given.split),
         follow_links=given.follow_links,
         extensions=None if given.extensions is None else given.extensions.split(","),
+        delimiter=given.delimiter,
+        decimal_point=given.decimal_point,
         classes=_classes(given.classes),
         seq_len=given.seq_len,
         dtype=given.dtype,

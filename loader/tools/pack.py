@@ -28,6 +28,7 @@ from ..order.cached import cached_property
 from ..packing.tokenizer import TextEncoder, open_tokenizer
 from ..progress import show_progress
 from .packing.classes import Classes, read_classes, warn_of_siblings
+from .packing.dialect import check_decimal_point, check_delimiter
 from .packing.grouping import read_extensions
 from .packing.identity import describe_function
 from .packing.jsonl import JsonlWriter
@@ -175,6 +176,8 @@ def pack(
     split: Split | None = None,
     follow_links: bool = False,
     extensions: Sequence[str] | None = None,
+    delimiter: str | None = None,
+    decimal_point: str | None = None,
     classes: Classes | None = None,
     checksums: bool = True,
     overwrite: bool = False,
@@ -191,6 +194,9 @@ def pack(
     "files". ``split`` is that of ``DistributedDataLoader``. ``extensions`` are the endings of loose files to take, such
     as ["jpg", "seg.png"]: what is before them is the key. Without it, dots are part of the key where the names of all
     files show that they are (``cat.0.jpg``); names that do not show it are refused.
+
+    ``delimiter`` and ``decimal_point`` are those of CSV files, where their headers do not tell the one, and the other
+    is a comma.
 
     ``classes`` are the names of the classes in the order of their numbers: a list, a file of them, or another data set
     whose numbers to take, such as the training split's. Without it the subfolders are numbered in the order of their
@@ -223,6 +229,8 @@ def pack(
         follow_links=follow_links,
         classes=job.classes,
         extensions=None if extensions is None else read_extensions(extensions),
+        delimiter=check_delimiter(delimiter),
+        decimal_point=check_decimal_point(decimal_point),
         is_mapped=map is not None,
     )
     with told_of_source():

@@ -24,10 +24,10 @@ from ...formats.detect import FORMAT_NAMES, encrypted_hint, format_by_name, make
 from ...formats.names import has_suffix, is_hidden, is_system
 from ...formats.shard import ShardFormat
 from ...formats.tokens import index_keys
+from .dialect import TAB_SUFFIXES, TABLE_SUFFIXES
 from .target import OWN_NAME
 
 _URL = re.compile(r"[a-z0-9+.-]+://\S+")
-CSV_SUFFIXES = (".csv", ".csv.gz")
 COMPRESSED_JSON = tuple(".json" + codec for codec in CODEC_SUFFIXES)
 # What other tools leave beside shards; no samples.
 _BESIDE = ("index.json", "dataset_info.json", "state.json", "dataset_dict.json", "license", "readme.md")
@@ -82,7 +82,14 @@ class SourceOptions:
     follow_links: bool = False
     classes: tuple[str, ...] | None = None
     extensions: tuple[str, ...] | None = None
+    delimiter: str | None = None
+    decimal_point: str | None = None
     is_mapped: bool = False
+
+    @property
+    def is_for_tables(self) -> bool:
+        """Whether something is said of CSV files."""
+        return self.delimiter is not None or self.decimal_point is not None
 
 
 class IterableSource:
@@ -139,10 +146,11 @@ def open_source(
         DatasetError: there is nothing, or shards lie among other files.
     """
     if not _is_url(source):
-        if format is not None or split is not None or options.follow_links or storage_options or options.extensions:
+        told = format, split, options.follow_links or None, options.extensions, storage_options or None
+        if options.is_for_tables or any(each is not None for each in told):
             raise ConfigError(
-                "source_format=, split=, follow_links=, extensions= and source_storage_options= apply to URLs and "
-                "paths, not to an iterable of samples"
+                "source_format=, split=, follow_links=, extensions=, delimiter=, decimal_point= and "
+                "source_storage_options= apply to URLs and paths, not to an iterable of samples"
             )
         return IterableSource(source, group, options.classes)
     from .dataset import DatasetSource
@@ -150,6 +158,8 @@ def open_source(
     from .folder import FolderSource
 
     given = make_format(format) if isinstance(format, str) and format in FORMAT_NAMES else format
+    if options.is_for_tables and given not in (None, "csv"):
+        raise ConfigError(f"delimiter= and decimal_point= apply to CSV files, not with source_format={format!r}")
     if options.extensions and given not in (None, "files"):
         raise ConfigError(f"extensions= chooses among loose files; with source_format={format!r} leave it out")
     if isinstance(given, str) and given not in ("files", "csv"):
@@ -163,6 +173,9 @@ def open_source(
         kind = kind or choose_kind(store, selection.listing, selection.saved is not None)
         if split is None:
             _refuse_splits(store, kind, selection)
+        if options.is_for_tables and kind != "csv":
+            store.close()
+            raise ConfigError(f"delimiter= and decimal_point= apply to CSV files, and {source} holds {kind}")
         if kind == "files":
             return FolderSource(
                 store,
@@ -172,8 +185,9 @@ def open_source(
                 extensions=options.extensions,
             )
         if kind == "csv":
-            tables = [info for info in selection.listing if info.key.lower().endswith(CSV_SUFFIXES)]
-            return CsvSource(store, tables, options)
+            tables = [info for info in selection.listing if is_table(info.key)]
+            seen = [info for info in tables if not is_hidden(info.key)]
+            return CsvSource(store, seen or tables, options)
         store.close()
     manifest = open_manifest(
         source, split=split, storage_options=storage_options, format=given or None, progress=progress
@@ -210,7 +224,7 @@ def _refuse_splits(store: Store, kind: str, selection: Selection) -> None:
             if kind == "files":
                 refuse_split_folders(selection.url + folder, inside)
             elif kind == "csv":
-                tables = [key for key in inside if key.lower().endswith(CSV_SUFFIXES)]
+                tables = [key for key in inside if is_table(key)]
                 refuse_mixed_splits(selection.url + folder, tables, {}, unit="file")
     except DatasetError:
         store.close()
@@ -261,7 +275,9 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
         elif key not in companions and key.rpartition("/")[2].lower() not in _BESIDE:
             others.append(key)
     if not shards:
-        tables = [key for key in others if key.lower().endswith(CSV_SUFFIXES)]
+        tables = [key for key in others if is_table(key)]
+        if len(tables) < len(others) and all(has_suffix(key, TAB_SUFFIXES) for key in tables):
+            tables = []  # a field of samples, beside others
         if tables and len(tables) < len(others):
             raise DatasetError(_mixed(store, "csv", tables[0], next(key for key in others if key not in tables)))
         if others and all(format_by_name(key) == "tokens" for key in others):
@@ -281,6 +297,11 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
         name = sorted(shards)[0]
         raise DatasetError(_mixed(store, name, shards[name][0], others[0]))
     return "shards"
+
+
+def is_table(key: str) -> bool:
+    """Whether an object is a CSV file, of whatever delimiter, by its name."""
+    return has_suffix(key, TABLE_SUFFIXES)
 
 
 def _mixed(store: Store, name: str, shard: str, other: str) -> str:
