@@ -81,6 +81,11 @@ def test_the_mixture_of_the_page_trains_and_its_audit_is_exact(
     ]
     monkeypatch.chdir(tmp_path)
     Path("mixed.toml").write_text(recipe)
+    Path("my_project").mkdir()
+    own = "from penstock.trainer.recipes.digits import DigitsNet as Net\n"
+    own += "from penstock.trainer.recipes.digits import cross_entropy as cross_entropy\n"
+    Path("my_project/models.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
     Path("shards").mkdir()
     Path("shards/scanned").symlink_to(digit_shards["train"])
     Path("shards/drawn").symlink_to(digit_shards["test"])
