@@ -20,7 +20,8 @@ from .screen import console, print_grid
 class AuditArguments:
     """Account for every sample that a run delivered, across all attempts and world sizes.
 
-    Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote. Samples that a killed attempt delivered
+    Reads the logs that DistributedDataLoader(..., audit_dir=FOLDER) wrote, as the loaders of the shipped recipes do:
+    `python -m penstock.trainer digits` logs to runs/digits/audit. Samples that a killed attempt delivered
     after its last checkpoint are delivered again by the next attempt; they are counted as replayed. Batches that the
     run skipped on purpose are counted as skipped, samples that keep= or transform= dropped as dropped, what then fills
     no batch as left, bad samples as bad, and those in whose places others came as replaced. Exits with 0 if every other

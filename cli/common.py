@@ -23,6 +23,7 @@ from .screen import fact_table as fact_table
 from .screen import format_bytes as format_bytes
 from .screen import format_count as format_count
 from .screen import format_seconds as format_seconds
+from .screen import name_classes as name_classes
 from .words import option_words, options_of
 
 Arguments = TypeVar("Arguments")

@@ -75,6 +75,8 @@ def run(arguments: Sequence[str]) -> int:
             rebuild=given.rebuild,
             trusts_copies=False,
         )
+    if given.rebuild:
+        manifest = _with_old_names(manifest, options)
     if given.no_checksums:
         manifest = replace(manifest, checksums=None, parts=None)
     elif not manifest.checks_all:
@@ -104,6 +106,16 @@ def _read_saved(url: str, options: dict[str, str] | None) -> Manifest | None:
         return read_saved_manifest(url + MANIFEST_NAME, options)
     except PenstockError:
         return None
+
+
+def _with_old_names(manifest: Manifest, options: dict[str, str] | None) -> Manifest:
+    """The manifest with the names of classes that the one beside the data has: the shards do not tell them."""
+    old = _read_saved(manifest.url, options)
+    if manifest.classes is not None or old is None:
+        return manifest
+    shards = {(shard.key, shard.size) for shard in old.shards}
+    is_known = any((shard.key, shard.size) in shards for shard in manifest.shards)
+    return replace(manifest, classes=old.classes) if is_known else manifest
 
 
 def _write(manifest: Manifest, options: dict[str, str] | None) -> str:

@@ -21,6 +21,7 @@ from .screen import (
     format_bytes,
     format_count,
     heading,
+    name_classes,
     print_columns,
     shown,
     wrapped,
@@ -87,6 +88,8 @@ def _report(seen: Inspection, screen: Screen) -> None:
     facts.add_row("format", f"{seen.format}" + (f" ({config})" if config else ""))
     facts.add_row("samples", f"{seen.samples:,}")
     facts.add_row("bytes", f"{format_bytes(seen.bytes)} in {shards}, read in {chunks}")
+    if seen.classes:
+        facts.add_row("classes", name_classes(seen.classes))
     facts.add_row("checksums", "yes" if seen.checksums else "no")
     facts.add_row("fingerprint", seen.fingerprint)
     screen.print(facts)

@@ -27,6 +27,7 @@ from .common import (
     format_count,
     format_seconds,
     make_token_format,
+    name_classes,
     parse,
     parse_options,
     parse_split,
@@ -42,11 +43,14 @@ class PackArguments:
     """Write a data set, a folder of files, a table or text as shards to any store.
 
     A source of shards (tar, parquet, arrow, jsonl, mds, tokens) is packed anew, sample by sample, in any format. Loose
-    files of a folder are grouped into samples by their name up to the first dot. If every file lies in one of several
-    subfolders, the subfolders are classes and each sample gets a `cls`. Each row of a .csv is a sample. The manifest is
-    written last. A pack that was stopped goes on where it was when the same command is run again.
+    files of a folder are grouped into samples by their name up to the first dot, or to the last where the names show
+    that dots are part of them. If every file lies in one of several subfolders, the subfolders are classes and each
+    sample gets a `cls`, their number. Each row of a .csv or .tsv is a sample. The manifest is written last, with the
+    names of the classes. A pack that was stopped goes on where it was when the same command is run again.
 
-    example:  penstock pack photos/ s3://bucket/photos/
+    example:  penstock pack photos/train s3://bucket/photos/train
+
+    example:  penstock pack photos/val s3://bucket/photos/val --classes s3://bucket/photos/train
 
     example:  penstock pack clicks.csv clicks/ --format parquet
 
@@ -54,7 +58,7 @@ class PackArguments:
 
     example:  penstock pack photos/ s3://bucket/secret/ --encrypt
 
-    example:  penstock pack docs.jsonl s3://bucket/docs/ --format tokens --seq-len 2048 --tokenizer my.code:encode
+    example:  penstock pack docs.jsonl s3://bucket/docs/ --format tokens --seq-len 2048 --tokenizer tokenizer.json
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE", help_behavior_hint="")]
@@ -92,6 +96,18 @@ class PackArguments:
     source_eos: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None
     """Token that ends each document of a source of token files; each document is then a sample."""
 
+    extensions: Annotated[str | None, tyro.conf.arg(metavar="EXT,EXT", help_behavior_hint="")] = None
+    """Endings of the loose files to take, such as jpg,seg.png: what is before them is the key. Others are left out."""
+
+    delimiter: Annotated[str | None, tyro.conf.arg(metavar="CHARACTER|tab", help_behavior_hint="")] = None
+    """What separates the values of CSV files; found in the header if not given."""
+
+    decimal_point: Annotated[str | None, tyro.conf.arg(metavar=".|,", help_behavior_hint="")] = None
+    """What is before the fraction of numbers in CSV files; a full stop if not given."""
+
+    classes: Annotated[str | None, tyro.conf.arg(metavar="NAMES|FILE|URL", help_behavior_hint="")] = None
+    """Classes in the order of their numbers: names with commas, a file of them, or the data set to number like."""
+
     follow_links: Flag = False
     """Pack what links out of the folder lead to, instead of refusing them."""
 
@@ -101,8 +117,9 @@ class PackArguments:
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Data type of a token, for --format tokens."""
 
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="MODULE:NAME", help_behavior_hint="")] = None
-    """Function from text to a list of integers, for --format tokens."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|URL|MODULE:NAME", help_behavior_hint="")] = None
+    """A tokenizer.json or its folder (hf://OWNER/NAME on the Hugging Face Hub), or a function from text to a list of
+    integers; for --format tokens."""
 
     field: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Field that holds the text or the integers, for --format tokens; found by name if not given."""
@@ -140,9 +157,13 @@ def run(arguments: Sequence[str]) -> int:
         source_format=_source_format(given),
         split=parse_split(given.split),
         follow_links=given.follow_links,
+        extensions=None if given.extensions is None else given.extensions.split(","),
+        delimiter=given.delimiter,
+        decimal_point=given.decimal_point,
+        classes=_classes(given.classes),
         seq_len=given.seq_len,
         dtype=given.dtype,
-        tokenizer=None if given.tokenizer is None else import_function(given.tokenizer, "--tokenizer"),
+        tokenizer=_tokenizer(given.tokenizer),
         field=given.field,
         checksums=not given.no_checksums,
         overwrite=given.overwrite,
@@ -154,6 +175,20 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _report(summary)
     return 0
+
+
+def _classes(text: str | None) -> str | list[str] | None:
+    """Names where there is a comma, and no file or folder is called so; else a place."""
+    if text is None or "," not in text or "/" in text or Path(text).exists():
+        return text
+    return [name.strip() for name in text.split(",")]
+
+
+def _tokenizer(text: str | None) -> Any:
+    """The function of module:name, which modules in the current folder may hold; what else it is, ``pack`` finds."""
+    if text is None or ":" not in text or "://" in text or Path(text).exists():
+        return text
+    return import_function(text, "--tokenizer")
 
 
 def _target_options(given: PackArguments) -> dict[str, str]:
@@ -205,8 +240,7 @@ def _report(summary: PackSummary) -> None:
         "shards", f"{format_count(summary.shards, f'{summary.format} shard')} of {format_bytes(summary.bytes)} in total"
     )
     if summary.classes:
-        shown = ", ".join(f"{number} = {name}" for number, name in enumerate(summary.classes[:10]))
-        table.add_row("classes", shown + (f", ... ({len(summary.classes)})" if len(summary.classes) > 10 else ""))
+        table.add_row("classes", name_classes(summary.classes))
     if summary.dropped:
         table.add_row("dropped", summary.dropped)
     for note in summary.notes:

@@ -131,6 +131,12 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def name_classes(classes: Sequence[str]) -> str:
+    """The names of classes with their numbers; of many the first ten, and how many there are."""
+    shown_ones = ", ".join(f"{number} = {name}" for number, name in enumerate(classes[:10]))
+    return shown_ones + (f", ... ({len(classes):,})" if len(classes) > 10 else "")
+
+
 def format_bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":

@@ -17,7 +17,7 @@ from .data.feed import Feed
 from .data.shares import SpeedShares
 from .determinism import deterministic_kernels
 from .errors import TrainerConfigError, TrainerError
-from .evaluation.evaluate import Evaluation
+from .evaluation.evaluate import Evaluation, find_other_classes
 from .evaluation.modes import begin_training
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
@@ -161,6 +161,8 @@ class DistributedTrainer:
                 gather_state=self._gather_state,
             )
             self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
+            if problem := find_other_classes(loader, evaluation):
+                self._recorder.note(problem)
             self._resume()
         except BaseException as exc:
             self.close(exc)

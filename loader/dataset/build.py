@@ -42,6 +42,7 @@ class PendingIndex:
 
     ``outdated`` is the manifest beside the data, which does not match them. ``copied`` is what it says of these shards
     if they are copies of those that it was made of, as names and sizes allow; with checksums for all that is read.
+    ``classes`` are the names of classes that it has for these shards.
     """
 
     url: str
@@ -51,6 +52,7 @@ class PendingIndex:
     schema: Mapping[str, Any] | None
     outdated: Manifest | None = None
     copied: Manifest | None = None
+    classes: tuple[str, ...] | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -102,7 +104,9 @@ def prepare_index(
     indexes = shard_indexes(saved)
     known = {position: indexes[place] for position, place in kept.items()}
     # Of a data set that was written anew the old fields are none.
-    return replace(pending, known=known, schema=saved.schema if known else None, outdated=saved, copied=copied)
+    schema = saved.schema if known else None
+    classes = saved.classes if known or len(alike) == len(tasks) else None
+    return replace(pending, known=known, schema=schema, outdated=saved, copied=copied, classes=classes)
 
 
 def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat | None) -> Manifest | None:
@@ -293,7 +297,7 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
     told_by = {} if pending.outdated is None else dict(pending.outdated.companions)
     told_by |= {task.info.key: task.companion for task in pending.tasks if task.companion is not None}
     companions = {shard.key: told_by[shard.key] for shard in manifest.shards if shard.key in told_by}
-    return replace(manifest, companions=companions)
+    return replace(manifest, companions=companions, classes=pending.classes)
 
 
 def warn_outdated(pending: PendingIndex, manifest: Manifest) -> None:

@@ -38,10 +38,12 @@ class IndexCache:
         *,
         outdated: Manifest | None = None,
         copied: Manifest | None = None,
+        classes: Sequence[str] | None = None,
     ) -> str | None:
         """Identifies a listing read as a format; None if an object has no ETag, because it could change unnoticed.
 
         ``outdated``: the manifest that some shards are known by. ``copied``: that whose checksums they may have.
+        ``classes``: the names of classes that one of these has for them.
         """
         objects = [info for task in tasks for info in (task.info, task.companion) if info is not None]
         if any(info.etag is None for info in objects):
@@ -57,6 +59,8 @@ class IndexCache:
         if copied is not None and copied.checksums is not None:
             digest.update(f"copied\0{copied.fingerprint}\n".encode())
             digest.update(copied.checksums.tobytes())
+        if classes is not None:
+            digest.update(f"classes\0{json.dumps(list(classes))}\n".encode())
         return digest.hexdigest()
 
     def load(self, key: str, url: str) -> Manifest | None:

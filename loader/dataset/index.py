@@ -22,6 +22,7 @@ from .build import (
     warn_outdated,
 )
 from .cache import IndexCache
+from .class_names import warn_of_parts, with_names_of_parts
 from .copied import is_copy
 from .exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
@@ -140,13 +141,22 @@ class _Opening:
         self.lingering.callback(store.close)
         prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
         if isinstance(prepared, Manifest):
+            warn_of_parts(prepared)
             return prepared, None
         copied = prepared.copied if self.trusts_copies else None
         known_by = prepared.outdated if prepared.known else None
-        key = self.cache.key(prepared.url, prepared.tasks, prepared.shard_format, outdated=known_by, copied=copied)
+        key = self.cache.key(
+            prepared.url,
+            prepared.tasks,
+            prepared.shard_format,
+            outdated=known_by,
+            copied=copied,
+            classes=prepared.classes,
+        )
         manifest = self._find(store, prepared, copied, key)
         if manifest.checksums is None:
             warn_outdated(prepared, manifest)
+        warn_of_parts(manifest)
         return manifest, key
 
     def _find(self, store: Store, pending: PendingIndex, copied: Manifest | None, key: str | None) -> Manifest:
@@ -187,7 +197,7 @@ class _Opening:
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
-        return assemble(pending, dict(zip(missing, indexes, strict=True)))
+        return with_names_of_parts(store, assemble(pending, dict(zip(missing, indexes, strict=True))))
 
     def _cached(self, key: str, url: str) -> Manifest | None:
         return None if self.rebuild else self.cache.load(key, url)

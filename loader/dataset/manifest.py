@@ -21,6 +21,7 @@ from .part_sums import FORMATS_IN_PARTS, UNTHREADED, PartSums
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1
+_CLASSES = "classes"  # in the stored schema
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,7 +31,8 @@ class Manifest:
     ``url`` is the root that shard keys are relative to. It, ``checksums`` and ``parts`` (checksums of what may be read
     of a chunk without the whole, or None) are not part of the fingerprint, so a copy of a data set elsewhere can
     continue from a state taken here. ``companions``: by the keys of shards, the objects that said how those are read,
-    such as an ``.idx``, where there were any.
+    such as an ``.idx``, where there were any. ``classes``: the names for the numbers in ``cls``, where they are known;
+    empty where parts of the data set number classes differently. Neither is part of the fingerprint.
 
     Arrays, one element per chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
     ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
@@ -50,6 +52,7 @@ class Manifest:
     checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = field(default=None)
     parts: PartSums | None = field(default=None)
     companions: Mapping[str, ObjectInfo] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = field(default=None)
 
     def __repr__(self) -> str:  # of millions of chunks, too
         return (
@@ -138,13 +141,17 @@ class Manifest:
     def _checksum(self) -> str:
         """32 hex digits over what is stored but not part of the fingerprint."""
         digest = xxhash.xxh3_128()
-        digest.update(json.dumps([dict(self.schema), [shard.etag for shard in self.shards]]).encode())
+        digest.update(json.dumps([self._stored_schema(), [shard.etag for shard in self.shards]]).encode())
         if self.companions:
             digest.update(json.dumps(self._list_companions()).encode())
         digest.update(np.ascontiguousarray(self.memory, dtype="<i8").tobytes())
         if self.checksums is not None:
             digest.update(np.ascontiguousarray(self.checksums, dtype="<u8").tobytes())
         return digest.hexdigest()
+
+    def _stored_schema(self) -> dict[str, Any]:
+        """The schema with the names of classes, which an older penstock keeps there without looking at them."""
+        return dict(self.schema) if self.classes is None else {**self.schema, _CLASSES: list(self.classes)}
 
     def _list_companions(self) -> list[list[Any]]:
         return [[shard, info.key, info.size, info.etag] for shard, info in self.companions.items()]
@@ -199,7 +206,7 @@ class Manifest:
             "penstock": str(_VERSION),
             "format": self.format,
             "config": json.dumps(dict(self.config), sort_keys=True),
-            "schema": json.dumps(dict(self.schema)),
+            "schema": json.dumps(self._stored_schema()),
             "shards": json.dumps(shards),
             "fingerprint": self.fingerprint,
             "checksum": self._checksum(),
@@ -239,6 +246,10 @@ class Manifest:
                     "build it anew with `penstock index`"
                 )
             shards = json.loads(metadata["shards"])
+            schema = json.loads(metadata["schema"])
+            classes = schema.pop(_CLASSES, None)
+            if not (classes is None or (isinstance(classes, list) and all(isinstance(name, str) for name in classes))):
+                raise ValueError(f"its classes are {str(classes)[:100]}")
             columns = {name: table.column(name).to_numpy() for name in table.column_names}
             dtypes = {name: np.dtype(np.uint64 if name == "checksum" else np.int64) for name in columns}
             if any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
@@ -247,7 +258,7 @@ class Manifest:
                 url=url,
                 format=metadata["format"],
                 config=json.loads(metadata["config"]),
-                schema=json.loads(metadata["schema"]),
+                schema=schema,
                 shards=tuple(
                     ObjectInfo(key, size, etag)
                     for key, size, etag in zip(shards["keys"], shards["sizes"], shards["etags"], strict=True)
@@ -262,6 +273,7 @@ class Manifest:
                     shard: ObjectInfo(key, size, etag)
                     for shard, key, size, etag in json.loads(metadata.get("companions", "[]"))
                 },
+                classes=None if classes is None else tuple(classes),
             )
             misfit = find_misfit(
                 manifest.shards,

@@ -96,6 +96,21 @@ def find_split_folders(keys: Iterable[str]) -> list[str]:
     return sorted(name for name, found in folders.items() if len(found) == 1 and "" not in found)
 
 
+def name_siblings(path: str) -> list[str]:
+    """The path with every other split's words in the place of its last word for a split; [] if it has none."""
+    parts = path.split("/")
+    for place in reversed(range(len(parts))):
+        word = _only_word(parts[place])
+        if word is None:
+            continue
+        at = parts[place].lower().index(word)
+        head, written, tail = parts[place][:at], parts[place][at : at + len(word)], parts[place][at + len(word) :]
+        others = sorted(other for words in _SYNONYMS if word not in words for other in words)
+        spelled = [other.capitalize() if written[:1].isupper() else other for other in others]
+        return ["/".join([*parts[:place], head + other + tail, *parts[place + 1 :]]) for other in spelled]
+    return []
+
+
 def _only_word(name: str) -> str | None:
     """The word for a split in a name; None if it has none, or several."""
     words = set(_WORD.findall(name.lower()))

@@ -164,7 +164,7 @@ def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
             f"repack it with `penstock pack`, or use shards named {known}"
         )
     examples = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-    if all(has_suffix(key, (".csv", ".csv.gz")) for key in keys):
+    if all(has_suffix(key, (".csv", ".csv.gz", ".tsv", ".tsv.gz")) for key in keys):
         what, more = "a table of text" if len(keys) == 1 else "tables of text", " --format parquet"
     else:
         what, more = "a loose file" if len(keys) == 1 else f"{len(keys):,} loose files", ""

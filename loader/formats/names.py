@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 
 from ...storage import ObjectInfo
 
+_SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
+_SYSTEM_FOLDERS = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information"})
+
 
 def is_hidden(key: str, given: str = "") -> bool:
     """Whether a folder or file in ``key`` starts with '.' or '_', as job markers and partial output do.
@@ -17,6 +20,12 @@ def is_hidden(key: str, given: str = "") -> bool:
     if given and not given.endswith("/"):
         del parts[0]
     return any(part.startswith((".", "_")) for part in parts)
+
+
+def is_system(key: str) -> bool:
+    """Whether a file is none of the user's, but one that Windows, macOS or a NAS keeps in folders."""
+    *folders, name = key.lower().split("/")
+    return name in _SYSTEM_FILES or any(folder in _SYSTEM_FOLDERS for folder in folders)
 
 
 def is_text(key: str) -> bool:

@@ -20,6 +20,7 @@ from ...storage import Store, open_store
 from ...storage.options import MappedReads
 from ..arguments.common import check_names, make_selection
 from ..columns import Block, IntArray
+from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
 from ..decoding.batch_options import IDS
@@ -34,6 +35,7 @@ from ..streams.reshaping import Reshaping
 from .mixture import Mixture, Source
 
 SOURCE = "__source__"
+_MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,7 @@ def open_sources(
                 exc.add_note(f"in the source {name!r} of the mixture")
                 raise
         _mark_alike(opened)
+        warn_of_classes(opened)
         return OpenSources(opened)
     except BaseException:
         for source in opened:
@@ -276,6 +279,18 @@ def join_manifests(sources: Sequence[OpenSource]) -> JointManifest:
         first_sample_ids=_starts([manifest.num_samples for manifest in manifests]),
         fingerprints=[manifest.fingerprint for manifest in manifests],
     )
+
+
+def warn_of_classes(sources: Sequence[OpenSource]) -> None:
+    """Warn where two sources whose labels are delivered number classes differently."""
+    labelled = [
+        source
+        for source in sources
+        if LABEL_FIELD in source.manifest.fields and (source.columns is None or LABEL_FIELD in source.columns)
+    ]
+    _, problem = join_class_names({repr(source.name): source.manifest.classes for source in labelled})
+    if problem is not None:
+        warn_of_numbers(f"the sources of the mixture number classes differently: {problem}", _MIXED_ADVICE)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

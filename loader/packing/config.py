@@ -34,8 +34,8 @@ class Packing:
     Args:
         seq_len: tokens of a sequence.
         field: the field of a sample that is its document: token ids, or text where there is a ``tokenizer``.
-        tokenizer: path of a ``tokenizer.json``, a ``tokenizers.Tokenizer``, or a function from a list of texts to
-            their token ids.
+        tokenizer: path or URL of a ``tokenizer.json`` or its folder (``hf://OWNER/NAME``), a ``tokenizers.Tokenizer``,
+            or a function from a list of texts to their token ids, or its ``module:name``.
         method: "best_fit" cuts no document that fits into a sequence (Ding et al. 2024); "concat" lays documents end to
             end and cuts the run every ``seq_len`` tokens.
         long_documents: what happens to documents of more than ``seq_len`` tokens. "split" cuts them into documents of

@@ -1,9 +1,11 @@
-"""Texts to token ids: Hugging Face ``tokenizers``, or a function of the user's."""
+"""Texts to token ids: Hugging Face ``tokenizers``, or a function of the user's; and what a name of either means."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ...storage import StorageError, open_store
 from ..columns import AnyArray, Ragged
 from ..decoding.row_work import RowError
 from ..errors import ConfigError, DecodeError
 from ..order.cached import cached_property
 from .config import Tokenize
 
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INSTALL = "install penstock[text], or give a function from a list of texts to their token ids"
 
 
@@ -98,34 +102,44 @@ class TextEncoder:
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Tokenize | Any) -> TextEncoder:
     """The encoder of what a user gives as a tokenizer. Truncation and padding, which its file may ask for, are off.
 
+    A text is the path of a ``tokenizer.json`` or of its folder, or the import path ``module:name`` of a tokenizer or a
+    function, or the URL of a ``tokenizer.json`` or its folder in any store, such as ``hf://openai-community/gpt2``.
+
     Raises:
         ConfigError: it cannot be loaded, or is no tokenizer; says what would work.
     """
     if isinstance(tokenizer, str | os.PathLike):
-        return TextEncoder(_whole_documents(_load(Path(tokenizer))), is_function=False)
+        tokenizer = _find(tokenizer)
     fast = getattr(tokenizer, "backend_tokenizer", tokenizer)  # inside the fast tokenizers of transformers
     if callable(getattr(fast, "encode_batch", None)) and callable(getattr(fast, "token_to_id", None)):
         return TextEncoder(_whole_documents(fast), is_function=False)
     if not callable(tokenizer):
         raise ConfigError(
-            f"tokenizer={tokenizer!r}: give the path of a tokenizer.json, a tokenizers.Tokenizer, or a function from a "
-            "list of texts to their token ids"
+            f"tokenizer={tokenizer!r}: give the path of a tokenizer.json, module:name, a tokenizers.Tokenizer, or a "
+            "function from a list of texts to their token ids"
         )
     return TextEncoder(tokenizer, is_function=True)
 
 
-def _load(path: Path) -> Any:
+def _find(given: str | os.PathLike[str]) -> Any:
+    """The tokenizer, or the function, of a path or a name."""
+    path, name = Path(given), given if isinstance(given, str) else ""
+    if not path.exists() and _FUNCTION.fullmatch(name):
+        return _import(name)
     try:
         from tokenizers import Tokenizer
     except ImportError as exc:
         raise ConfigError(
             f"tokenizer={str(path)!r} is read with tokenizers, which is not installed; {_INSTALL}"
         ) from exc
+    if "://" in name:
+        return _fetch(Tokenizer, name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
             f"tokenizer={str(path)!r}: there is no file {file}; give the path of a tokenizer.json "
-            f"(Tokenizer.from_pretrained(...).save(path) of tokenizers writes one)"
+            f"(Tokenizer.from_pretrained(...).save(path) of tokenizers writes one), or of the Hugging Face Hub "
+            "'hf://OWNER/NAME'"
         )
     try:
         return Tokenizer.from_file(str(file))
@@ -134,6 +148,34 @@ def _load(path: Path) -> Any:
             f"tokenizer={str(path)!r}: {file} cannot be read as a tokenizer of Hugging Face ({exc}); "
             "give a tokenizer.json that this version of tokenizers reads"
         ) from exc
+
+
+def _import(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"tokenizer={name!r}: cannot be imported: {exc}") from exc
+    return found
+
+
+def _fetch(kind: Any, url: str) -> Any:
+    """The tokenizer of a URL. Raises ConfigError; StorageError where the store does not give it."""
+    folder, _, name = (url if url.endswith(".json") else f"{url.rstrip('/')}/tokenizer.json").rpartition("/")
+    store = open_store(folder + "/")
+    try:
+        return kind.from_str(bytes(store.get(name)).decode())
+    except StorageError:
+        raise
+    except Exception as exc:
+        raise ConfigError(
+            f"tokenizer={url!r}: {name} cannot be read as a tokenizer of Hugging Face ({exc}); give a tokenizer.json "
+            "that this version of tokenizers reads"
+        ) from exc
+    finally:
+        store.close()
 
 
 def _whole_documents(tokenizer: Any) -> Any:

@@ -41,7 +41,10 @@ class FieldView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What ``inspect_dataset`` found. Sizes are in bytes; ``sizes_of`` samples were read for theirs."""
+    """What ``inspect_dataset`` found. Sizes are in bytes; ``sizes_of`` samples were read for theirs.
+
+    ``classes``: the names for the numbers in ``cls``, None where they are not known.
+    """
 
     url: str
     format: str
@@ -62,6 +65,7 @@ class Inspection:
     histogram_edges: tuple[float, ...]
     fields: tuple[FieldView, ...]
     thumbnails: tuple[Thumbnail, ...] = ()
+    classes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,7 @@ def inspect_dataset(
         histogram_edges=tuple(edges.tolist()),
         fields=fields,
         thumbnails=pictures,
+        classes=manifest.classes or None,
     )
 
 

@@ -10,24 +10,31 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 
 from ...storage import NotFoundError, open_store
-from ..dataset.manifest import MANIFEST_NAME
+from ..dataset.class_names import LABEL_FIELD
+from ..dataset.manifest import MANIFEST_NAME, Manifest
 from ..dataset.source import is_unfinished
 from ..dataset.splits import Split
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
+from ..order.cached import cached_property
+from ..packing.tokenizer import TextEncoder, open_tokenizer
 from ..progress import show_progress
+from .packing.classes import Classes, read_classes, warn_of_siblings
+from .packing.dialect import check_decimal_point, check_delimiter
+from .packing.grouping import read_extensions
 from .packing.identity import describe_function
 from .packing.jsonl import JsonlWriter
 from .packing.mapping import MapFunction, Mapped, Transform, transformed
 from .packing.mds import MdsWriter
-from .packing.source import SampleSource, open_source
+from .packing.source import SampleSource, SourceOptions, open_source
 from .packing.tables import ArrowWriter, ParquetWriter
 from .packing.tar import TarWriter
 from .packing.target import Cursor, Target
@@ -71,7 +78,7 @@ class PackSummary:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """The arguments that determine what is written."""
 
@@ -79,10 +86,11 @@ class _Job:
     shard_bytes: int
     seq_len: int | None
     dtype: str
-    tokenizer: Callable[[str], Sequence[int]] | None
+    tokenizer: Any
     field: str | None
     map: MapFunction | None
     checksums: bool
+    classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.shard_bytes < 1:
@@ -95,6 +103,8 @@ class _Job:
             raise ConfigError("format='tokens' needs a sequence length: give seq_len=, in tokens")
         elif self.seq_len < 1:
             raise ConfigError(f"seq_len={self.seq_len}: a sequence has at least one token")
+        elif self.classes is not None:
+            raise ConfigError("classes= names the numbers of a field 'cls', which format='tokens' has not")
 
     def _refuse_settings_of_tokens(self) -> None:
         settings = {name: getattr(self, name) for name in ("seq_len", "tokenizer", "field")}
@@ -104,6 +114,11 @@ class _Job:
         if given:
             verb = "applies" if len(given) == 1 else "apply"
             raise ConfigError(f"{' and '.join(given)} {verb} to format='tokens', not to format={self.format!r}")
+
+    @cached_property
+    def encoder(self) -> TextEncoder | None:
+        """What makes tokens of texts, if they are to be made. Raises ConfigError where there is no such tokenizer."""
+        return None if self.tokenizer is None else open_tokenizer(self.tokenizer)
 
     def shard_format(self) -> ShardFormat:
         config = {"seq_len": self.seq_len, "dtype": self.dtype} if self.format == "tokens" else None
@@ -125,18 +140,24 @@ class _Job:
     def transform(self, writer: ShardWriter, source: SampleSource) -> Transform:
         return Transform(
             function=self.map,
-            tokenize=Tokenize(self.tokenizer, self.field) if self.format == "tokens" else None,
+            tokenize=Tokenize(self.encoder, self.field) if self.format == "tokens" else None,
             keeps_batches=writer.takes_batches,
             reads_members=source.has_members and self.format in ("parquet", "arrow", "mds"),
         )
 
     def fingerprint(self, identity: Any) -> str | None:
         """What tells this job, source and functions included, from others; None if that cannot be told."""
-        functions = [describe_function(function) for function in (self.tokenizer, self.map) if function is not None]
+        functions = [] if self.encoder is None else [_describe_encoder(self.encoder)]
+        functions += [] if self.map is None else [describe_function(self.map)]
         if identity is None or None in functions:
             return None
-        settings = [self.format, self.shard_bytes, self.seq_len, self.dtype, self.field, self.checksums]
+        settings: list[Any] = [self.format, self.shard_bytes, self.seq_len, self.dtype, self.field, self.checksums]
+        settings += [] if self.classes is None else [self.classes]
         return hashlib.sha256(json.dumps([identity, functions, settings]).encode()).hexdigest()
+
+
+def _describe_encoder(encoder: TextEncoder) -> list[Any] | None:
+    return describe_function(encoder.tokenizer) if encoder.is_function else ["tokenizer", encoder.fingerprint]
 
 
 def pack(
@@ -149,11 +170,15 @@ def pack(
     processes: int = 0,
     seq_len: int | None = None,
     dtype: str = "uint16",
-    tokenizer: Callable[[str], Sequence[int]] | None = None,
+    tokenizer: Callable[[str], Sequence[int]] | str | PathLike[str] | Any | None = None,
     field: str | None = None,
     source_format: ShardFormat | str | None = None,
     split: Split | None = None,
     follow_links: bool = False,
+    extensions: Sequence[str] | None = None,
+    delimiter: str | None = None,
+    decimal_point: str | None = None,
+    classes: Classes | None = None,
     checksums: bool = True,
     overwrite: bool = False,
     progress: bool = True,
@@ -166,11 +191,21 @@ def pack(
     samples by their name up to the first dot, with a ``cls`` if every file lies in one of several subfolders; CSV
     files, each row a sample; or an iterable of dicts (for tables also of Arrow record batches, for tokens of texts or
     lists of integers). ``source_format`` says what is meant where shards lie among other files: a format, "csv", or
-    "files". ``split`` is that of ``DistributedDataLoader``.
+    "files". ``split`` is that of ``DistributedDataLoader``. ``extensions`` are the endings of loose files to take, such
+    as ["jpg", "seg.png"]: what is before them is the key. Without it, dots are part of the key where the names of all
+    files show that they are (``cat.0.jpg``); names that do not show it are refused.
+
+    ``delimiter`` and ``decimal_point`` are those of CSV files, where their headers do not tell the one, and the other
+    is a comma.
+
+    ``classes`` are the names of the classes in the order of their numbers: a list, a file of them, or another data set
+    whose numbers to take, such as the training split's. Without it the subfolders are numbered in the order of their
+    names. The names are kept in the manifest: ``loader.dataset.classes``.
 
     ``map`` turns a sample into one, several or, with None, none. With ``processes`` it and ``tokenizer`` run in so many
     of them; what is written is the same. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the field that holds text
-    or integers) apply to tokens only. With ``checksums`` the manifest has one per chunk, which readers verify.
+    or integers) apply to tokens only. A tokenizer is what ``Packing`` takes, whose texts are encoded many at a time, or
+    a function from one text to its tokens. With ``checksums`` the manifest has one per chunk, which readers verify.
 
     Each shard is written whole and the manifest last, so that readers refuse an interrupted pack. Run again with the
     same source and options, it goes on after the last shard that it noted; with others, or from an iterable, it starts
@@ -184,18 +219,27 @@ def pack(
         raise ConfigError(f"processes={processes}: needs 0 or more")
     job = _Job(
         format=format, shard_bytes=shard_bytes, seq_len=seq_len, dtype=dtype, tokenizer=tokenizer, field=field, map=map,
-        checksums=checksums,
+        checksums=checksums, classes=read_classes(classes, storage_options),
     )  # fmt: skip
     started = time.monotonic()
     url = _folder_url(target_url)
     job.writer({})  # refuses arguments before anything is listed
+    _ = job.encoder
+    options = SourceOptions(
+        follow_links=follow_links,
+        classes=job.classes,
+        extensions=None if extensions is None else read_extensions(extensions),
+        delimiter=check_delimiter(delimiter),
+        decimal_point=check_decimal_point(decimal_point),
+        is_mapped=map is not None,
+    )
     with told_of_source():
         opened = open_source(
             source,
             storage_options=source_storage_options,
             format=source_format,
             split=split,
-            follow_links=follow_links,
+            options=options,
             progress=progress,
             group=1 if processes == 0 else 64,
             replaced=url if overwrite else None,
@@ -207,6 +251,8 @@ def pack(
             target = Target(
                 store, job.shard_format(), writer.suffix, job=job.fingerprint(opened.identity), checksums=checksums
             )
+            if opened.classes:
+                warn_of_siblings(url, opened.classes, storage_options)
             target.begin(overwrite=overwrite)
             kept = len(target.written)
             before = 0 if target.cursor is None else opened.before(target.cursor.piece)
@@ -219,7 +265,7 @@ def pack(
                     target.put_all(_cut(writer, parts, target.cursor, advance))
             if not target.written:
                 raise DatasetError(f"{url}: the source has no samples; nothing was packed")
-            manifest = target.finish(writer.samples(), writer.companions(target.manifest()))
+            manifest = target.finish(writer.samples(), writer.companions(target.manifest()), opened.classes)
         finally:
             store.close()
     finally:
@@ -232,11 +278,16 @@ def pack(
         bytes=sum(info.size for info in manifest.shards),
         seconds=time.monotonic() - started,
         fingerprint=manifest.fingerprint,
-        classes=opened.classes,
+        classes=manifest.classes or (),
         dropped=writer.dropped if isinstance(writer, TokensWriter) else None,
-        notes=(*opened.notes, *writer.notes()),
+        notes=(*opened.notes, *writer.notes(), *_note_of_classes(opened.classes, manifest)),
         kept_shards=kept,
     )
+
+
+def _note_of_classes(classes: Sequence[str], manifest: Manifest) -> tuple[str, ...]:
+    is_lost = bool(classes) and manifest.classes is None
+    return (f"the names of classes are not kept, as no sample has a field {LABEL_FIELD!r}",) if is_lost else ()
 
 
 def _cut(

@@ -132,6 +132,12 @@ class DatasetView:
         """The sample ids of the view: all of the data set, those of the loader's subset, or those of its slice."""
         return self._ids
 
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes that the numbers in ``cls`` stand for; None where the data set does not tell."""
+        names = self._reader.manifest.classes
+        return list(names) if names else None
+
     def __len__(self) -> int:
         return len(self._ids)
 

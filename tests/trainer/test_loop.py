@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -312,3 +313,24 @@ def test_an_array_loader_refuses_a_state_of_another_order(other: dict[str, Any],
     with pytest.raises(TrainerConfigError, match=f"taken with {told} and this loader has"):
         build(**other).load_state_dict(state)
     build(**other).load_state_dict({key: state[key] for key in ("version", "seed", "epoch", "consumed")})
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "problem"),
+    [
+        (["ant", "cat", "dog"], ["cat", "dog"], "class 0 is 'ant' in the training data and 'cat' in the evaluation's"),
+        (["ant", "cat", "dog"], ["ant", "cat"], None),
+        (["ant", "cat"], None, None),
+        (7, ["ant"], None),
+    ],
+)
+def test_an_evaluation_whose_classes_have_other_numbers_is_told(
+    trained: Any, evaluated: Any, problem: str | None, world: World, tmp_path: Path
+) -> None:
+    loader, batches = rows(world), rows(world, "pad")
+    for each, names in ((loader, trained), (batches, evaluated)):
+        each.dataset = SimpleNamespace(classes=names)  # type: ignore[attr-defined]
+    with make_trainer(world, str(tmp_path), loader, evaluation=Evaluation(batches=batches, metrics=add_up)) as trainer:
+        trainer.train()
+    notes = [record["note"] for record in read_records(tmp_path) if record["kind"] == "note"]
+    assert [problem in note for note in notes] == ([True] if problem else [])

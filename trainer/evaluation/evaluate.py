@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,6 +63,28 @@ class Evaluation:
 
     batches: Iterable[Any]
     metrics: MetricFunction
+
+
+def find_other_classes(loader: Iterable[Any], evaluation: Evaluation | None) -> str | None:
+    """In words, the first number that stands for another class in the evaluation; None where none is known to.
+
+    Read from ``loader.dataset.classes``, names in the order of their numbers, which torchvision's data sets have, too.
+    """
+    trained, evaluated = _names_of(loader), _names_of(None if evaluation is None else evaluation.batches)
+    number = next(
+        (number for number, names in enumerate(zip(trained, evaluated, strict=False)) if len(set(names)) > 1), None
+    )
+    if number is None:
+        return None
+    return (
+        f"class {number} is {trained[number]!r} in the training data and {evaluated[number]!r} in the evaluation's, so "
+        "that metrics of labels mean nothing; number the classes of both alike (penstock pack --classes)"
+    )
+
+
+def _names_of(loader: Any) -> Sequence[str]:
+    names = getattr(getattr(loader, "dataset", None), "classes", None)
+    return names if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else ()
 
 
 def evaluate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -11,11 +12,14 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.types as pt
 
+from .dialect import Dialect
+
 BLOCK_BYTES = 16 << 20  # what settles the types; a row is no longer
 HEAD_BYTES = 2 * BLOCK_BYTES  # enough of a file to read its first block as in the whole file
 
 _NULLS = pa.array(pyarrow.csv.ConvertOptions().null_values)
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_WITH_COMMA = r"^[ \t]*[-+]?[0-9]+(,[0-9]+)?[ \t]*$"
 _DIGITS = r"^[ \t]*[-+]?[0-9]+[ \t]*$"
 _INT64 = range(-(1 << 63), 1 << 63)
 _MOST_DIGITS = 20  # of an int64, and its sign
@@ -30,18 +34,24 @@ class OddIntegerError(ValueError):
         self.text = text
 
 
-def open_rows(stream: Any, types: dict[str, pa.DataType] | None = None, *, only_these: bool = False) -> Any:
+def open_rows(
+    stream: Any, dialect: Dialect, types: dict[str, pa.DataType] | None = None, *, only_these: bool = False
+) -> Any:
     """A reader of record batches; Arrow finds the types of columns that ``types`` lacks in the first block."""
-    convert = pyarrow.csv.ConvertOptions(column_types=types, include_columns=list(types or ()) if only_these else None)
+    convert = pyarrow.csv.ConvertOptions(
+        column_types=types,
+        include_columns=list(types or ()) if only_these else None,
+        decimal_point=dialect.decimal_point,
+    )
     return pyarrow.csv.open_csv(
         stream,
-        read_options=pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES),
-        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        read_options=pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES, skip_rows=dialect.skip_rows),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True, delimiter=dialect.delimiter),
         convert_options=convert,
     )
 
 
-def find_types(head: bytes) -> tuple[dict[str, pa.DataType], dict[str, str]]:
+def find_types(head: bytes, dialect: Dialect) -> tuple[dict[str, pa.DataType], dict[str, str]]:
     """Types of a file's columns, by its first ``HEAD_BYTES``; and of those that stay text, a number that says why.
 
     A column is text where a number would lose what is written: leading zeros, ``0x``, integers beyond int64.
@@ -49,20 +59,38 @@ def find_types(head: bytes) -> tuple[dict[str, pa.DataType], dict[str, str]]:
     Raises:
         ValueError: two columns have one name; also what Arrow raises for a file that is no table.
     """
-    schema = open_rows(io.BytesIO(head)).schema
+    schema = open_rows(io.BytesIO(head), dialect).schema
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if twice:
         raise ValueError(f"two columns are named {twice[0]!r}; rename one in the header")
     types = {field.name: field.type for field in schema}
     kept: dict[str, str] = {}
     numbers = {name: pa.string() for name, kind in types.items() if pt.is_int64(kind) or pt.is_float64(kind)}
-    texts = open_rows(io.BytesIO(head), numbers, only_these=True).read_next_batch() if numbers else None
+    texts = open_rows(io.BytesIO(head), dialect, numbers, only_these=True).read_next_batch() if numbers else None
     for name in numbers:
         assert texts is not None
         odd = _odd_integer(texts.column(name)) if pt.is_int64(types[name]) else _large_integer(texts.column(name))
         if odd is not None:
             types[name], kept[name] = pa.string(), odd
     return types, kept
+
+
+def find_decimal_commas(head: bytes, dialect: Dialect, types: Mapping[str, pa.DataType]) -> dict[str, str]:
+    """The columns of text whose values are all numbers with a comma before the fraction, each with one of them."""
+    if dialect.decimal_point == ",":
+        return {}
+    names: dict[str, pa.DataType] = {name: kind for name, kind in types.items() if pt.is_string(kind)}
+    if not names or b"," not in head:
+        return {}
+    texts = open_rows(io.BytesIO(head), dialect, names, only_these=True).read_next_batch()
+    found: dict[str, str] = {}
+    for name in names:
+        column = texts.column(name)
+        values = column.filter(pc.invert(pc.is_in(column, value_set=_NULLS)))
+        if len(values) and pc.all(pc.match_substring_regex(values, _WITH_COMMA)).as_py():
+            with_comma = values.filter(pc.match_substring(values, ","))
+            found |= {name: with_comma[0].as_py()} if len(with_comma) else {}
+    return found
 
 
 def merge_types(one: pa.DataType, two: pa.DataType) -> pa.DataType:

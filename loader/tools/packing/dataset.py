@@ -15,8 +15,9 @@ from ....storage import open_store
 from ....storage.hashing import xxh3_64
 from ....storage.threads.daemon_pool import DaemonPool
 from ...columns import ArrayColumn, Block, BytesColumn
+from ...dataset.class_names import LABEL_FIELD, find_difference
 from ...dataset.manifest import Manifest
-from ...errors import ChecksumError
+from ...errors import ChecksumError, ConfigError
 from ...formats.arrow.ipc import ArrowFormat
 from ...formats.arrow.parquet import ParquetFormat
 from ...formats.compressed import codec_of, decompressed_pieces
@@ -28,7 +29,7 @@ from ...formats.shard import ChunkRef
 from ...metrics import Counters
 from ...reading.checksum import read_chunk
 from ...reading.header_cache import HeaderCache
-from .source import Batch
+from .source import Batch, SourceOptions
 
 _THREADS = 4
 _HEADER_BYTES = 64 << 20
@@ -40,7 +41,9 @@ _Items: TypeAlias = "Sequence[Any] | pa.RecordBatch"
 class DatasetSource:
     """The samples of a data set in its order; a piece is a chunk."""
 
-    def __init__(self, manifest: Manifest, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, manifest: Manifest, storage_options: Mapping[str, Any] | None, options: SourceOptions) -> None:
+        """Raises ConfigError if other classes are given than the data set has, and nothing changes its numbers."""
+        self.classes = _choose_classes(manifest, options)
         self._manifest = manifest
         self._format = make_format(manifest.format, manifest.config)
         self._store = open_store(manifest.url, storage_options=storage_options)
@@ -48,7 +51,6 @@ class DatasetSource:
         self.total: int | None = manifest.num_samples
         etags = [shard.etag for shard in manifest.shards]
         self.identity: Any = ["dataset", manifest.fingerprint, etags]
-        self.classes: tuple[str, ...] = ()
         self.notes: Sequence[str] = ()
         self.has_members = manifest.format == "tar"
         self.hints = self._find_hints()
@@ -126,6 +128,20 @@ class DatasetSource:
         mark = 3 if base == 0 and run[:3] == b"\xef\xbb\xbf" else 0
         rows = list(parsed_rows(find_lines(memoryview(run)[mark:], chunk.shard.key, base + mark)))
         yield from (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
+
+
+def _choose_classes(manifest: Manifest, options: SourceOptions) -> tuple[str, ...]:
+    """The names for the numbers that are written: those of the data set, unless others are given."""
+    own, given = manifest.classes or (), options.classes
+    number = None if given is None or options.is_mapped else find_difference(own, given)
+    if number is not None:
+        assert given is not None
+        raise ConfigError(
+            f"{manifest.url}: {number} in {LABEL_FIELD!r} is {own[number]!r} there, and {given[number]!r} in classes=, "
+            "which does not change the numbers of a data set that is packed already; pack the folder of files that it "
+            "was made of, or give map= a function that changes them"
+        )
+    return own if given is None or (not options.is_mapped and len(own) > len(given)) else given
 
 
 def _batches(piece: int, done: Future[list[_Items]]) -> Iterator[Batch]:

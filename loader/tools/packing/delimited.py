@@ -17,8 +17,18 @@ import pyarrow.types as pt
 from ....storage import ByteRange, ObjectInfo, Store
 from ....storage.threads.daemon_pool import DaemonPool
 from ...errors import DatasetError, FormatError
-from .csv_types import BLOCK_BYTES, HEAD_BYTES, OddIntegerError, find_types, merge_types, open_rows, to_integers
-from .source import Batch
+from .csv_types import (
+    BLOCK_BYTES,
+    HEAD_BYTES,
+    OddIntegerError,
+    find_decimal_commas,
+    find_types,
+    merge_types,
+    open_rows,
+    to_integers,
+)
+from .dialect import Dialect, find_dialect
+from .source import Batch, SourceOptions
 
 _READ_BYTES = 8 << 20
 _THREADS = 4  # that look at the first bytes of files
@@ -30,21 +40,24 @@ _SETTLED = f"the first {BLOCK_BYTES >> 20} MiB of each file settle what a column
 
 
 class CsvSource:
-    """The rows of CSV files with a header, as record batches.
+    """The rows of CSV files with a header, as record batches. Each file may have a delimiter of its own.
 
     A column has one type over all files, which the first 16 MiB of each settle.
     """
 
-    def __init__(self, store: Store, listing: Sequence[ObjectInfo]) -> None:
+    def __init__(self, store: Store, listing: Sequence[ObjectInfo], options: SourceOptions) -> None:
         if not listing:
             raise DatasetError(f"{store.url}: holds no CSV files")
         self._store = store
         self._files = listing
+        self._given = options.delimiter, options.decimal_point
+        self._dialects: dict[str, Dialect] = {}
         self.total = None
         self.identity: Any = ["csv", [[info.key, info.size, info.etag] for info in listing]]
+        self.identity += [list(self._given)] if any(self._given) else []
         self.has_members = False
         self.hints: Mapping[str, pa.DataType] = {}
-        self.classes: tuple[str, ...] = ()
+        self.classes = options.classes or ()
         self.notes: Sequence[str] = ()  # complete once rows were read
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
@@ -57,25 +70,31 @@ class CsvSource:
         types: dict[str, pa.DataType] = {}
         notes: dict[str, str] = {}
         with DaemonPool("penstock-csv", _THREADS) as pool:
-            for looked in [pool.submit(self._look, info) for info in self._files]:
-                found, kept = looked.result()
+            for info, looked in [(info, pool.submit(self._look, info)) for info in self._files]:
+                self._dialects[info.key], found, kept, commas = looked.result()
                 for name, kind in found.items():
                     types[name] = merge_types(types[name], kind) if name in types else kind
                 for name, text in kept.items():
                     told = f"column {name!r} is kept as text, as {reprlib.repr(text)} is, which a number would change"
                     notes.setdefault(name, told)
+                for name, text in commas.items():
+                    told = f"column {name!r} is kept as text, as {text!r} is; if the comma is a decimal point, give "
+                    notes.setdefault(name, told + "decimal_point=',' (--decimal-point ,)")
         for name, kind in types.items():
             if pt.is_binary(kind):
                 notes[name] = f"column {name!r} is not UTF-8, so that its values are bytes"
         self.notes = list(notes.values())
         return types
 
-    def _look(self, info: ObjectInfo) -> tuple[dict[str, pa.DataType], dict[str, str]]:
+    def _look(self, info: ObjectInfo) -> tuple[Dialect, dict[str, pa.DataType], dict[str, str], dict[str, str]]:
+        """The dialect of a file, the types of its columns, and of those that stay text a value that says why."""
         with self._told(info):
             head = self._open(info).read(HEAD_BYTES)
             if head.startswith(_UTF16):
                 raise ValueError("it is UTF-16; write it as UTF-8")
-            return find_types(head)
+            dialect = find_dialect(head, info.key, *self._given)
+            types, kept = find_types(head, dialect)
+            return dialect, types, kept, find_decimal_commas(head, dialect, types)
 
     def _open(self, info: ObjectInfo) -> Any:
         raw = io.BufferedReader(_ObjectFile(self._store, info), _READ_BYTES)
@@ -87,7 +106,7 @@ class CsvSource:
         names: list[str] = list(asked)
         before = 0
         with self._told(info, names):
-            reader = open_rows(self._open(info), asked)
+            reader = open_rows(self._open(info), self._dialects[info.key], asked)
             names[:] = reader.schema.names
             for batch in reader:
                 yield _with_integers(batch, integers, before)

@@ -14,37 +14,59 @@ import pyarrow as pa
 from ....storage import ObjectInfo, Store
 from ....storage.threads.daemon_pool import DaemonPool
 from ...columns import KEY_COLUMN
+from ...dataset.class_names import LABEL_FIELD
 from ...errors import DatasetError
+from ...formats.names import is_system
+from .grouping import group_files
 from .source import Batch
 
 _GROUP = 64  # samples read by one thread at a time
 _THREADS = 8
-_LABEL = "cls"
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 
 
 class FolderSource:
-    """Samples of a folder, in the order of their keys; with two or more folders of files alone, these are classes."""
+    """Samples of a folder, in the order of their keys; with two or more folders of files alone, these are classes.
 
-    def __init__(self, store: Store, listing: Iterable[ObjectInfo], *, follow_links: bool = False) -> None:
+    ``classes``: their names in the order of their numbers; then one folder is enough. ``extensions``: the endings of
+    the files to take, which are the fields.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        listing: Iterable[ObjectInfo],
+        *,
+        follow_links: bool = False,
+        classes: Sequence[str] | None = None,
+        extensions: Sequence[str] | None = None,
+    ) -> None:
         self._store = store
-        files = [info for info in listing if not any(part.startswith(".") for part in info.key.split("/"))]
+        files, self.notes = _leave_out(listing)
         if not files:
             raise DatasetError(f"{store.url}: the folder holds no files; there is nothing to pack")
         if store.url.startswith("file://") and not follow_links:
             _refuse_links(store.url.removeprefix("file://"), files)
-        self._samples = group_files(files, store.url)
-        labelled = any(_LABEL in fields for _, fields in self._samples)
-        folders = find_classes(info.key for info in files)
-        self.classes = () if labelled else folders
-        self._ordinals = {name: ordinal for ordinal, name in enumerate(self.classes)}
+        grouped = group_files(files, store.url, extensions)
+        self._samples = grouped.samples
+        taken = [info for _, fields in self._samples for info in fields.values()]
+        labelled = any(LABEL_FIELD in fields for _, fields in self._samples)
+        folders = find_classes(info.key for info in taken)
+        if classes is not None and not labelled:
+            _check_folders([info.key for info in taken], classes, store.url)
+        self.classes = tuple(classes or (() if labelled else folders))
+        self._ordinals = {} if labelled else {name: ordinal for ordinal, name in enumerate(self.classes)}
         self.total: int | None = len(self._samples)
         self.identity: Any = ["folder", [[info.key, info.size, info.etag] for info in files]]
+        # What names other samples than the first dots do; added only then, so that packs of before go on.
+        self.identity += [list(extensions)] if extensions else []
+        self.identity += grouped.notes
         self.has_members = True
         self.hints: Mapping[str, pa.DataType] = {}
-        self.notes, self._names = name_images([fields for _, fields in self._samples])
+        notes, self._names = name_images([fields for _, fields in self._samples])
+        self.notes += [*grouped.notes, *notes]
         if labelled and folders:
-            self.notes.append(f"classes are those of the .{_LABEL} files; the folders are none")
+            self.notes.append(f"classes are those of the .{LABEL_FIELD} files; the folders are none")
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[dict[str, Any]]]]] = deque()
@@ -66,8 +88,8 @@ class FolderSource:
 
     def _sample(self, key: str, fields: Mapping[str, ObjectInfo]) -> dict[str, Any]:
         sample: dict[str, Any] = {KEY_COLUMN: key}
-        if self.classes:
-            sample[_LABEL] = self._ordinals[key.partition("/")[0]]
+        if self._ordinals:
+            sample[LABEL_FIELD] = self._ordinals[key.partition("/")[0]]
         for field, info in fields.items():
             sample[self._names.get(field, field)] = bytes(self._store.get(info.key, etag=info.etag))
         return sample
@@ -76,31 +98,38 @@ class FolderSource:
         self._store.close()
 
 
-def key_of(path: str) -> tuple[str, str]:
-    """(key, field) of a file: 'a/b.seg.png' is field 'seg.png' of sample 'a/b', as in WebDataset."""
-    folder, slash, name = path.rpartition("/")
-    stem, _, field = name.partition(".")
-    return f"{folder}{slash}{stem}", field.lower()
+def _leave_out(listing: Iterable[ObjectInfo]) -> tuple[list[ObjectInfo], list[str]]:
+    """The files without those that are hidden or a system's, and a note of these."""
+    kept: list[ObjectInfo] = []
+    others: list[str] = []
+    for info in listing:
+        if is_system(info.key) or any(part.startswith(".") for part in info.key.split("/")):
+            others.append(info.key)
+        else:
+            kept.append(info)
+    if not others:
+        return kept, []
+    shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    return kept, [f"hidden files and those of systems are left out: {len(others):,} ({shown})"]
 
 
-def group_files(files: Sequence[ObjectInfo], url: str) -> list[tuple[str, dict[str, ObjectInfo]]]:
-    """The samples, sorted by key: each a key and its files by field.
-
-    Raises:
-        DatasetError: a file has no extension, or that of the key, or two files are one field of a sample.
-    """
-    samples: dict[str, dict[str, ObjectInfo]] = {}
-    for info in sorted(files, key=lambda info: key_of(info.key)):
-        key, field = key_of(info.key)
-        if not field:
-            raise DatasetError(f"{url}/{info.key}: has no extension to name its field; rename or remove it")
-        if field == KEY_COLUMN:
-            raise DatasetError(f"{url}/{info.key}: the field {field!r} is the sample's key; rename the file")
-        fields = samples.setdefault(key, {})
-        if field in fields:
-            raise DatasetError(f"{url}/{info.key}: sample {key!r} has two files for field {field!r}")
-        fields[field] = info
-    return list(samples.items())
+def _check_folders(keys: Iterable[str], classes: Sequence[str], url: str) -> None:
+    """Raise DatasetError unless every file lies in a folder of one of ``classes``."""
+    known = set(classes)
+    for key in keys:
+        folder, slash, name = key.partition("/")
+        if not slash or "/" in name:
+            raise DatasetError(
+                f"{url}/{key}: classes= numbers folders of files, and this file lies in "
+                f"{'a deeper one' if slash else 'none'}; move it into the folder of its class, or "
+                "leave classes= (--classes) out"
+            )
+        if folder not in known:
+            shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+            raise DatasetError(
+                f"{url}/{key}: its folder {folder!r} is none of the {len(classes):,} classes ({shown}); add its name "
+                "at the end of classes= (--classes), or leave the folder out"
+            )
 
 
 def find_classes(keys: Iterable[str]) -> tuple[str, ...]:

@@ -21,8 +21,10 @@ import pyarrow as pa
 from ....storage.errors import PenstockError
 from ....storage.threads.interruptible import Thread
 from ...columns import KEY_COLUMN
+from ...decoding.row_work import RowError
 from ...errors import ConfigError, DatasetError, WorkerError
 from .source import Batch
+from .tokens import Tokenize
 from .values import read_member, rows_of
 
 _ROWS = 64  # items that a process gets at a time
@@ -50,7 +52,7 @@ class Transform:
     """
 
     function: MapFunction | None = None
-    tokenize: Callable[[Any], Any] | None = None
+    tokenize: Tokenize | None = None
     keeps_batches: bool = False
     reads_members: bool = False
 
@@ -68,14 +70,33 @@ class Transform:
         if not self.is_work and not self.reads_members:
             return items
         found: list[Any] = []
+        ordinals: list[int] = []
         for ordinal, item in enumerate(items, start=first):
             samples = [item] if self.function is None else _called(self.function, item, ordinal)
             found += [self._finished(sample, ordinal) for sample in samples]
-        return found
+            ordinals += [ordinal] * len(samples)
+        return self._tokenized(found, ordinals) if self._encodes_many else found
+
+    @property
+    def _encodes_many(self) -> bool:
+        return self.tokenize is not None and self.tokenize.takes_many
+
+    def _tokenized(self, values: list[Any], ordinals: Sequence[int]) -> list[Any]:
+        """The tokens of texts, encoded together, and of what are tokens already."""
+        assert self.tokenize is not None
+        places = [place for place, value in enumerate(values) if isinstance(value, str)]
+        try:
+            encoded = self.tokenize.encode_all([values[place] for place in places])
+        except RowError as exc:
+            raise DatasetError(f"sample {ordinals[places[exc.row]]}: {exc.cause}") from exc
+        for place, tokens in zip(places, encoded, strict=True):
+            values[place] = tokens
+        return values
 
     def _finished(self, sample: Any, ordinal: int) -> Any:
         if self.tokenize is not None:
-            return _guarded("tokenizer", self.tokenize, sample, ordinal)
+            step = self.tokenize.read if self._encodes_many else self.tokenize
+            return _guarded("tokenizer", step, sample, ordinal)
         if not self.reads_members or not isinstance(sample, Mapping):
             return sample
         try:
@@ -231,6 +252,7 @@ def _start(transform: Transform) -> None:
     global _transform
     _transform = transform
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share out the cores already
     parent = parent_process()
     if parent is not None:
         Thread(target=_end_with, args=(parent.sentinel,), name="penstock-parent").start()

@@ -21,13 +21,13 @@ from ...dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...errors import ConfigError, DatasetError
 from ...formats.compressed import CODEC_SUFFIXES
 from ...formats.detect import FORMAT_NAMES, encrypted_hint, format_by_name, make_format
-from ...formats.names import has_suffix, is_hidden
+from ...formats.names import has_suffix, is_hidden, is_system
 from ...formats.shard import ShardFormat
 from ...formats.tokens import index_keys
+from .dialect import TAB_SUFFIXES, TABLE_SUFFIXES
 from .target import OWN_NAME
 
 _URL = re.compile(r"[a-z0-9+.-]+://\S+")
-CSV_SUFFIXES = (".csv", ".csv.gz")
 COMPRESSED_JSON = tuple(".json" + codec for codec in CODEC_SUFFIXES)
 # What other tools leave beside shards; no samples.
 _BESIDE = ("index.json", "dataset_info.json", "state.json", "dataset_dict.json", "license", "readme.md")
@@ -75,14 +75,31 @@ class SampleSource(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """How a source is understood: what ``pack`` is given of it. ``is_mapped``: samples are changed after reading."""
+
+    follow_links: bool = False
+    classes: tuple[str, ...] | None = None
+    extensions: tuple[str, ...] | None = None
+    delimiter: str | None = None
+    decimal_point: str | None = None
+    is_mapped: bool = False
+
+    @property
+    def is_for_tables(self) -> bool:
+        """Whether something is said of CSV files."""
+        return self.delimiter is not None or self.decimal_point is not None
+
+
 class IterableSource:
     """Samples, texts, lists of integers or record batches from Python."""
 
-    def __init__(self, items: Iterable[Any], group: int) -> None:
+    def __init__(self, items: Iterable[Any], group: int, classes: tuple[str, ...] | None = None) -> None:
         self.total = len(items) if isinstance(items, Sequence) else None
         self.identity = None
         self.hints: Mapping[str, pa.DataType] = {}
-        self.classes: tuple[str, ...] = ()
+        self.classes = classes or ()
         self.notes: Sequence[str] = ()
         self.has_members = False
         self._items = items
@@ -114,7 +131,7 @@ def open_source(
     storage_options: Mapping[str, Any] | None,
     format: ShardFormat | str | None,  # noqa: A002 - the word that users know
     split: Split | None,
-    follow_links: bool,
+    options: SourceOptions,
     progress: bool,
     group: int,
     replaced: str | None = None,
@@ -129,17 +146,22 @@ def open_source(
         DatasetError: there is nothing, or shards lie among other files.
     """
     if not _is_url(source):
-        if format is not None or split is not None or follow_links or storage_options:
+        told = format, split, options.follow_links or None, options.extensions, storage_options or None
+        if options.is_for_tables or any(each is not None for each in told):
             raise ConfigError(
-                "source_format=, split=, follow_links= and source_storage_options= apply to URLs and paths, not to an "
-                "iterable of samples"
+                "source_format=, split=, follow_links=, extensions=, delimiter=, decimal_point= and "
+                "source_storage_options= apply to URLs and paths, not to an iterable of samples"
             )
-        return IterableSource(source, group)
+        return IterableSource(source, group, options.classes)
     from .dataset import DatasetSource
     from .delimited import CsvSource
     from .folder import FolderSource
 
     given = make_format(format) if isinstance(format, str) and format in FORMAT_NAMES else format
+    if options.is_for_tables and given not in (None, "csv"):
+        raise ConfigError(f"delimiter= and decimal_point= apply to CSV files, not with source_format={format!r}")
+    if options.extensions and given not in (None, "files"):
+        raise ConfigError(f"extensions= chooses among loose files; with source_format={format!r} leave it out")
     if isinstance(given, str) and given not in ("files", "csv"):
         raise ConfigError(f"source_format={given!r} is none of files, csv, {', '.join(FORMAT_NAMES)}")
     if given is None or isinstance(given, str):
@@ -147,20 +169,32 @@ def open_source(
             store, selection = select(source, storage_options, split=split, progress=progress)
         except NotFoundError as exc:
             raise NotFoundError(f"{source}: no such file or folder; there is nothing to pack") from exc
-        kind = given or choose_kind(store, selection.listing, selection.saved is not None)
+        kind = given or ("files" if options.extensions else None)
+        kind = kind or choose_kind(store, selection.listing, selection.saved is not None)
         if split is None:
             _refuse_splits(store, kind, selection)
+        if options.is_for_tables and kind != "csv":
+            store.close()
+            raise ConfigError(f"delimiter= and decimal_point= apply to CSV files, and {source} holds {kind}")
         if kind == "files":
-            return FolderSource(store, selection.listing, follow_links=follow_links)
+            return FolderSource(
+                store,
+                selection.listing,
+                follow_links=options.follow_links,
+                classes=options.classes,
+                extensions=options.extensions,
+            )
         if kind == "csv":
-            return CsvSource(store, [info for info in selection.listing if info.key.lower().endswith(CSV_SUFFIXES)])
+            tables = [info for info in selection.listing if is_table(info.key)]
+            seen = [info for info in tables if not is_hidden(info.key)]
+            return CsvSource(store, seen or tables, options)
         store.close()
     manifest = open_manifest(
         source, split=split, storage_options=storage_options, format=given or None, progress=progress
     )
     if replaced is not None:
         _refuse_own_shards(manifest, replaced)
-    return DatasetSource(manifest, storage_options)
+    return DatasetSource(manifest, storage_options, options)
 
 
 def _refuse_own_shards(manifest: Manifest, target: str) -> None:
@@ -190,7 +224,7 @@ def _refuse_splits(store: Store, kind: str, selection: Selection) -> None:
             if kind == "files":
                 refuse_split_folders(selection.url + folder, inside)
             elif kind == "csv":
-                tables = [key for key in inside if key.lower().endswith(CSV_SUFFIXES)]
+                tables = [key for key in inside if is_table(key)]
                 refuse_mixed_splits(selection.url + folder, tables, {}, unit="file")
     except DatasetError:
         store.close()
@@ -223,7 +257,7 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
     Raises:
         DatasetError: shards lie among other files, so that it cannot be told what is wanted.
     """
-    keys = [info.key for info in listing if not is_hidden(info.key)]
+    keys = [info.key for info in listing if not is_hidden(info.key) and not is_system(info.key)]
     if has_manifest:
         return "shards"
     if hint := encrypted_hint(keys):  # what is encrypted would be packed as files that nobody can read
@@ -241,7 +275,9 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
         elif key not in companions and key.rpartition("/")[2].lower() not in _BESIDE:
             others.append(key)
     if not shards:
-        tables = [key for key in others if key.lower().endswith(CSV_SUFFIXES)]
+        tables = [key for key in others if is_table(key)]
+        if len(tables) < len(others) and all(has_suffix(key, TAB_SUFFIXES) for key in tables):
+            tables = []  # a field of samples, beside others
         if tables and len(tables) < len(others):
             raise DatasetError(_mixed(store, "csv", tables[0], next(key for key in others if key not in tables)))
         if others and all(format_by_name(key) == "tokens" for key in others):
@@ -261,6 +297,11 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
         name = sorted(shards)[0]
         raise DatasetError(_mixed(store, name, shards[name][0], others[0]))
     return "shards"
+
+
+def is_table(key: str) -> bool:
+    """Whether an object is a CSV file, of whatever delimiter, by its name."""
+    return has_suffix(key, TABLE_SUFFIXES)
 
 
 def _mixed(store: Store, name: str, shard: str, other: str) -> str:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....storage import NotFoundError, ObjectInfo, Store
@@ -21,6 +21,7 @@ from ....storage.memory import MemoryStore
 from ....storage.threads.daemon_pool import DaemonPool
 from ....storage.threads.interruptible import Thread
 from ...dataset.build import shard_indexes
+from ...dataset.class_names import LABEL_FIELD
 from ...dataset.manifest import MANIFEST_NAME, Manifest
 from ...dataset.part_sums import SumArray
 from ...dataset.source import UNFINISHED, is_unfinished
@@ -206,8 +207,8 @@ class Target:
             with_sums(manifest, [sums for each in self.written for sums in each.sums]) if self._checksums else manifest
         )
 
-    def finish(self, samples: int, companions: Mapping[str, bytes]) -> Manifest:
-        """Put the companions, and the manifest in place of the note.
+    def finish(self, samples: int, companions: Mapping[str, bytes], classes: tuple[str, ...] = ()) -> Manifest:
+        """Put the companions, and the manifest, with the names of classes if it has labels, in place of the note.
 
         Raises:
             DatasetError: shards of before would be read along, or readers would find another number of samples.
@@ -224,6 +225,8 @@ class Target:
                 f"{self._store.url}: readers would find {manifest.num_samples:,} samples, but {samples:,} were packed; "
                 "the data set is left unfinished, please report the keys and fields that did this"
             )
+        if classes and LABEL_FIELD in manifest.fields:
+            manifest = replace(manifest, classes=classes)
         for name, data in companions.items():
             self._store.put(name, data)
         self._store.put(MANIFEST_NAME, manifest.to_bytes())

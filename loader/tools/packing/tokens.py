@@ -7,10 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ...columns import KEY_COLUMN, AnyArray
+from ...columns import KEY_COLUMN, AnyArray, Ragged
 from ...dataset.manifest import Manifest
 from ...errors import ConfigError, DatasetError
+from ...packing.tokenizer import TextEncoder
 from .writer import Shard
+
+_NEEDS_TOKENIZER = (
+    "the samples are text; give tokenizer=, the path of a tokenizer.json, or a function from str to a list of integers"
+)
 
 
 class TokensWriter:
@@ -81,7 +86,7 @@ class TokensWriter:
 
     def _tokens(self, value: Any) -> AnyArray:
         if isinstance(value, (str, bytes, Mapping)):
-            raise ConfigError("the samples are text; give tokenizer=, a function from str to a list of integers")
+            raise ConfigError(_NEEDS_TOKENIZER)
         array = np.asarray(value)
         if array.size == 0:
             return np.empty(0, self._dtype)
@@ -99,27 +104,51 @@ class TokensWriter:
 
 
 class Tokenize:
-    """A sample to its tokens, or to the text that ``tokenizer`` turns into them; ``field`` holds either."""
+    """Samples to their tokens, or to texts that ``encoder`` turns into them; ``field`` holds either."""
 
-    def __init__(self, tokenizer: Callable[[str], Sequence[int]] | None, field: str | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encoder: TextEncoder | None, field: str | None) -> None:
+        self._encoder = encoder
         self._field = field
+        self._takes_lists: bool | None = None  # a function of one text at a time, or of a list; None: not known yet
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether ``encode_all`` is faster than one text at a time: of a tokenizer, not of a function."""
+        return self._encoder is not None and not self._encoder.is_function
 
     def __call__(self, sample: Any) -> Any:
+        """The tokens of one sample, a 1-D array of integers unless the tokenizer gave something else."""
+        value = self.read(sample)
+        return _to_array(self._encode(value)) if isinstance(value, str) else value
+
+    def read(self, sample: Any) -> Any:
+        """A sample's text, or an array of the tokens that it has already."""
         value = self._pick(sample) if isinstance(sample, Mapping) else sample
         if isinstance(value, (bytes, bytearray)):
             try:
                 value = value.decode()
             except UnicodeDecodeError as exc:
                 raise DatasetError(f"not UTF-8 text ({exc}); use text or integers") from exc
-        if isinstance(value, str):
-            if self._tokenizer is None:
-                raise ConfigError("the samples are text; give tokenizer=, a function from str to a list of integers")
-            value = self._tokenizer(value)
-        if value is None:
-            raise DatasetError("no text, or the tokenizer gave None; drop such samples with map=")
-        # Integers beyond int64 would become floats or objects here, and be refused as such.
-        return value if isinstance(value, np.ndarray) else np.asarray(list(value))
+        if not isinstance(value, str):
+            return _to_array(value)
+        if self._encoder is None:
+            raise ConfigError(_NEEDS_TOKENIZER)
+        return value
+
+    def encode_all(self, texts: list[str]) -> Ragged:
+        """The tokens of texts, on all cores. Raises RowError, which names the text."""
+        assert self._encoder is not None
+        return self._encoder.encode(texts)
+
+    def _encode(self, text: str) -> Any:
+        assert self._encoder is not None
+        if not self._encoder.is_function:
+            return self._encoder.encode([text])[0]
+        function = self._encoder.tokenizer
+        if self._takes_lists is None and text:
+            tokens, self._takes_lists = _try_both(function, text)
+            return tokens
+        return function([text])[0] if self._takes_lists else function(text)
 
     def _pick(self, sample: Mapping[str, Any]) -> Any:
         if self._field is not None:
@@ -131,3 +160,33 @@ class Tokenize:
             if name in names:
                 return sample[name]
         raise ConfigError(f"a sample has the fields {sorted(names)}; name the one with the text with field=")
+
+
+def _to_array(value: Any) -> Any:
+    if value is None:
+        raise DatasetError("no text, or the tokenizer gave None; drop such samples with map=")
+    # Integers beyond int64 would become floats or objects here, and be refused as such.
+    return value if isinstance(value, np.ndarray) else np.asarray(list(value))
+
+
+def _try_both(function: Callable[[Any], Any], text: str) -> tuple[Any, bool]:
+    """The tokens of a text, and whether the function takes lists of texts, as that of ``Packing`` does.
+
+    Such a function raises at a text, or takes it for a list of letters.
+    """
+    try:
+        tokens = function(text)
+    except Exception:
+        try:
+            (only,) = function([text])
+            found = np.asarray(only)
+        except Exception:  # noqa: BLE001 - the error at one text is what the user looks for
+            found = np.empty((0, 0))
+        if found.ndim == 1 and found.dtype.kind in "iu":
+            return only, True
+        raise
+    is_list = isinstance(tokens, list | tuple | np.ndarray) and len(tokens) > 0
+    if is_list and isinstance(tokens[0], list | tuple | np.ndarray):
+        (only,) = function([text])
+        return only, True
+    return tokens, False

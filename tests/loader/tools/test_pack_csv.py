@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
+import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import pack
-from penstock.loader import FormatError, PackSummary
+from penstock import open_manifest, pack
+from penstock.cli import run
+from penstock.loader import ConfigError, DatasetError, FormatError, PackSummary
 from penstock.loader.tools.packing import csv_types, delimited
 
 
@@ -94,3 +99,105 @@ def test_a_damaged_gzip_file_is_named(damage: slice, tmp_path: Path) -> None:
     (tmp_path / "x.csv.gz").write_bytes(spoilt)
     with pytest.raises(FormatError, match=r"x\.csv\.gz: cannot be read as a table"):
         pack(tmp_path, tmp_path.parent / "out")
+
+
+_TABLE = [["name", "count", "x y"], ["a, b; c|d", "1", "1.5"], ["e", "", "2.5"], ['"f"\tg', "3", "4.0"]]
+_COLUMNS = {"name": ["a, b; c|d", "e", '"f"\tg'], "count": [1, None, 3], "x y": [1.5, 2.5, 4.0]}
+
+
+def _text(delimiter: str, table: list[list[str]] = _TABLE, *, decimal_point: str = ".") -> str:
+    sink = io.StringIO()
+    csv.writer(sink, delimiter=delimiter).writerows(
+        [[re.sub(r"^(\d)\.(\d)$", rf"\1{decimal_point}\2", value) for value in row] for row in table]
+    )
+    return sink.getvalue()
+
+
+def _read(folder: Path, name: str, data: str | bytes, **options: Any) -> tuple[dict[str, list[object]], PackSummary]:
+    (folder / "in").mkdir(exist_ok=True)
+    (folder / "in" / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    summary = pack(folder / "in" / name, folder / f"out-{name}", format="parquet", **options)
+    return pq.read_table(folder / f"out-{name}" / "shard-000000.parquet").to_pydict(), summary
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_the_header_tells_what_separates_values(delimiter: str, start: str, tmp_path: Path) -> None:
+    assert _read(tmp_path, "a.csv", start + _text(delimiter)) == (_COLUMNS, ANY)
+    compressed = gzip.compress((start + _text(delimiter)).encode())
+    assert _read(tmp_path, "b.csv.gz", compressed) == (_COLUMNS, ANY)
+
+
+def test_tsv_files_have_tabs(tmp_path: Path) -> None:
+    assert _read(tmp_path, "a.tsv", _text("\t")) == (_COLUMNS, ANY)
+    assert _read(tmp_path, "b.tsv.gz", gzip.compress(_text("\t").encode())) == (_COLUMNS, ANY)
+    assert _read(tmp_path, "c.tsv", "n\n1\n2\n") == ({"n": [1, 2]}, ANY)
+    with pytest.raises(DatasetError, match=r"penstock pack .*tables of text|tables of text.*penstock pack"):
+        open_manifest(tmp_path / "in", format=None)
+
+
+def test_a_folder_may_hold_tables_of_several_delimiters(tmp_path: Path) -> None:
+    for name, delimiter in (("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")):
+        _read(tmp_path, name, _text(delimiter))
+    pack(tmp_path / "in", tmp_path / "all", format="parquet")
+    table = pq.read_table(tmp_path / "all" / "shard-000000.parquet").to_pydict()
+    assert table == {name: values * 3 for name, values in _COLUMNS.items()}
+
+
+def test_what_separates_values_may_be_given(tmp_path: Path) -> None:
+    assert _read(tmp_path, "a.csv", "a;b,c;d\n1;2,3;4\n", delimiter=";")[0] == {"a": [1], "b,c": ["2,3"], "d": [4]}
+    assert _read(tmp_path, "b.csv", "a,b\tc\n1,2\t3\n", delimiter="tab")[0] == {"a,b": ["1,2"], "c": [3]}
+    assert _read(tmp_path, "c.csv", "a:b\n1:2\n", delimiter=":")[0] == {"a": [1], "b": [2]}
+    assert _read(tmp_path, "d.csv", "sep=:\r\na:b\r\n1:2\r\n")[0] == {"a": [1], "b": [2]}
+    assert _read(tmp_path, "e.csv", '"a;b",c\n1,2\n')[0] == {"a;b": [1], "c": [2]}
+    given = ["--format", "parquet", "--delimiter", "tab", "--decimal-point", ","]
+    (tmp_path / "f.csv").write_text("a\tx\n1\t2,5\n")
+    assert run(["pack", str(tmp_path / "f.csv"), str(tmp_path / "f"), *given]) == 0
+    assert pq.read_table(tmp_path / "f" / "shard-000000.parquet").to_pydict() == {"a": [1], "x": [2.5]}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.csv", "id;name;street, number;city\n1;x;y, 2;z\n"), ("b.csv", "a;b|c\n1;2|3\n"), ("c.tsv", "a,b\n1,2\n")],
+)
+def test_a_header_that_does_not_tell_is_refused_with_what_to_say(name: str, data: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"its header has .*: say which separate values, with delimiter="):
+        _read(tmp_path, name, data)
+    assert len(_read(tmp_path, name, data, delimiter="," if name == "c.tsv" else ";")[0]) >= 2
+
+
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_decimal_commas_are_told_and_read_where_that_is_said(delimiter: str, tmp_path: Path) -> None:
+    text = _text(delimiter, decimal_point=",")
+    columns, summary = _read(tmp_path, "a.csv", text)
+    assert columns == {**_COLUMNS, "x y": ["1,5", "2,5", "4,0"]}
+    (note,) = summary.notes
+    assert note.startswith("column 'x y' is kept as text, as '1,5' is; if the comma is a decimal point, give ")
+    assert note.endswith("decimal_point=',' (--decimal-point ,)")
+    columns, summary = _read(tmp_path, "b.csv", text, decimal_point=",")
+    assert (columns, summary.notes) == (_COLUMNS, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"delimiter": ";;"}, "give one character"),
+        ({"delimiter": '"'}, "give one character"),
+        ({"decimal_point": ";"}, "must be"),
+        ({"delimiter": ";", "source_format": "files"}, "apply to CSV files"),
+        ({"decimal_point": ",", "source_format": "parquet"}, "apply to CSV files"),
+    ],
+)
+def test_what_cannot_separate_values_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    with pytest.raises(ConfigError, match=words):
+        pack(tmp_path / "a.csv", tmp_path / "out", **options)
+    with pytest.raises(ConfigError, match="not to an iterable"):
+        pack([{"a": 1}], tmp_path / "out", delimiter=";")
+
+
+def test_a_tsv_beside_other_files_is_a_field(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "a.tsv", "b.txt", "b.tsv"):
+        (tmp_path / "in" / name).write_text(name)
+    assert pack(tmp_path / "in", tmp_path / "out").samples == 2

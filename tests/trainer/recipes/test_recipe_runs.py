@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ import pytest
 import torch
 from recipe_tables import put, tables
 
-from penstock.loader import pack
+import penstock
+from penstock.cli import run
+from penstock.cli.audit import AuditArguments
+from penstock.loader import audit, pack
 from penstock.trainer import RecipeError
 from penstock.trainer.__main__ import main
-from penstock.trainer.recipes.recipe import build_recipe, format_toml
+from penstock.trainer.recipes.recipe import build_recipe, format_toml, read_tables
 
 
 def few_batches() -> list[dict[str, torch.Tensor]]:
@@ -60,6 +64,36 @@ def test_a_shipped_recipe_trains_from_the_command_line_on_shards_that_it_packs(
     assert [lines[-1]["kind"], lines[-1]["accuracy"] > 0] == ["end", True]
     first, again = (line for line in lines if line["kind"] == "end")
     assert {**first, "time": 0, "seconds": 0} == {**again, "time": 0, "seconds": 0}
+    assert run(["audit", f"runs/{name}/audit"]) == 0  # the logs of both runs
+
+
+def test_the_help_of_the_audit_names_the_logs_of_a_shipped_recipe() -> None:
+    folder = read_tables("digits")["data"]["args"]["audit_dir"]
+    assert f"penstock audit {folder}\n" in (AuditArguments.__doc__ or "")
+
+
+def test_the_mixture_of_the_page_trains_and_its_audit_is_exact(
+    digit_shards: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(penstock.__file__).parent / "docs" / "recipes.md"
+    (recipe,) = [
+        text for text in re.findall(r"```toml\n(.*?)```", page.read_text(), re.S) if "penstock:Mixture" in text
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("mixed.toml").write_text(recipe)
+    Path("my_project").mkdir()
+    own = "from penstock.trainer.recipes.digits import DigitsNet as Net\n"
+    own += "from penstock.trainer.recipes.digits import cross_entropy as cross_entropy\n"
+    Path("my_project/models.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("shards").mkdir()
+    Path("shards/scanned").symlink_to(digit_shards["train"])
+    Path("shards/drawn").symlink_to(digit_shards["test"])
+    assert main(["mixed.toml", "--trainer.report.quiet=true", "--model.args.width=4"]) == 0
+    assert run(["audit", "runs/mixed/audit"]) == 0
+    report = audit("runs/mixed/audit")
+    assert report.mixture is not None
+    assert {source.name for source in report.mixture.sources} == {"scanned", "drawn"}
 
 
 @pytest.mark.parametrize(
