@@ -14,6 +14,7 @@ from ..columns import KEY_COLUMN
 from ..dataset.manifest import Manifest
 from ..decoding.decode import DecodeChoice, check_choice
 from ..errors import ConfigError, PartitionError
+from ..formats.schema import refuse_missing
 from ..limits import parse_bytes
 from ..order.plan import Share
 from ..order.selecting.selection import Selection
@@ -82,6 +83,7 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
 
     Raises:
         ConfigError: names the fields, and those that there are.
+        FormatError: not all shards have one of the columns; names it and a shard.
     """
     fields = fields_of(manifest)
     if columns is not None and (isinstance(columns, str | bytes) or not isinstance(columns, Iterable)):
@@ -96,6 +98,7 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
             )
         if unknown or not names:
             raise ConfigError(f"columns={names}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
+    refuse_missing(manifest.schema, names)
     check_choice(decode, fields, [name for name in fields if _is_value(manifest, name)])
     return names
 

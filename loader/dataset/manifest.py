@@ -14,6 +14,7 @@ import xxhash
 from ...storage import ObjectInfo
 from ..columns import IntArray
 from ..errors import DatasetError, MemoryLimitError
+from ..formats.hive import stored_schema, with_path_columns
 from ..formats.shard import ChunkRef, ShardIndex
 from ..order.cached import cached_property
 from .bounds import find_misfit, find_strange_schema
@@ -35,6 +36,9 @@ class Manifest:
     Arrays, one element per chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
     ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
     None.
+
+    ``root``: values of columns that the URL's own folders tell of all shards (``year=2024``). Columns that stand in
+    paths are in ``schema``, but follow from the keys, and are not stored.
     """
 
     url: str
@@ -50,6 +54,7 @@ class Manifest:
     checksums: np.ndarray[tuple[int, ...], np.dtype[np.uint64]] | None = field(default=None)
     parts: PartSums | None = field(default=None)
     companions: Mapping[str, ObjectInfo] = field(default_factory=dict)
+    root: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:  # of millions of chunks, too
         return (
@@ -138,13 +143,22 @@ class Manifest:
     def _checksum(self) -> str:
         """32 hex digits over what is stored but not part of the fingerprint."""
         digest = xxhash.xxh3_128()
-        digest.update(json.dumps([dict(self.schema), [shard.etag for shard in self.shards]]).encode())
+        digest.update(json.dumps([dict(stored_schema(self.schema)), [shard.etag for shard in self.shards]]).encode())
         if self.companions:
             digest.update(json.dumps(self._list_companions()).encode())
         digest.update(np.ascontiguousarray(self.memory, dtype="<i8").tobytes())
         if self.checksums is not None:
             digest.update(np.ascontiguousarray(self.checksums, dtype="<u8").tobytes())
         return digest.hexdigest()
+
+    def below(self, root: Mapping[str, str]) -> Manifest:
+        """The same shards where the URL's own folders tell of these columns.
+
+        Raises:
+            FormatError: a column that stands in paths has the name that the nulls of another one need.
+        """
+        schema = with_path_columns(self.schema, self.format, [shard.key for shard in self.shards], root)
+        return self if schema == self.schema else replace(self, schema=schema, root=root)
 
     def _list_companions(self) -> list[list[Any]]:
         return [[shard, info.key, info.size, info.etag] for shard, info in self.companions.items()]
@@ -183,7 +197,7 @@ class Manifest:
             samples=rows[:, 2].copy(),
             memory=rows[:, 3].copy(),
             checksums=checksums,
-        )
+        ).below({})
 
     def to_bytes(self) -> bytes:
         """An Arrow IPC stream: one row per chunk, everything else in the schema's metadata.
@@ -199,13 +213,15 @@ class Manifest:
             "penstock": str(_VERSION),
             "format": self.format,
             "config": json.dumps(dict(self.config), sort_keys=True),
-            "schema": json.dumps(dict(self.schema)),
+            "schema": json.dumps(dict(stored_schema(self.schema))),
             "shards": json.dumps(shards),
             "fingerprint": self.fingerprint,
             "checksum": self._checksum(),
         }
         if self.companions:
             metadata["companions"] = json.dumps(self._list_companions())
+        if self.root:
+            metadata["root"] = json.dumps(dict(self.root))
         columns = {
             "shard": pa.array(self.shard_index),
             "offset": pa.array(self.offsets),
@@ -279,6 +295,9 @@ class Manifest:
             if stream.tell() < stream.size():
                 parts = PartSums.from_stream(stream, manifest.fingerprint, manifest.num_chunks)
                 manifest = replace(manifest, parts=parts)
+            root = json.loads(metadata.get("root", "{}"))
+            if not isinstance(root, dict) or not all(isinstance(value, str) for value in root.values()):
+                raise ValueError(f"its root tells {root!r}")
         except MemoryError as exc:
             raise MemoryLimitError(
                 f"{where}: memory ran out while this manifest was read ({exc}); where that is more than a manifest can "
@@ -297,4 +316,4 @@ class Manifest:
             raise DatasetError(
                 f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
             ) from exc
-        return manifest
+        return manifest.below(root)

@@ -14,7 +14,7 @@ from ...columns import Block
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large, whole_part
 from ..chunks import join_spans
-from ..schema import choose_columns
+from ..schema import columns_here
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .blocks import table_block, typed_kind, typed_table
 from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, value_bytes
@@ -61,6 +61,7 @@ class ArrowFormat(BaseFormat):
 
     name: ClassVar[str] = "arrow"
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
+    may_lack_columns: ClassVar[bool] = True
 
     chunk_bytes: int = CHUNK_BYTES
 
@@ -110,7 +111,8 @@ class ArrowFormat(BaseFormat):
         self, chunk: ChunkRef, header: ArrowHeader, columns: Sequence[str] | None, schema: Mapping[str, Any]
     ) -> int:
         known = schema["columns"]
-        untyped = [name for name in choose_columns(known, columns) if pt.is_null(header.schema.field(name).type)]
+        names = columns_here(known, columns, header.schema.names)
+        untyped = [name for name in names if pt.is_null(header.schema.field(name).type)]
         widths = (value_bytes(typed_kind(pa.null(), known[name]["type"])) or 0 for name in untyped)
         return chunk.memory + chunk.samples * sum(widths)
 
@@ -123,7 +125,7 @@ class ArrowFormat(BaseFormat):
         schema: Mapping[str, Any],
     ) -> Block:
         known = schema["columns"]
-        names = choose_columns(known, columns)
+        names = columns_here(known, columns, header.schema.names)
         if not names:
             return Block(chunk.samples, 0, {})
         data = whole_part(chunk, parts)
@@ -134,7 +136,9 @@ class ArrowFormat(BaseFormat):
         self, chunk: ChunkRef, header: ArrowHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
     ) -> pa.Table:
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
-        table = self._read(chunk, header, whole_part(chunk, parts), list(schema["columns"]))
+        table = self._read(
+            chunk, header, whole_part(chunk, parts), columns_here(schema["columns"], None, header.schema.names)
+        )
         refuse_change(chunk, table.num_rows)
         return typed_table(table, chunk, schema["columns"])
 

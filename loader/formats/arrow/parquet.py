@@ -17,7 +17,7 @@ from ...columns import Block, IntArray
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
-from ..schema import choose_columns
+from ..schema import choose_columns, columns_here
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
 from .blocks import batch_block, table_block, typed_kind, typed_table
 from .columns import has_offsets, marks_nulls, schema_columns, value_bytes
@@ -81,6 +81,7 @@ class ParquetFormat(BaseFormat):
 
     name: ClassVar[str] = "parquet"
     suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq", ".parq")
+    may_lack_columns: ClassVar[bool] = True
 
     chunk_bytes: int = CHUNK_BYTES
 
@@ -158,7 +159,7 @@ class ParquetFormat(BaseFormat):
         schema: Mapping[str, Any],
     ) -> Block:
         known = schema["columns"]
-        names = choose_columns(known, columns)
+        names = columns_here(known, columns, header.leaves)
         if not names:
             return Block(chunk.samples, 0, {})
         table = self._read(chunk, header, parts, columns, names, share=True)
@@ -178,7 +179,7 @@ class ParquetFormat(BaseFormat):
         rows: int,
     ) -> Iterator[Block]:
         known = schema["columns"]
-        names = choose_columns(known, columns)
+        names = columns_here(known, columns, header.leaves)
         with self._opened(chunk, header, parts, columns, names, share=True) as (file, groups, _):
             for batch in _batches(file, header, groups, names, rows):
                 yield batch_block(batch.select(names), chunk, known)
@@ -187,7 +188,9 @@ class ParquetFormat(BaseFormat):
         self, chunk: ChunkRef, header: ParquetHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
     ) -> pa.Table:
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
-        table = self._read(chunk, header, parts, None, list(schema["columns"]), share=False)
+        table = self._read(
+            chunk, header, parts, None, columns_here(schema["columns"], None, header.leaves), share=False
+        )
         refuse_change(chunk, table.num_rows)
         return typed_table(table, chunk, schema["columns"])
 
