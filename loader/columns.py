@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from .order.cached import cached_property
 from .order.permutation import IntArray
 
 __all__ = [
+    "EXACT_INTEGERS",
     "KEY_COLUMN",
     "AnyArray",
     "ArrayColumn",
@@ -23,6 +26,7 @@ __all__ = [
     "ObjectColumn",
     "Ragged",
     "Records",
+    "float_holds",
     "join_slices",
 ]
 
@@ -30,6 +34,10 @@ __all__ = [
 KEY_COLUMN = "__key__"
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+# From here on float64 leaves integers out.
+EXACT_INTEGERS = 1 << 53
+_MOST_FLOAT64 = int(sys.float_info.max)
 
 # So few that their slices do not wake the interpreter's garbage collector, to which memoryviews are known.
 _JOINED_AT_ONCE = 256
@@ -179,6 +187,16 @@ class Ragged:
             slices = [sources[origin][first:last] for origin, first, last in zip(*some, strict=True)]
             values[offsets[low] : offsets[high]] = join_slices(slices, dtype)
         return cls(values, offsets)
+
+
+def float_holds(value: int) -> bool:
+    """Whether float64 gives an integer back: as it is, or as one writes a float that has no fraction."""
+    if -EXACT_INTEGERS <= value <= EXACT_INTEGERS:
+        return True
+    if abs(value) > _MOST_FLOAT64:
+        return False
+    number = float(value)
+    return int(number) == value or Decimal(repr(number)) == value
 
 
 def join_slices(slices: Iterable[memoryview], dtype: np.dtype[Any]) -> AnyArray:
