@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from .messages import (
     MessageBlock,
     body_bytes,
     holds_compressed,
+    is_big_endian,
     metadata_length,
     parse_message,
 )
@@ -38,11 +40,15 @@ _COMPRESSION_RATIO = 3
 
 @dataclass(frozen=True, slots=True)
 class ArrowHeader:
-    """A shard's schema, and the messages of the schema and the dictionaries: what a stream starts with."""
+    """A shard's schema, and the messages of the schema and the dictionaries: what a stream starts with.
+
+    ``is_swapped``: the bytes of values are in another order than this machine's.
+    """
 
     schema: pa.Schema
     prefix: bytes
     has_dictionaries: bool
+    is_swapped: bool
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +111,8 @@ class ArrowFormat(BaseFormat):
         schema = reader.read_schema()
         dictionaries = reader.read_dictionaries() if reader.dictionaries else []
         prefix = b"".join([reader.schema_message, *dictionaries])
-        return ArrowHeader(schema, prefix, has_dictionaries=reader.dictionaries > 0)
+        is_swapped = is_big_endian(reader.schema_message) != (sys.byteorder == "big")
+        return ArrowHeader(schema, prefix, has_dictionaries=reader.dictionaries > 0, is_swapped=is_swapped)
 
     def opened_bytes(
         self, chunk: ChunkRef, header: ArrowHeader, columns: Sequence[str] | None, schema: Mapping[str, Any]
@@ -148,12 +155,15 @@ class ArrowFormat(BaseFormat):
             is_compressed = any(holds_compressed(metadata) for piece in pieces for metadata, _ in _messages(piece))
             if is_compressed:
                 refuse_large(chunk, sum(_opened_bytes(piece) for piece in pieces))
-            if header.has_dictionaries or is_compressed:
+            if header.has_dictionaries or header.is_swapped or is_compressed:
                 batches = _read_stream(header, data, names)
             else:
                 batches = _read_in_place(header, data, names)
             table = pa.Table.from_batches(batches)
             _validate(table)
+        except pa.ArrowNotImplementedError as exc:
+            problem = f"its record batches are not read by this pyarrow ({exc}); write the file in another way"
+            raise FormatError(chunk.shard.key, problem, offset=chunk.offset) from exc
         except (pa.ArrowException, OSError, ValueError, KeyError) as exc:
             problem = f"its record batches cannot be read ({exc}); write the file again"
             raise FormatError(chunk.shard.key, problem, offset=chunk.offset) from exc
@@ -183,7 +193,8 @@ def _read_in_place(header: ArrowHeader, data: memoryview, names: list[str]) -> l
 
 
 def _read_stream(header: ArrowHeader, data: memoryview, names: list[str]) -> list[pa.RecordBatch]:
-    """Batches with dictionaries or compressed bodies; pyarrow needs them in one piece, so ``data`` is copied."""
+    """Batches with dictionaries, compressed bodies or bytes in another order; pyarrow needs them in one piece, so that
+    ``data`` is copied."""
     fields = [header.schema.get_field_index(name) for name in names]
     options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
     with pa.ipc.open_stream(pa.py_buffer(b"".join([header.prefix, data])), options=options) as stream:
