@@ -92,6 +92,11 @@ class Manifest:
         """The names of the samples' fields or columns."""
         return list(self.schema.get("fields") or self.schema.get("columns") or ())
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether fields are columns, which have types, and not files, which have names alone."""
+        return "columns" in self.schema
+
     @cached_property
     def first_ids(self) -> IntArray:
         """(chunks + 1,) int64: the sample id of each chunk's first sample, then the number of samples."""

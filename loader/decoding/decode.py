@@ -13,7 +13,7 @@ from ..columns import AnyArray, BytesColumn
 from ..errors import ConfigError
 from .batch_values import BatchValues
 from .field_errors import field_error
-from .readers import IMAGE_EXTENSIONS, READERS, read_text
+from .readers import IMAGE_EXTENSIONS, LABEL_EXTENSIONS, READERS, read_text
 
 if TYPE_CHECKING:
     from .images.device_codec import DeviceCodec
@@ -60,13 +60,13 @@ RawValues = Literal["bytes", "view"]
 DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | None"] | None
 
 
-def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
+def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False) -> FieldDecoder | None:
     """The decoder of ``field`` under the loader's ``decode=`` argument; None leaves raw bytes.
 
     ``choice`` None leaves every field raw. "auto" goes by the last extension, in upper or lower case:
 
     - jpg, jpeg, png, webp: uint8 RGB, handed out as (3, h, w)
-    - cls, cls2, index, inx, id: int
+    - cls, cls2, index, inx, id: int; with ``of_columns``, of a data set whose columns have types, raw bytes
     - json, jsn: the parsed JSON
     - npy: the array; npz: a dict of arrays
     - txt, text, transcript: str
@@ -82,9 +82,9 @@ def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
     if choice is None:
         return None
     if choice == "auto":
-        return _auto(field)
+        return _auto(field, of_columns)
     key = _matching_key(field, _require_mapping(choice))
-    return _auto(field) if key is None else _wrap(field, choice[key])
+    return _auto(field, of_columns) if key is None else _wrap(field, choice[key])
 
 
 def _require_mapping(choice: Any) -> Mapping[str, Any]:
@@ -130,8 +130,10 @@ def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _auto(field: str) -> FieldDecoder | None:
+def _auto(field: str, of_columns: bool) -> FieldDecoder | None:
     extension = field.lower().rsplit(".", 1)[-1]
+    if of_columns and extension in LABEL_EXTENSIONS:
+        return None
     if extension in IMAGE_EXTENSIONS:
         return _image_decoder(field)
     reader = READERS.get(extension)
@@ -278,7 +280,8 @@ class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
     ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
-    the values that happen to come first.
+    the values that happen to come first. ``of_columns``: fields are columns, whose types say what their values are;
+    their names tell of images, text, JSON and arrays alone.
     Decoders that ask for a device are given ``codec``; without one they decode on the CPU.
     With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
 
@@ -304,12 +307,14 @@ class FieldDecoders:
         self.codec = codec
         self.settled: dict[str, FieldDecoder | None] = {}
         self.are_images: Callable[[str], bool] = lambda name: False
+        self.of_columns = False
 
     def copy(self) -> FieldDecoders:
         """Decoders that begin with what is settled here; what they settle later does not come back."""
         copied = FieldDecoders(self.choice, self.raw, codec=self.codec)
         copied.settled.update(self.settled)
         copied.are_images = self.are_images
+        copied.of_columns = self.of_columns
         return copied
 
     def on_host(self) -> FieldDecoders:
@@ -334,7 +339,7 @@ class FieldDecoders:
         named = isinstance(self.choice, Mapping) and _matching_key(name, self.choice) is not None
         if column.text and not named:
             return None
-        decoder = field_decoder(name, self.choice)
+        decoder = field_decoder(name, self.choice, of_columns=self.of_columns)
         if decoder is None and not named and self.choice is not None and self.are_images(name):
             return _image_decoder(name)
         return decoder

@@ -23,8 +23,10 @@ def _read_json(data: memoryview) -> Any:
 
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
+# Labels of files: numbers as text. A column that holds numbers says so by its type, whatever its name.
+LABEL_EXTENSIONS = frozenset(("cls", "cls2", "index", "inx", "id"))
 READERS: dict[str, Callable[[memoryview], Any]] = {
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _read_int),
+    **dict.fromkeys(sorted(LABEL_EXTENSIONS), _read_int),
     **dict.fromkeys(("json", "jsn"), _read_json),
     **dict.fromkeys(("txt", "text", "transcript"), read_text),
     "npy": read_npy,
