@@ -29,7 +29,6 @@ LastBatch = Literal["drop", "pad", "partial"]
 SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]
 
 _WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields
-_OF_VALUES = {"jsonl"}  # formats whose text is handed out as Python values, as all else of them is
 # Types of columns, as formats write them into a manifest, whose values are numbers, times, or arrays of these.
 _NUMBERS = re.compile(r"(bool|u?int\d*|float\d*|(timestamp|date|time|duration)\d*\[.*\]|ndarray:.+:.+)(\[[\d, ]+\])*")
 
@@ -104,9 +103,7 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
 
 
 def _is_value(manifest: Manifest, name: str) -> bool:
-    """Whether a field is known to come as values, which no decoder is called with: not as bytes or text."""
-    if manifest.format in _OF_VALUES:
-        return True
+    """Whether a field is known to come as numbers or arrays, of whole columns, with which no decoder is called."""
     column = manifest.schema.get("columns", {}).get(name)
     return column is not None and _NUMBERS.fullmatch(str(column["type"])) is not None
 

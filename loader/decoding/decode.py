@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, runtim
 
 import numpy as np
 
-from ..columns import AnyArray, BytesColumn
-from ..errors import ConfigError
+from ..columns import AnyArray, BytesColumn, ObjectColumn
+from ..errors import ConfigError, DecodeError
 from .batch_values import BatchValues
 from .field_errors import field_error
 from .readers import IMAGE_EXTENSIONS, LABEL_EXTENSIONS, READERS, read_text
@@ -57,7 +57,7 @@ def is_channels_first(decoder: FieldDecoder) -> bool:
 
 
 RawValues = Literal["bytes", "view"]
-DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | None"] | None
+DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | Sequence[str] | None"] | None
 
 
 def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False) -> FieldDecoder | None:
@@ -74,7 +74,9 @@ def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False)
 
     A mapping names decoders by field or by trailing extensions ("seg.png", "png"; the longest match counts): an
     ``ImageDecoder`` (or any FieldDecoder), a callable that takes bytes, one that also takes the sample's generator in
-    a parameter named ``rng``, ``str`` for UTF-8 text, or None for raw bytes. Other fields are decoded as with "auto".
+    a parameter named ``rng``, ``str`` for UTF-8 text, a list of categories for the place of each value in it, or None
+    for raw bytes. Of columns of text, lists, decimals and the like, callables take the values. Other fields are decoded
+    as with "auto".
 
     Raises:
         ConfigError: the choice is none of these, or decoding images needs the extra that is not installed.
@@ -146,15 +148,19 @@ def _image_decoder(field: str) -> FieldDecoder:
     return _Named(field, ImageDecoder())
 
 
-def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | None) -> FieldDecoder | None:
+def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | Sequence[str] | None) -> FieldDecoder | None:
     if decoder is None:
         return None
     if not isinstance(decoder, type) and isinstance(decoder, FieldDecoder):
         return _Named(field, decoder)
     if decoder is str:
         return _Calling(field, read_text)
+    if isinstance(decoder, Sequence) and not isinstance(decoder, str | bytes):
+        return _Codes(field, decoder)
     if not callable(decoder):
-        raise ConfigError(f"decode[{field!r}]={decoder!r} cannot be called; use a function of bytes, or None")
+        raise ConfigError(
+            f"decode[{field!r}]={decoder!r} cannot be called; use a function of bytes, a list of categories, or None"
+        )
     return _Calling(field, _UserFunction(decoder))
 
 
@@ -214,15 +220,15 @@ class _Named:
 
 
 class _UserFunction:
-    """A user's function of bytes, or of str if the column holds text; perhaps with the sample's generator."""
+    """A user's function of bytes, or of a column's values (text, lists); perhaps with the sample's generator."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.takes_rng = has_rng_parameter(function)
         self.takes_views = False
 
-    def __call__(self, data: memoryview | str, rng: np.random.Generator | None) -> Any:
-        value = data if self.takes_views or isinstance(data, str) else bytes(data)
+    def __call__(self, data: Any, rng: np.random.Generator | None) -> Any:
+        value = bytes(data) if isinstance(data, memoryview) and not self.takes_views else data
         return self._function(value, rng=rng) if self.takes_rng else self._function(value)
 
 
@@ -256,6 +262,26 @@ class _Calling:
 
     def decode_into(self, data: memoryview, out: AnyArray, rng: np.random.Generator | None) -> None:
         raise ConfigError(f"field {self._field!r} cannot be decoded into a slot; call its decoder instead")
+
+
+class _Codes(_Calling):
+    """The place of each value in a list of categories; -1 where it is missing."""
+
+    takes_missing = True
+
+    def __init__(self, field: str, categories: Sequence[str]) -> None:
+        self._codes = {name: code for code, name in enumerate(categories)}
+        if len(self._codes) < len(categories) or not all(isinstance(name, str) for name in categories):
+            raise ConfigError(f"decode[{field!r}]={list(categories)!r}: categories are texts that differ")
+        super().__init__(field, self._find)
+
+    def _find(self, data: memoryview | str | None) -> int:
+        if data is None:
+            return -1
+        text = read_text(data)
+        if text not in self._codes:
+            raise DecodeError(f"{text!r} is none of its {len(self._codes)} categories in decode=")
+        return self._codes[text]
 
 
 def batch_values(decoder: FieldDecoder, count: int) -> BatchValues | None:
@@ -326,7 +352,8 @@ class FieldDecoders:
                 copied.settled[name] = decoder.on_host()
         return copied
 
-    def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+    def of(self, name: str, column: BytesColumn | ObjectColumn) -> FieldDecoder | None:
+        """The decoder of a column's values; of those that are Python's already, one that the user named, or none."""
         if name not in self.settled:
             decoder = self.settled[name] = self._settle(name, column)
             if self.raw == "view" and isinstance(decoder, _Calling):
@@ -335,9 +362,9 @@ class FieldDecoders:
                 decoder.codec = self.codec
         return self.settled[name]
 
-    def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+    def _settle(self, name: str, column: BytesColumn | ObjectColumn) -> FieldDecoder | None:
         named = isinstance(self.choice, Mapping) and _matching_key(name, self.choice) is not None
-        if column.text and not named:
+        if not named and (isinstance(column, ObjectColumn) or column.text):
             return None
         decoder = field_decoder(name, self.choice, of_columns=self.of_columns)
         if decoder is None and not named and self.choice is not None and self.are_images(name):

@@ -9,9 +9,9 @@ from typing import Any
 from .arrays import read_npy, read_npz
 
 
-def read_text(data: memoryview | str) -> str:
-    """UTF-8 text; a column of text as it is."""
-    return data if isinstance(data, str) else str(data, "utf-8")
+def read_text(data: Any) -> str:
+    """UTF-8 text; a column of text as it is, and other values as Python writes them."""
+    return str(data, "utf-8") if isinstance(data, bytes | memoryview) else str(data)
 
 
 def _read_int(data: memoryview) -> int:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from penstock import DistributedDataLoader, Mixture, Source, pack
+from penstock.loader import ConfigError, DecodeError
 
 LABELS = ("cls", "cls2", "index", "inx", "id", "Id", "user.id")
 CODES = [b"00123", b"0123", b"\xff\x00"]
@@ -32,9 +37,8 @@ def first_batch(source: Any, **options: Any) -> dict[str, Any]:
 @every_format
 def test_bytes_in_columns_called_like_labels_stay_bytes(tmp_path: Path, form: str) -> None:
     root = write(tmp_path, form, **dict.fromkeys(LABELS, CODES))
-    for options in ({}, {"processes": 1}):
-        batch = first_batch(root, **options)
-        assert {name: batch[name] for name in LABELS} == dict.fromkeys(LABELS, CODES)
+    batch = first_batch(root)
+    assert {name: batch[name] for name in LABELS} == dict.fromkeys(LABELS, CODES)
     with DistributedDataLoader(root, batch_size=3) as loader:
         assert loader.dataset[0]["id"] == CODES[0]
     mixture = Mixture({"one": Source(root), "two": Source(root)})
@@ -71,3 +75,77 @@ def test_labels_of_tar_members_are_numbers(tmp_path: Path) -> None:
     root = write(tmp_path, "tar", __key__=["a", "b", "c"], cls=[b"3", b"04", b"5"], id=[b"1", b"2", b"3"])
     batch = first_batch(root)
     assert (batch["cls"].tolist(), batch["id"].tolist()) == ([3, 4, 5], [1, 2, 3])
+
+
+VALUES = pa.table(
+    {
+        "price": pa.array([Decimal("1.25"), Decimal("-0.50"), None], pa.decimal128(8, 2)),
+        "pair": [[1, 2], [3, 4], [5, 6]],
+        "ragged": [[1], [2, 3], []],
+        "of": [{"a": 1}, {"a": 2}, {"a": 3}],
+        "colour": pa.array(["red", None, "blue"]).dictionary_encode(),
+    }
+)
+
+
+def sum_of(values: list[int]) -> int:
+    return sum(values)
+
+
+def get_a(value: dict[str, int]) -> int:
+    return value["a"]
+
+
+def write_values(root: Path, form: str) -> str:
+    if form == "parquet":
+        pq.write_table(VALUES, root / "a.parquet")
+    elif form == "arrow":
+        feather.write_feather(VALUES, root / "a.arrow", compression="uncompressed")
+    elif form == "mds":
+        rows = VALUES.select(["pair", "ragged", "of"]).to_pylist()
+        pack(rows, str(root), format="mds", progress=False)
+    else:
+        rows = VALUES.drop_columns(["price"]).to_pylist()
+        (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("form", "processes"), [("parquet", 0), ("parquet", 1), ("arrow", 0), ("jsonl", 0), ("mds", 0)]
+)
+def test_a_named_decoder_is_called_with_the_values_of_lists_objects_and_decimals(
+    tmp_path: Path, form: str, processes: int
+) -> None:
+    root = write_values(tmp_path, form)
+    decode = {"pair": np.array, "ragged": sum_of, "of": get_a}
+    if form in ("parquet", "arrow"):
+        decode["price"] = float
+    batch = first_batch(root, decode=decode, processes=processes)
+    assert batch["pair"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert batch["ragged"].tolist() == [1, 5, 0]
+    assert batch["of"].tolist() == [1, 2, 3]
+    if "price" in decode:
+        assert batch["price"] == [1.25, -0.5, None]
+    plain = first_batch(root)
+    assert (plain["pair"], plain["of"]) == (VALUES["pair"].to_pylist(), VALUES["of"].to_pylist())
+    with DistributedDataLoader(root, batch_size=3, decode=decode) as loader:
+        assert loader.dataset[1]["ragged"] == 5
+
+
+@pytest.mark.parametrize(("form", "processes"), [("parquet", 0), ("arrow", 0), ("arrow", 1), ("jsonl", 0)])
+def test_a_list_of_categories_makes_codes_the_same_in_every_shard(tmp_path: Path, form: str, processes: int) -> None:
+    root = write_values(tmp_path, form)
+    batch = first_batch(root, decode={"colour": ["blue", "red"]}, processes=processes)
+    assert (batch["colour"].dtype, batch["colour"].tolist()) == (torch.int64, [1, -1, 0])
+    assert first_batch(root)["colour"] == ["red", None, "blue"]
+    with (
+        DistributedDataLoader(root, batch_size=3, decode={"colour": ["red"]}) as loader,
+        pytest.raises(DecodeError, match="'colour': 'blue' is none of its 1 categories"),
+    ):
+        next(iter(loader))
+    for wrong in (["red", "red"], ["red", 1]):
+        with (
+            pytest.raises(ConfigError, match="categories are texts that differ"),
+            DistributedDataLoader(root, batch_size=3, decode={"colour": wrong}) as loader,
+        ):
+            next(iter(loader))
