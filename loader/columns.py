@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from .order.cached import cached_property
 from .order.permutation import IntArray
 
 __all__ = [
+    "EXACT_INTEGERS",
     "KEY_COLUMN",
     "AnyArray",
     "ArrayColumn",
@@ -23,6 +27,7 @@ __all__ = [
     "ObjectColumn",
     "Ragged",
     "Records",
+    "float_holds",
     "join_slices",
 ]
 
@@ -30,6 +35,10 @@ __all__ = [
 KEY_COLUMN = "__key__"
 
 AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+# From here on float64 leaves integers out.
+EXACT_INTEGERS = 1 << 53
+_MOST_FLOAT64 = int(sys.float_info.max)
 
 # So few that their slices do not wake the interpreter's garbage collector, to which memoryviews are known.
 _JOINED_AT_ONCE = 256
@@ -104,9 +113,13 @@ class ObjectColumn:
         return len(self.values)
 
     def take(self, rows: IntArray) -> list[Any]:
-        """The values of ``rows`` as Python objects; None where null."""
-        taken: list[Any] = self.values.take(pa.array(rows)).to_pylist()
-        return taken
+        """The values of ``rows`` as Python objects; None where null. Times finer than Python's are NumPy's."""
+        taken = self.values.take(pa.array(rows))
+        try:
+            values: list[Any] = taken.to_pylist()
+        except ValueError:
+            values = _exact_values(taken)
+        return values
 
     def as_ragged(self) -> Ragged | None:
         """All values, on the memory that they are in; None where they are not lists of integers, or some are null."""
@@ -179,6 +192,51 @@ class Ragged:
             slices = [sources[origin][first:last] for origin, first, last in zip(*some, strict=True)]
             values[offsets[low] : offsets[high]] = join_slices(slices, dtype)
         return cls(values, offsets)
+
+
+def _exact_values(array: pa.Array) -> list[Any]:
+    """The values of an array whose nanoseconds Python's times lack; raises ValueError as ``to_pylist`` where others do.
+
+    Those that are whole microseconds are Python's as ever, others ``numpy.datetime64`` (UTC) or, of durations and times
+    of a day, ``numpy.timedelta64``.
+    """
+    kind = array.type
+    if pa.types.is_struct(kind):
+        names = [kind.field(i).name for i in range(kind.num_fields)]
+        rows = zip(*map(_exact_values, array.flatten()), strict=True)
+        values: list[Any] = [dict(zip(names, row, strict=True)) for row in rows]
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        inner = _exact_values(array.values)
+        if pa.types.is_map(kind):
+            inner = [tuple(pair.values()) for pair in inner]
+        offsets = array.offsets.to_pylist()
+        values = [inner[start:stop] for start, stop in pairwise(offsets)]
+    elif pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        inner = _exact_values(array.values.slice(array.offset * size, len(array) * size))
+        values = [inner[row * size : (row + 1) * size] for row in range(len(array))]
+    elif pa.types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
+        make = np.datetime64 if pa.types.is_timestamp(kind) else np.timedelta64
+        numbers = array.cast(pa.int64()).to_pylist()
+        pairs = zip(numbers, array, strict=True)
+        values = [n if n is None else v.as_py() if n % 1000 == 0 else make(n, "ns") for n, v in pairs]
+    else:
+        values = array.to_pylist()
+    if array.null_count:
+        values = [
+            None if is_null else value for is_null, value in zip(array.is_null().to_pylist(), values, strict=True)
+        ]
+    return values
+
+
+def float_holds(value: int) -> bool:
+    """Whether float64 gives an integer back: as it is, or as one writes a float that has no fraction."""
+    if -EXACT_INTEGERS <= value <= EXACT_INTEGERS:
+        return True
+    if abs(value) > _MOST_FLOAT64:
+        return False
+    number = float(value)
+    return int(number) == value or Decimal(repr(number)) == value
 
 
 def join_slices(slices: Iterable[memoryview], dtype: np.dtype[Any]) -> AnyArray:

@@ -231,6 +231,7 @@ def open_one(
     )
     common.resources.others.append(chunks)
     decoders.are_images = ImageFields(chunks)
+    decoders.of_columns = manifest.has_columns
     quarantine = Quarantine(chunks, common.max_bad_chunks, selection, policy.bad)
     look = Look(
         chunks.apart(names),

@@ -14,6 +14,7 @@ from ..columns import KEY_COLUMN
 from ..dataset.manifest import Manifest
 from ..decoding.decode import DecodeChoice, check_choice
 from ..errors import ConfigError, PartitionError
+from ..formats.schema import refuse_missing
 from ..limits import parse_bytes
 from ..order.plan import Share
 from ..order.selecting.selection import Selection
@@ -28,7 +29,6 @@ LastBatch = Literal["drop", "pad", "partial"]
 SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]
 
 _WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields
-_OF_VALUES = {"jsonl"}  # formats whose text is handed out as Python values, as all else of them is
 # Types of columns, as formats write them into a manifest, whose values are numbers, times, or arrays of these.
 _NUMBERS = re.compile(r"(bool|u?int\d*|float\d*|(timestamp|date|time|duration)\d*\[.*\]|ndarray:.+:.+)(\[[\d, ]+\])*")
 
@@ -82,6 +82,7 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
 
     Raises:
         ConfigError: names the fields, and those that there are.
+        FormatError: not all shards have one of the columns; names it and a shard.
     """
     fields = fields_of(manifest)
     if columns is not None and (isinstance(columns, str | bytes) or not isinstance(columns, Iterable)):
@@ -96,14 +97,13 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
             )
         if unknown or not names:
             raise ConfigError(f"columns={names}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
+    refuse_missing(manifest.schema, names)
     check_choice(decode, fields, [name for name in fields if _is_value(manifest, name)])
     return names
 
 
 def _is_value(manifest: Manifest, name: str) -> bool:
-    """Whether a field is known to come as values, which no decoder is called with: not as bytes or text."""
-    if manifest.format in _OF_VALUES:
-        return True
+    """Whether a field is known to come as numbers or arrays, of whole columns, with which no decoder is called."""
     column = manifest.schema.get("columns", {}).get(name)
     return column is not None and _NUMBERS.fullmatch(str(column["type"])) is not None
 

@@ -16,6 +16,7 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, format_by_name, make_format
 from ..formats.failures import explain_failures
+from ..formats.hive import stored_schema
 from ..formats.names import find_shards, has_suffix, is_text
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from ..formats.tokens import has_free_dtype, index_keys
@@ -104,7 +105,7 @@ def prepare_index(
     indexes = shard_indexes(saved)
     known = {position: indexes[place] for position, place in kept.items()}
     # Of a data set that was written anew the old fields are none.
-    schema = saved.schema if known else None
+    schema = stored_schema(saved.schema) if known else None
     classes = saved.classes if known or len(alike) == len(tasks) else None
     return replace(pending, known=known, schema=schema, outdated=saved, copied=copied, classes=classes)
 
@@ -342,4 +343,5 @@ def shard_indexes(manifest: Manifest) -> list[ShardIndex]:
     chunks: list[list[ChunkSpan]] = [[] for _ in manifest.shards]
     for place, row in zip(manifest.shard_index.tolist(), rows, strict=True):
         chunks[place].append(ChunkSpan(*row))
-    return [ShardIndex(spans, manifest.schema) for spans in chunks]
+    schema = stored_schema(manifest.schema)
+    return [ShardIndex(spans, schema) for spans in chunks]

@@ -18,6 +18,8 @@ from .sealed_folder import SealedFolder
 _KEPT = 256
 # Manifests with other estimates of memory are other manifests: an order that is chosen for a new run depends on them.
 _ESTIMATES = 2
+# So are those in which a format found other types of columns.
+_TYPES = {"jsonl": 2}
 
 
 class IndexCache:
@@ -50,6 +52,8 @@ class IndexCache:
             return None
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([_ESTIMATES, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
+        if shard_format.name in _TYPES:
+            digest.update(f"types {_TYPES[shard_format.name]}\n".encode())
         for task in tasks:
             digest.update(f"{task.info.key}\0{task.info.size}\0{task.info.etag}\n".encode())
             if task.hint is not None:

@@ -142,7 +142,7 @@ class _Opening:
         prepared = prepare_index(store, selection, self.given, rebuild=self.rebuild)
         if isinstance(prepared, Manifest):
             warn_of_parts(prepared)
-            return prepared, None
+            return prepared.below(selection.root), None
         copied = prepared.copied if self.trusts_copies else None
         known_by = prepared.outdated if prepared.known else None
         key = self.cache.key(
@@ -157,7 +157,7 @@ class _Opening:
         if manifest.checksums is None:
             warn_outdated(prepared, manifest)
         warn_of_parts(manifest)
-        return manifest, key
+        return manifest.below(selection.root), key
 
     def _find(self, store: Store, pending: PendingIndex, copied: Manifest | None, key: str | None) -> Manifest:
         """What ``key`` names, from the node's cache or made now."""
@@ -176,7 +176,8 @@ class _Opening:
     def shared(self, exchange: Exchange) -> Manifest:
         if exchange.builds:
             manifest, key = self.alone()
-            exchange.publish({"url": manifest.url, "key": key}, manifest.to_bytes())
+            about = {"url": manifest.url, "key": key, "root": dict(manifest.root)}
+            exchange.publish(about, manifest.to_bytes())
             return manifest
         about = exchange.wait()
         key, url = about["key"], about["url"]
@@ -185,7 +186,7 @@ class _Opening:
         with self.cache.lock(f"{key}-copy"):  # one process of a node fetches it, the others find it there
             cached = self._cached(key, url)
             if cached is not None:
-                return cached
+                return cached.below(about["root"])
             manifest = Manifest.from_bytes(exchange.receive(), url)
             self.cache.save(key, manifest)
             return manifest

@@ -14,6 +14,7 @@ import xxhash
 from ...storage import ObjectInfo
 from ..columns import IntArray
 from ..errors import DatasetError, MemoryLimitError
+from ..formats.hive import stored_schema, with_path_columns
 from ..formats.shard import ChunkRef, ShardIndex
 from ..order.cached import cached_property
 from .bounds import find_misfit, find_strange_schema
@@ -37,6 +38,9 @@ class Manifest:
     Arrays, one element per chunk, int64: ``shard_index`` into ``shards``, ``offsets`` and ``lengths`` in bytes,
     ``samples``, ``memory`` (estimated bytes once opened), and ``checksums`` (uint64 XXH3-64 of the chunk's bytes) or
     None.
+
+    ``root``: values of columns that the URL's own folders tell of all shards (``year=2024``). Columns that stand in
+    paths are in ``schema``, but follow from the keys, and are not stored.
     """
 
     url: str
@@ -53,6 +57,7 @@ class Manifest:
     parts: PartSums | None = field(default=None)
     companions: Mapping[str, ObjectInfo] = field(default_factory=dict)
     classes: tuple[str, ...] | None = field(default=None)
+    root: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:  # of millions of chunks, too
         return (
@@ -89,6 +94,11 @@ class Manifest:
     def fields(self) -> list[str]:
         """The names of the samples' fields or columns."""
         return list(self.schema.get("fields") or self.schema.get("columns") or ())
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether fields are columns, which have types, and not files, which have names alone."""
+        return "columns" in self.schema
 
     @cached_property
     def first_ids(self) -> IntArray:
@@ -150,8 +160,18 @@ class Manifest:
         return digest.hexdigest()
 
     def _stored_schema(self) -> dict[str, Any]:
-        """The schema with the names of classes, which an older penstock keeps there without looking at them."""
-        return dict(self.schema) if self.classes is None else {**self.schema, _CLASSES: list(self.classes)}
+        """The shards' own schema with the names of classes, which an older penstock keeps there without a look."""
+        schema = dict(stored_schema(self.schema))
+        return schema if self.classes is None else {**schema, _CLASSES: list(self.classes)}
+
+    def below(self, root: Mapping[str, str]) -> Manifest:
+        """The same shards where the URL's own folders tell of these columns.
+
+        Raises:
+            FormatError: a column that stands in paths has the name that the nulls of another one need.
+        """
+        schema = with_path_columns(self.schema, self.format, [shard.key for shard in self.shards], root)
+        return self if schema == self.schema else replace(self, schema=schema, root=root)
 
     def _list_companions(self) -> list[list[Any]]:
         return [[shard, info.key, info.size, info.etag] for shard, info in self.companions.items()]
@@ -190,7 +210,7 @@ class Manifest:
             samples=rows[:, 2].copy(),
             memory=rows[:, 3].copy(),
             checksums=checksums,
-        )
+        ).below({})
 
     def to_bytes(self) -> bytes:
         """An Arrow IPC stream: one row per chunk, everything else in the schema's metadata.
@@ -213,6 +233,8 @@ class Manifest:
         }
         if self.companions:
             metadata["companions"] = json.dumps(self._list_companions())
+        if self.root:
+            metadata["root"] = json.dumps(dict(self.root))
         columns = {
             "shard": pa.array(self.shard_index),
             "offset": pa.array(self.offsets),
@@ -291,6 +313,9 @@ class Manifest:
             if stream.tell() < stream.size():
                 parts = PartSums.from_stream(stream, manifest.fingerprint, manifest.num_chunks)
                 manifest = replace(manifest, parts=parts)
+            root = json.loads(metadata.get("root", "{}"))
+            if not isinstance(root, dict) or not all(isinstance(value, str) for value in root.values()):
+                raise ValueError(f"its root tells {root!r}")
         except MemoryError as exc:
             raise MemoryLimitError(
                 f"{where}: memory ran out while this manifest was read ({exc}); where that is more than a manifest can "
@@ -309,4 +334,4 @@ class Manifest:
             raise DatasetError(
                 f"{where}: not a readable manifest ({exc}); build it anew with `penstock index`"
             ) from exc
-        return manifest
+        return manifest.below(root)

@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from ...storage.resolve import check_query
 from ...storage.urls import decode_path, encode_name, without_password
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
+from ..formats.hive import read_folders, read_root
 from ..formats.names import is_hidden
 from ..progress import show_progress
 from .lookup import find_companions, find_keys
@@ -49,7 +50,8 @@ class Selection:
     which must therefore be shards; ``spelled`` are these and those below a hidden folder that he named: he wants them
     though their names are hidden. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
     bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
-    as a whole and that may not mix splits.
+    as a whole and that may not mix splits. ``root``: values of columns that the URL's own folders tell of all shards,
+    where the caller named shards or a pattern, or a split lies below what he named.
     """
 
     url: str
@@ -60,6 +62,7 @@ class Selection:
     spelled: frozenset[str] = frozenset()
     folders: tuple[str, ...] = ()
     saved_data: Future[memoryview] | None = None
+    root: Mapping[str, str] = field(default_factory=dict)
 
 
 def select(
@@ -273,8 +276,8 @@ def _select_objects(
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
     listing.update((info.key, info) for info in find_companions(store, named | matched) if info.key not in listing)
     chosen = tuple(info.key for info in order)
-    every, saved = tuple(listing.values()), _find_saved(store)
-    return Selection(url=root, listing=every, chosen=chosen, named=named, spelled=named, saved=saved)
+    every, saved, told = tuple(listing.values()), _find_saved(store), read_root(_split(root)[1])
+    return Selection(url=root, listing=every, chosen=chosen, named=named, spelled=named, saved=saved, root=told)
 
 
 def _find_saved(store: Store) -> ObjectInfo | None:
@@ -313,7 +316,8 @@ def _select_split(
     inside = tuple(replace(info, key=info.key[len(folder) :]) for info in listing if info.key.startswith(folder))
     is_whole = len(wanted) == 1 and not any(key.startswith(folder) for key in others)
     chosen = None if is_whole else tuple(key[len(folder) :] for key in keys)
-    return store, Selection(url=url, listing=inside, chosen=chosen, saved=_find_saved(store))
+    told = selection.root | read_folders(folder.split("/"))
+    return store, Selection(url=url, listing=inside, chosen=chosen, saved=_find_saved(store), root=told)
 
 
 def refuse_mixed(store: Store, selection: Selection, keys: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..columns import AnyArray
+from ..columns import AnyArray, float_holds
 
 _LISTED = {bytes, str}  # values that no tensor holds
 _NUMBERS = {bool, int, float}
@@ -29,8 +29,8 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     - bool: (B,) bool; int: (B,) int64; float, also mixed with int: (B,) float64, as torch's default_collate
     - arrays, tensors, numpy scalars and Python's numbers together: as if all were tensors, of these dtypes
     - arrays and tensors of different shapes or dtypes: a list of tensors
-    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits, or beyond floats among floats): the
-      list unchanged
+    - anything else (str, bytes, dict, list, None, mixtures, ints beyond 64 bits or, among floats, those that float64
+      does not give back): the list unchanged
 
     With ``is_image`` the arrays are (h, w, c), and come out as (B, c, h, w) or a list of (c, h, w), without a copy:
     their memory format is channels_last.
@@ -45,10 +45,8 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
     if kinds == {int} and min(values) >= _INT64_MIN and max(values) <= _INT64_MAX:
         return torch.tensor(values, dtype=torch.int64)
     if float in kinds and kinds <= {int, float}:
-        try:
-            return torch.tensor(values, dtype=torch.float64)
-        except OverflowError:  # an int that no float is near to
-            return list(values)
+        are_held = all(float_holds(value) for value in values if type(value) is int)
+        return torch.tensor(values, dtype=torch.float64) if are_held else list(values)
     if all(isinstance(value, np.ndarray | np.generic) for value in values):
         return _collate_arrays([np.asarray(value) for value in values], is_image)
     if all(isinstance(value, torch.Tensor) for value in values):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, runtim
 
 import numpy as np
 
-from ..columns import AnyArray, BytesColumn
-from ..errors import ConfigError
+from ..columns import AnyArray, BytesColumn, ObjectColumn
+from ..errors import ConfigError, DecodeError
 from .batch_values import BatchValues
 from .field_errors import field_error
-from .readers import IMAGE_EXTENSIONS, READERS, read_text
+from .readers import IMAGE_EXTENSIONS, LABEL_EXTENSIONS, READERS, read_text
 
 if TYPE_CHECKING:
     from .images.device_codec import DeviceCodec
@@ -57,16 +57,16 @@ def is_channels_first(decoder: FieldDecoder) -> bool:
 
 
 RawValues = Literal["bytes", "view"]
-DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | None"] | None
+DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | Sequence[str] | None"] | None
 
 
-def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
+def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False) -> FieldDecoder | None:
     """The decoder of ``field`` under the loader's ``decode=`` argument; None leaves raw bytes.
 
     ``choice`` None leaves every field raw. "auto" goes by the last extension, in upper or lower case:
 
     - jpg, jpeg, png, webp: uint8 RGB, handed out as (3, h, w)
-    - cls, cls2, index, inx, id: int
+    - cls, cls2, index, inx, id: int; with ``of_columns``, of a data set whose columns have types, raw bytes
     - json, jsn: the parsed JSON
     - npy: the array; npz: a dict of arrays
     - txt, text, transcript: str
@@ -74,7 +74,9 @@ def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
 
     A mapping names decoders by field or by trailing extensions ("seg.png", "png"; the longest match counts): an
     ``ImageDecoder`` (or any FieldDecoder), a callable that takes bytes, one that also takes the sample's generator in
-    a parameter named ``rng``, ``str`` for UTF-8 text, or None for raw bytes. Other fields are decoded as with "auto".
+    a parameter named ``rng``, ``str`` for UTF-8 text, a list of categories for the place of each value in it, or None
+    for raw bytes. Of columns of text, lists, decimals and the like, callables take the values. Other fields are decoded
+    as with "auto".
 
     Raises:
         ConfigError: the choice is none of these, or decoding images needs the extra that is not installed.
@@ -82,9 +84,9 @@ def field_decoder(field: str, choice: DecodeChoice) -> FieldDecoder | None:
     if choice is None:
         return None
     if choice == "auto":
-        return _auto(field)
+        return _auto(field, of_columns)
     key = _matching_key(field, _require_mapping(choice))
-    return _auto(field) if key is None else _wrap(field, choice[key])
+    return _auto(field, of_columns) if key is None else _wrap(field, choice[key])
 
 
 def _require_mapping(choice: Any) -> Mapping[str, Any]:
@@ -130,8 +132,10 @@ def _matching_key(field: str, choice: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _auto(field: str) -> FieldDecoder | None:
+def _auto(field: str, of_columns: bool) -> FieldDecoder | None:
     extension = field.lower().rsplit(".", 1)[-1]
+    if of_columns and extension in LABEL_EXTENSIONS:
+        return None
     if extension in IMAGE_EXTENSIONS:
         return _image_decoder(field)
     reader = READERS.get(extension)
@@ -144,15 +148,19 @@ def _image_decoder(field: str) -> FieldDecoder:
     return _Named(field, ImageDecoder())
 
 
-def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | None) -> FieldDecoder | None:
+def _wrap(field: str, decoder: FieldDecoder | Callable[..., Any] | Sequence[str] | None) -> FieldDecoder | None:
     if decoder is None:
         return None
     if not isinstance(decoder, type) and isinstance(decoder, FieldDecoder):
         return _Named(field, decoder)
     if decoder is str:
         return _Calling(field, read_text)
+    if isinstance(decoder, Sequence) and not isinstance(decoder, str | bytes):
+        return _Codes(field, decoder)
     if not callable(decoder):
-        raise ConfigError(f"decode[{field!r}]={decoder!r} cannot be called; use a function of bytes, or None")
+        raise ConfigError(
+            f"decode[{field!r}]={decoder!r} cannot be called; use a function of bytes, a list of categories, or None"
+        )
     return _Calling(field, _UserFunction(decoder))
 
 
@@ -212,15 +220,15 @@ class _Named:
 
 
 class _UserFunction:
-    """A user's function of bytes, or of str if the column holds text; perhaps with the sample's generator."""
+    """A user's function of bytes, or of a column's values (text, lists); perhaps with the sample's generator."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.takes_rng = has_rng_parameter(function)
         self.takes_views = False
 
-    def __call__(self, data: memoryview | str, rng: np.random.Generator | None) -> Any:
-        value = data if self.takes_views or isinstance(data, str) else bytes(data)
+    def __call__(self, data: Any, rng: np.random.Generator | None) -> Any:
+        value = bytes(data) if isinstance(data, memoryview) and not self.takes_views else data
         return self._function(value, rng=rng) if self.takes_rng else self._function(value)
 
 
@@ -256,6 +264,26 @@ class _Calling:
         raise ConfigError(f"field {self._field!r} cannot be decoded into a slot; call its decoder instead")
 
 
+class _Codes(_Calling):
+    """The place of each value in a list of categories; -1 where it is missing."""
+
+    takes_missing = True
+
+    def __init__(self, field: str, categories: Sequence[str]) -> None:
+        self._codes = {name: code for code, name in enumerate(categories)}
+        if len(self._codes) < len(categories) or not all(isinstance(name, str) for name in categories):
+            raise ConfigError(f"decode[{field!r}]={list(categories)!r}: categories are texts that differ")
+        super().__init__(field, self._find)
+
+    def _find(self, data: memoryview | str | None) -> int:
+        if data is None:
+            return -1
+        text = read_text(data)
+        if text not in self._codes:
+            raise DecodeError(f"{text!r} is none of its {len(self._codes)} categories in decode=")
+        return self._codes[text]
+
+
 def batch_values(decoder: FieldDecoder, count: int) -> BatchValues | None:
     """Room for ``count`` values of a decoder that decodes them together; None where it decodes one by one."""
     return decoder.batch_values(count) if isinstance(decoder, _Named) else None
@@ -278,7 +306,8 @@ class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
     ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
-    the values that happen to come first.
+    the values that happen to come first. ``of_columns``: fields are columns, whose types say what their values are;
+    their names tell of images, text, JSON and arrays alone.
     Decoders that ask for a device are given ``codec``; without one they decode on the CPU.
     With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
 
@@ -304,12 +333,14 @@ class FieldDecoders:
         self.codec = codec
         self.settled: dict[str, FieldDecoder | None] = {}
         self.are_images: Callable[[str], bool] = lambda name: False
+        self.of_columns = False
 
     def copy(self) -> FieldDecoders:
         """Decoders that begin with what is settled here; what they settle later does not come back."""
         copied = FieldDecoders(self.choice, self.raw, codec=self.codec)
         copied.settled.update(self.settled)
         copied.are_images = self.are_images
+        copied.of_columns = self.of_columns
         return copied
 
     def on_host(self) -> FieldDecoders:
@@ -321,7 +352,8 @@ class FieldDecoders:
                 copied.settled[name] = decoder.on_host()
         return copied
 
-    def of(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+    def of(self, name: str, column: BytesColumn | ObjectColumn) -> FieldDecoder | None:
+        """The decoder of a column's values; of those that are Python's already, one that the user named, or none."""
         if name not in self.settled:
             decoder = self.settled[name] = self._settle(name, column)
             if self.raw == "view" and isinstance(decoder, _Calling):
@@ -330,11 +362,11 @@ class FieldDecoders:
                 decoder.codec = self.codec
         return self.settled[name]
 
-    def _settle(self, name: str, column: BytesColumn) -> FieldDecoder | None:
+    def _settle(self, name: str, column: BytesColumn | ObjectColumn) -> FieldDecoder | None:
         named = isinstance(self.choice, Mapping) and _matching_key(name, self.choice) is not None
-        if column.text and not named:
+        if not named and (isinstance(column, ObjectColumn) or column.text):
             return None
-        decoder = field_decoder(name, self.choice)
+        decoder = field_decoder(name, self.choice, of_columns=self.of_columns)
         if decoder is None and not named and self.choice is not None and self.are_images(name):
             return _image_decoder(name)
         return decoder

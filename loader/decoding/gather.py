@@ -127,7 +127,8 @@ class FieldsOfSpan:
         return take_views(column, group.rows, self._lend) if self._as_views else column.copies(group.rows)
 
     def _add_objects(self, name: str, column: ObjectColumn, group: ChunkRows) -> None:
-        arrays = column.as_ragged() if name in self._flat else None
+        decoder = self._decoders.of(name, column)
+        arrays = column.as_ragged() if name in self._flat and decoder is None else None
         if arrays is not None:
             self._ragged.setdefault(name, RaggedOfSpan()).add(arrays, group, self._arrived)
         else:

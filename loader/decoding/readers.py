@@ -9,9 +9,9 @@ from typing import Any
 from .arrays import read_npy, read_npz
 
 
-def read_text(data: memoryview | str) -> str:
-    """UTF-8 text; a column of text as it is."""
-    return data if isinstance(data, str) else str(data, "utf-8")
+def read_text(data: Any) -> str:
+    """UTF-8 text; a column of text as it is, and other values as Python writes them."""
+    return str(data, "utf-8") if isinstance(data, bytes | memoryview) else str(data)
 
 
 def _read_int(data: memoryview) -> int:
@@ -23,8 +23,10 @@ def _read_json(data: memoryview) -> Any:
 
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
+# Labels of files: numbers as text. A column that holds numbers says so by its type, whatever its name.
+LABEL_EXTENSIONS = frozenset(("cls", "cls2", "index", "inx", "id"))
 READERS: dict[str, Callable[[memoryview], Any]] = {
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _read_int),
+    **dict.fromkeys(sorted(LABEL_EXTENSIONS), _read_int),
     **dict.fromkeys(("json", "jsn"), _read_json),
     **dict.fromkeys(("txt", "text", "transcript"), read_text),
     "npy": read_npy,

@@ -196,7 +196,7 @@ class RowWork:
         self, task: RowTask, row: int, name: str, decoder: FieldDecoder, out: Any, plan: ImagePlan | None
     ) -> None:
         data: Any = task.fields[name][row]
-        if data is None:
+        if data is None and not getattr(decoder, "takes_missing", False):
             if decoder.slot is not None:
                 raise DecodeError(f"has no field {name!r}, which is decoded into a tensor")
             return

@@ -31,6 +31,8 @@ class BaseFormat:
     suffixes: ClassVar[tuple[str, ...]]
     other_suffixes: ClassVar[tuple[str, ...]] = ()
     min_chunk_bytes: ClassVar[int] = 1
+    # Whether a column may be in some shards alone, as long as nobody reads it.
+    may_lack_columns: ClassVar[bool] = False
 
     @property
     def chunk_bytes(self) -> int:
@@ -48,7 +50,7 @@ class BaseFormat:
         return [ShardTask(info) for info in find_shards(listing, self.suffixes, named)]
 
     def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
-        return merge_columns(known, new, shard)
+        return merge_columns(known, new, shard, may_lack=self.may_lack_columns)
 
     def open_shard(self, store: Store, shard: ObjectInfo) -> Header | None:
         return None

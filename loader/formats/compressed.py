@@ -1,6 +1,7 @@
-"""Shards that are one gzip, bzip2 or zstd stream: read whole for a chunk, or piece by piece for an index.
+"""Shards that are one compressed stream: read whole for a chunk, or piece by piece for an index.
 
-All go through Arrow's codecs, which release the GIL, read on over frames that were joined, and notice truncation.
+Streams of gzip, bzip2 and zstd, and of MDS brotli and blocks of snappy. All go through Arrow's codecs, which release
+the GIL, read on over frames that were joined, and notice truncation.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ _CODECS = {
     **dict.fromkeys((".gz", ".tgz"), "gzip"),
     **dict.fromkeys((".bz2", ".tbz2"), "bz2"),
     **dict.fromkeys((".zst", ".zstd", ".tzst"), "zstd"),
+    ".br": "brotli",
+    ".snappy": "snappy",
 }
+# Snappy repeats 64 bytes with 2 at most (its format_description.txt, 2.2).
+_SNAPPY_RATIO = 32
 # What a compressed shard's name ends in, after the suffix of its format.
 CODEC_SUFFIXES = (".gz", ".bz2", ".zst", ".zstd")
 _MAGICS = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5\x2f\xfd"}
 
 
 def codec_of(key: str) -> str | None:
-    """'gzip', 'bz2' or 'zstd' by the key's suffix, None for a shard that is not compressed."""
+    """'gzip', 'bz2', 'zstd', 'brotli' or 'snappy' by the key's suffix, None for a shard that is not compressed."""
     return next((codec for suffix, codec in _CODECS.items() if key.lower().endswith(suffix)), None)
 
 
@@ -61,6 +66,8 @@ def decompress(data: memoryview, codec: str, chunk: ChunkRef) -> memoryview:
     shard, most = chunk.shard.key, chunk.memory_limit
     _check_magic(data, codec, shard)
     refuse_large(chunk, chunk.memory)
+    if codec == "snappy":
+        return _open_snappy(data, chunk)
     buffer = np.empty(min(chunk.memory or _size_hint(data, codec), most), np.uint8)
     filled = 0
     with _translated(shard, codec), pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(data)), codec) as stream:
@@ -82,6 +89,22 @@ def decompress(data: memoryview, codec: str, chunk: ChunkRef) -> memoryview:
     if filled < len(buffer) * 3 // 4:
         buffer = buffer[:filled].copy()
     return memoryview(buffer.data)[:filled].toreadonly()
+
+
+def _open_snappy(data: memoryview, chunk: ChunkRef) -> memoryview:
+    """A snappy block, which begins with its size, a varint. Raises FormatError and MemoryLimitError."""
+    size = shift = 0
+    for byte in data[:5]:
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    if size > _SNAPPY_RATIO * len(data):
+        problem = f"the snappy block of {len(data)} bytes claims to hold {size}; fetch or write it again"
+        raise FormatError(chunk.shard.key, problem)
+    refuse_large(chunk, size)
+    with _translated(chunk.shard.key, "snappy"):
+        return memoryview(pa.Codec("snappy").decompress(pa.py_buffer(data), size))
 
 
 def decompressed_pieces(store: Store, shard: ObjectInfo, codec: str) -> Generator[memoryview, None, None]:
@@ -125,7 +148,7 @@ def _check_magic(data: memoryview, codec: str, shard: str) -> None:
     found = bytes(data[:4])
     if not found:
         raise FormatError(shard, "holds no bytes; remove it or write it again", offset=0)
-    if not found.startswith(_MAGICS[codec]) and not (codec == "zstd" and found[1:] == b"\x2a\x4d\x18"):
+    if not found.startswith(_MAGICS.get(codec, b"")) and not (codec == "zstd" and found[1:] == b"\x2a\x4d\x18"):
         raise FormatError(
             shard,
             f"starts with {found!r}, which is not a {codec} stream; correct its suffix, or write it again",

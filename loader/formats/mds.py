@@ -27,9 +27,7 @@ from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
 _INDEX_NAME = "index.json"
 _SUFFIX = ".mds"
-_COMPRESSIONS = ("zstd", "zst", "gz", "bz2")
-# mosaicml-streaming writes these, too; such shards are recognised, and refused by name.
-_OTHER_COMPRESSIONS = ("br", "snappy")
+_COMPRESSIONS = ("zstd", "zst", "gz", "bz2", "br", "snappy")
 _U32 = np.dtype("<u4")
 # More than bz2, the densest of the codecs, makes of zeros.
 _MOST_RATIO = 1 << 22
@@ -48,15 +46,15 @@ class MdsEntry:
 class MdsFormat(BaseFormat):
     """Reads MDS data sets: every ``index.json`` below the root, whose shards come in its order.
 
-    Raw shards are cut into chunks of about ``chunk_bytes``; a shard compressed with zstd, gz or bz2 is one chunk, and
-    is preferred where a shard exists in both forms. Columns encoded as 'pkl' are never read. The hashes in the index
-    are not checked, because they cover whole shards.
+    Raw shards are cut into chunks of about ``chunk_bytes``; a shard compressed with zstd, gz, bz2, brotli or snappy is
+    one chunk, and is preferred where a shard exists in both forms. Columns encoded as 'pkl' are never read. The hashes
+    in the index are not checked, because they cover whole shards.
     """
 
     name: ClassVar[str] = "mds"
     suffixes: ClassVar[tuple[str, ...]] = (
         _SUFFIX,
-        *(f"{_SUFFIX}.{compression}" for compression in (*_COMPRESSIONS, *_OTHER_COMPRESSIONS)),
+        *(f"{_SUFFIX}.{compression}" for compression in _COMPRESSIONS),
     )
 
     chunk_bytes: int = CHUNK_BYTES
@@ -188,7 +186,8 @@ def _task(index_key: str, entry: Mapping[str, Any], objects: Mapping[str, Object
     key = next((key for key in found if _compression(key) in ("", *_COMPRESSIONS)), None)
     if key is None:
         raise FormatError(
-            found[0], f"is compressed as {_compression(found[0])!r}; write it with zstd, gz or bz2, or uncompressed"
+            found[0],
+            f"is compressed as {_compression(found[0])!r}; write it with {', '.join(_COMPRESSIONS)}, or not at all",
         )
     if objects[key].size != forms[key]:
         raise FormatError(key, f"has {objects[key].size} bytes, but {forms[key]} in {index_key}; copy it again")

@@ -14,6 +14,8 @@ from ..errors import ConfigError, FormatError
 
 # The bool column beside ``x`` that marks its nulls is named ``x__null``.
 NULL_SUFFIX = "__null"
+# In a schema a column that not all shards have has this key, with a shard that lacks it.
+MISSING = "missing"
 
 
 def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[str] | None) -> list[str]:
@@ -46,26 +48,34 @@ def names_read(columns: Collection[str], known: Collection[str]) -> frozenset[st
     return frozenset([*columns, *null_marks(columns, known), *keys])
 
 
-def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> dict[str, Any]:
+def merge_columns(
+    known: Mapping[str, Any], new: Mapping[str, Any], shard: str, *, may_lack: bool = False
+) -> dict[str, Any]:
     """The schema of both: same names and types; ``nulls`` where either has them.
 
     A type "null", also in lists and structs, is of shards that have no value there, and becomes that of the others.
+    With ``may_lack`` a column may be in one of them alone: it has the shard that lacks it as ``missing``, and nobody
+    can read it (``refuse_missing``).
 
     Raises:
         FormatError: the two differ in a name or in anything else; names both shards and what differs.
     """
     first = known.get("seen_in", "the shards before it")
     ours, theirs = known["columns"], new["columns"]
-    if ours.keys() != theirs.keys():
+    if ours.keys() != theirs.keys() and not (may_lack and ours.keys() & theirs.keys()):
         raise FormatError(
             shard,
             f"has the columns {list(theirs)}, but {first} has {list(ours)}; write the shards with the same columns, or "
             "read them as two data sets",
         )
-    merged = {}
+    merged = {name: {**column, MISSING: first} for name, column in theirs.items() if name not in ours}
     seen_in = first
     for name, column in ours.items():
-        other = theirs[name]
+        if name not in theirs:
+            merged[name] = {MISSING: shard, **column}
+            continue
+        lacking = {MISSING: column[MISSING]} if MISSING in column else {}
+        column, other = {key: value for key, value in column.items() if key != MISSING}, theirs[name]
         kind = _common_type(str(column["type"]), str(other["type"]))
         if kind is None or {**column, "type": kind, "nulls": False} != {**other, "type": kind, "nulls": False}:
             raise FormatError(
@@ -75,8 +85,38 @@ def merge_columns(known: Mapping[str, Any], new: Mapping[str, Any], shard: str) 
             )
         if kind != column["type"]:
             seen_in = shard
-        merged[name] = {**column, "type": kind, "nulls": bool(column.get("nulls") or other.get("nulls"))}
+        merged[name] = {**column, "type": kind, "nulls": bool(column.get("nulls") or other.get("nulls")), **lacking}
+    merged = {name: merged[name] for name in {**ours, **theirs}}
     return {**known, "columns": merged, "seen_in": seen_in} if "seen_in" in known else {**known, "columns": merged}
+
+
+def find_missing(schema: Mapping[str, Any]) -> list[FormatError]:
+    """An error for each column that not all shards have; it names the column and a shard."""
+    return [
+        FormatError(
+            column[MISSING],
+            f"has no column {name!r}, and other shards have one; leave it out with columns=, write the shards with the "
+            "same columns (also those that stand in paths, as in year=2024/), or read them as two data sets",
+        )
+        for name, column in schema.get("columns", {}).items()
+        if MISSING in column
+    ]
+
+
+def refuse_missing(schema: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+    """Raise FormatError where one of these columns (None: of all) is not in all shards."""
+    columns = schema.get("columns", {})
+    known = columns if names is None else {name: columns[name] for name in names if name in columns}
+    for error in find_missing({"columns": known}):
+        raise error
+
+
+def columns_here(known: Mapping[str, Any], wanted: Sequence[str] | None, here: Collection[str]) -> list[str]:
+    """As ``choose_columns``; of all columns those that this shard has, where some are missing in others."""
+    names = choose_columns(known, wanted)
+    if wanted is not None:
+        return names
+    return [name for name in names if MISSING not in known[name] or name in here]
 
 
 def _common_type(ours: str, theirs: str) -> str | None:

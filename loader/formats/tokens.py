@@ -251,7 +251,15 @@ def read_bounds(store: Store, index: ObjectInfo, data: ObjectInfo) -> IntArray:
         raise FormatError(index.key, "its sequences do not lie one behind another; write the data set again")
     if numbers and (firsts.min() < 0 or firsts.max() > sequences or (np.diff(firsts) < 0).any()):
         raise FormatError(index.key, "its documents do not lie one behind another; write the data set again")
-    # Megatron writes the 0 of the first document and the end of the last; either may be left out.
+    # Megatron writes the 0 of the first document and the end of the last; either may be left out where that joins none.
+    begin, end = (int(firsts[0]), int(firsts[-1])) if numbers else (0, 0)
+    if begin > 1 or end < sequences - 1:
+        raise FormatError(
+            index.key,
+            f"its documents are sequences {begin} to {end} of {sequences}, as where a merge of several files left out "
+            "the documents of some; write it again, or give the token that ends each document, as in "
+            "format=TokenDocumentsFormat(eos=2) (--eos 2)",
+        )
     first = [] if numbers and firsts[0] == 0 else [0]
     last = [] if len(firsts) > 1 and firsts[-1] == sequences else [sequences]
     found: IntArray = ends[np.concatenate([first, firsts, last]).astype(np.int64)]

@@ -197,6 +197,7 @@ def _make_kind(sources: OpenSources, group: tuple[int, ...], raw: RawValues, pro
             "Mixture; leave out its device="
         )
     decoders.are_images = _ImagesOfAll({sources[number].name: ImageFields(sources[number].chunks) for number in group})
+    decoders.of_columns = all(sources[number].manifest.has_columns for number in group)
     may_drop = any(source.reshaping is not None and source.reshaping.may_drop for source in (sources[n] for n in group))
     return Kind(group, decoders, options.transform, may_drop)
 

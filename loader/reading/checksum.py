@@ -20,6 +20,7 @@ from ..dataset.part_sums import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
 from ..formats.base import refuse_large
 from ..formats.detect import make_format
+from ..formats.hive import Partitions
 from ..formats.shard import ChunkRef, ShardFormat
 from ..metrics import Counters
 from ..progress import show_progress
@@ -203,7 +204,8 @@ def read_chunk(
         MemoryLimitError: the chunk takes more memory than it may.
         StorageError: they cannot be read, or the object has changed.
     """
-    refuse_large(chunk, shard_format.opened_bytes(chunk, header, None, schema))
+    partitions = Partitions.of(schema, None)
+    refuse_large(chunk, shard_format.opened_bytes(chunk, header, None, partitions.schema))
     whole = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
     got = None if checksum is None else xxh3_64(whole)
     if got is not None and got != checksum:
@@ -217,4 +219,4 @@ def read_chunk(
     for wanted in ranges:
         cut = _cut(chunk, whole, wanted)
         parts.append(store.get(chunk.shard.key, wanted, etag=chunk.shard.etag) if cut is None else cut)
-    return shard_format.open_chunk(chunk, header, parts, None, schema)
+    return partitions.add_to(shard_format.open_chunk(chunk, header, parts, None, partitions.schema), chunk)

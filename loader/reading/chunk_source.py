@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from ..dataset.manifest import Manifest
 from ..errors import FormatError
 from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
+from ..formats.hive import Partitions
 from ..formats.schema import expect_nulls
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_memory
@@ -88,6 +89,7 @@ class ChunkSource:
         """
         self.manifest = manifest
         self._schema = manifest.schema
+        self._partitions = Partitions.of(manifest.schema, columns)
         self._avoided = avoided
         self.columns = columns
         self._format = shard_format
@@ -117,12 +119,15 @@ class ChunkSource:
             self._avoided,
         )
         source._checks = self._checks  # which warns once
-        source._schema = self._schema
+        source._use(self._schema)
         return source
 
     def mark_nulls(self, names: Collection[str]) -> None:
         """Open chunks as if the data set had nulls in these columns, where it has such; called before any is read."""
-        self._schema = expect_nulls(self._schema, names)
+        self._use(expect_nulls(self._schema, names))
+
+    def _use(self, schema: Mapping[str, Any]) -> None:
+        self._schema, self._partitions = schema, Partitions.of(schema, self.columns)
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk: what ``fetch`` and ``open`` do, and raise."""
@@ -157,7 +162,7 @@ class ChunkSource:
         """
         chunk = self._refer(index)
         if self._reads_nothing:
-            return Block(chunk.samples, 0)
+            return self._partitions.add_to(Block(chunk.samples, 0), chunk)
         for _ in range(_REFETCHES):
             try:
                 if fetched is not None:
@@ -176,7 +181,7 @@ class ChunkSource:
 
     @property
     def _reads_nothing(self) -> bool:
-        return self.columns is not None and not self.columns
+        return self._partitions.stored is not None and not self._partitions.stored
 
     def _refer(self, index: int) -> ChunkRef:
         return replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
@@ -189,7 +194,7 @@ class ChunkSource:
             return  # then nothing of the chunk was read
         self._headers.forget(chunk.shard)
         if isinstance(self._store, DiscardingStore) and chunk.shard.etag is not None:
-            ranges = self._format.chunk_ranges(chunk, header, self.columns)
+            ranges = self._format.chunk_ranges(chunk, header, self._partitions.stored)
             for byte_range in {*ranges, *cut_ranges(ranges, _PIECE_BYTES)}:
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
 
@@ -197,8 +202,9 @@ class ChunkSource:
         started = time.perf_counter()
         with explain_failures(chunk.shard.key, "opened"):
             header, early = self._fetch_both(chunk) if self._is_far(chunk) else (self._headers.get(chunk.shard), None)
-            ranges = self._format.chunk_ranges(chunk, header, self.columns)
-            needed = self._format.opened_bytes(chunk, header, self.columns, self._schema)
+            ranges = self._format.chunk_ranges(chunk, header, self._partitions.stored)
+            stored, schema = self._partitions.stored, self._partitions.schema
+            needed = self._format.opened_bytes(chunk, header, stored, schema)
         is_large = needed > chunk.memory_limit
         if is_large and not self._onto_disk:
             refuse_large(chunk, needed)
@@ -247,7 +253,7 @@ class ChunkSource:
     def _is_far(self, chunk: ChunkRef) -> bool:
         """Whether a chunk that is wanted whole, and its shard's header, take a round trip each."""
         return (
-            self.columns is None
+            self._partitions.stored is None
             and self._has_headers
             and chunk.length + chunk.memory <= chunk.memory_limit
             and not self._headers.has(chunk.shard)
@@ -264,8 +270,10 @@ class ChunkSource:
     def _open_onto_disk(self, chunk: ChunkRef, fetched: Fetched, needed: int) -> Block:
         """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""
         rows = max(1, chunk.samples * _PIECE_BYTES // needed)
-        pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, self.columns, self._schema, rows)
-        return join_on_disk(map(pack_records, pieces), chunk, needed)
+        stored, schema = self._partitions.stored, self._partitions.schema
+        pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, stored, schema, rows)
+        whole = (pack_records(self._partitions.add_to(piece, chunk)) for piece in pieces)
+        return join_on_disk(whole, chunk, needed)
 
     def _open(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
         """The chunk as columns; where its values lie is not found out twice."""
@@ -275,11 +283,11 @@ class ChunkSource:
         is_whole = header is None and list(fetched.ranges) == [chunk.byte_range]
         block = self._layouts.find(index, parts[0], checksum) if is_whole else None
         if block is None:
-            block = self._format.open_chunk(chunk, header, parts, self.columns, self._schema)
+            block = self._format.open_chunk(chunk, header, parts, self._partitions.stored, self._partitions.schema)
             if is_whole:
                 check = None if fetched.mapped is None else partial(fetched.mapped.check, chunk)
                 self._layouts.keep(index, block, parts[0], checksum, check=check)
-            block = pack_records(block)
+            block = pack_records(self._partitions.add_to(block, chunk))
         return block
 
     def close(self) -> None:
@@ -322,7 +330,7 @@ class ChunkSource:
 
     def reserve(self, index: int) -> int:
         """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
-        if self.columns is not None and not self.columns:
+        if self._reads_nothing:
             return 0
         length, memory = int(self.manifest.lengths[index]), int(self.manifest.memory[index])
         most = length if memory == length else length + memory

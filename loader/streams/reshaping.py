@@ -113,7 +113,8 @@ class Reshaping:
             return None  # keep= gets the whole sample
         asked = [] if self.sieve is None or self.sieve.columns is None else list(self.sieve.columns)
         try:
-            check_names(manifest, asked or None, None)
+            if asked:
+                check_names(manifest, asked, None)
         except ConfigError as exc:
             marks = [name for name in null_marks(manifest.fields, manifest.fields) if name in asked]
             of = [mark.removesuffix(NULL_SUFFIX) for mark in marks]

@@ -100,6 +100,7 @@ class _Checker:
         self._chunks = chunks
         self._decoders = FieldDecoders("auto")
         self._decoders.are_images = ImageFields(chunks)
+        self._decoders.of_columns = chunks.manifest.has_columns
         self._last: tuple[int, Block] | None = None
 
     def check(self, entry: Quarantined) -> Rechecked:

@@ -24,6 +24,7 @@ from ..dataset.source import Selection, Source, refuse_mixed, select
 from ..dataset.splits import Split
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import make_format
+from ..formats.schema import find_missing
 from ..formats.shard import ShardFormat
 from ..progress import show_progress
 from ..reading.checksum import READ_THREADS
@@ -91,6 +92,9 @@ def verify(
     try:
         if not isinstance(source, Manifest):
             manifest = _find_manifest(store, selection, given, threads, progress, flaws)
+            manifest = None if manifest is None else manifest.below(selection.root)
+        if manifest is not None:
+            flaws += [error_flaw(exc.shard, exc) for exc in find_missing(manifest.schema)]
         if manifest is not None:
             check_chunks(store, manifest, threads, progress, flaws)
     finally:

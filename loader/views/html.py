@@ -72,7 +72,10 @@ def dataset_html(dataset: DatasetView) -> str:
                 problem = f"sample {index} cannot be shown: {exc}"
                 break
         fields = list(dict.fromkeys(str(name) for sample in samples for name in sample))
-        rows = [[sample_id, *map(sample.get, fields)] for sample_id, sample in zip(dataset.ids, samples, strict=False)]
+        rows = [
+            [sample_id, *map(sample.get, fields)]
+            for sample_id, sample in zip(dataset[: len(samples)].ids, samples, strict=True)
+        ]
         head = f"<b>{escape(clip(repr(dataset), 300))}</b>"
         note = f"<div>{escape(clip(problem, 300))}</div>" if problem else ""
         return f"<div>{head}{_table(['id', *fields], [''] * (len(fields) + 1), rows)}{note}</div>"

@@ -9,7 +9,7 @@ from typing import Any, Self, overload
 
 import numpy as np
 
-from ..columns import Block
+from ..columns import Block, IntArray
 from ..dataset.manifest import Manifest
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
@@ -22,6 +22,7 @@ from ..progress import show_progress
 from ..reading.chunk_source import ChunkSource
 from .ahead import load_ahead
 from .search import find_rows, searched_field
+from .selected_ids import SelectedIds
 
 
 class SampleReader:
@@ -128,9 +129,14 @@ class DatasetView:
         self._owner = owner  # a view keeps its loader, whose end would close the store
 
     @property
-    def ids(self) -> Sequence[int]:
-        """The sample ids of the view: all of the data set, those of the loader's subset, or those of its slice."""
-        return self._ids
+    def ids(self) -> IntArray:
+        """(samples,) int64: the sample ids of the view, that is of the data set, the loader's subset, or a slice.
+
+        An array of the caller's own, made anew at each call.
+        """
+        if isinstance(self._ids, SelectedIds):
+            return self._ids.array()
+        return np.asarray(self._ids, np.int64)
 
     @property
     def classes(self) -> list[str] | None:

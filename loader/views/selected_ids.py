@@ -8,6 +8,7 @@ from typing import overload
 
 import numpy as np
 
+from ..columns import IntArray
 from ..order.selecting.selection import Selection
 
 
@@ -35,6 +36,11 @@ class SelectedIds(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return map(self._selection.id_at, self._places)
+
+    def array(self) -> IntArray:
+        """(len,) int64: all of them; O(samples) memory."""
+        places = self._places
+        return self._selection.all_ids()[np.arange(places.start, places.stop, places.step, dtype=np.int64)]
 
     def __contains__(self, sample_id: object) -> bool:
         try:

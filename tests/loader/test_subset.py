@@ -40,6 +40,15 @@ def test_the_parts_of_a_split_are_disjoint_and_the_data_set_together(tars):
     assert train != sorted(train)
 
 
+def test_ids_of_a_data_set_are_an_array_of_the_users_own(tars):
+    with DistributedDataLoader(tars, batch_size=7) as loader:
+        ids = loader.dataset.ids
+        assert (ids.dtype, ids.tolist()) == (np.int64, list(range(len(loader.dataset))))
+        assert loader.dataset[10:4:-2].ids.tolist() == [10, 8, 6]
+        ids[:] = -1
+        assert loader.dataset.ids[-1] == len(loader.dataset) - 1
+
+
 def test_lengths_batches_and_samples_by_id_are_those_of_the_subset(tars):
     val = sorted(ids_of(tars, subset=SPLIT["val"]))
     for last_batch, steps in (("drop", len(val) // 7), ("pad", -(-len(val) // 7)), ("partial", -(-len(val) // 7))):
@@ -52,11 +61,12 @@ def test_lengths_batches_and_samples_by_id_are_those_of_the_subset(tars):
             assert it.metrics().samples == sum(map(len, batches)) - (7 * steps - len(val)) * (last_batch == "pad")
             view = it.dataset
             assert len(view) == len(val)
-            assert list(view.ids) == val
+            assert (view.ids.dtype, view.ids.tolist()) == (np.int64, val)
             assert view[2]["txt"] == str(val[2])
             assert view.find(f"{val[5]:08d}") == 5
             assert [sample["txt"] for sample in view[-2:]] == [str(x) for x in val[-2:]]
-            assert list(view[::-1].ids) == val[::-1]
+            assert view[::-1].ids.tolist() == val[::-1]
+            assert view[1:5:2].ids.tolist() == val[1:5:2]
             assert view[::-1].find(f"{val[5]:08d}") == len(val) - 6
             with pytest.raises(IndexError, match=f"of {len(val)}"):
                 view[len(val)]

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from ...columns import Block, Column
+from ...errors import FormatError
 from ..base import refuse_change, refuse_large
 from ..schema import make_block, struct_fields
 from ..shard import ChunkRef
-from .columns import describe_type, is_file_struct, to_columns, value_bytes, with_paths
+from .columns import describe_type, find_unread, is_file_struct, to_columns, value_bytes, with_paths
 
 _FILES = {
     "struct<bytes: binary, path: string>": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
@@ -46,7 +47,14 @@ def batch_block(batch: pa.RecordBatch, chunk: ChunkRef, known: Mapping[str, Any]
 
 def _block(rows: pa.Table | pa.RecordBatch, chunk: ChunkRef, known: Mapping[str, Any], held_bytes: int = 0) -> Block:
     found: dict[str, Column] = {}
-    for name in rows.schema.names:
+    for name, kind in zip(rows.schema.names, rows.schema.types, strict=True):
+        if unread := find_unread(kind):
+            raise FormatError(
+                chunk.shard.key,
+                f"column {name!r} holds values of {unread}, which pyarrow has no form for; leave it out with columns=, "
+                "or write it as whole numbers, a duration or month_day_nano_interval",
+                offset=chunk.offset,
+            )
         values = typed_values(rows.column(name), known[name]["type"], chunk)
         found |= to_columns(name, values, nulls=known[name]["nulls"], shard=chunk.shard.key)
     return make_block(found, rows.num_rows, held_bytes)

@@ -40,8 +40,19 @@ _NUMPY = {
     pa.float32(): np.float32,
     pa.float64(): np.float64,
 }
+_UNREAD = frozenset({"month_interval", "day_time_interval"})
 # Thousands of shards have the same few types.
 _TYPES_KEPT = 256
+
+
+class UntoldNullsError(FormatError):
+    """A ``column`` holds nulls, of which the index says that there are none."""
+
+    def __init__(self, column: str, shard: str) -> None:
+        super().__init__(
+            shard, f"column {column!r} holds nulls, but the index says that it has none; index the data set again"
+        )
+        self.column = column
 
 
 @lru_cache(_TYPES_KEPT)
@@ -75,6 +86,16 @@ def check_names(schema: pa.Schema) -> None:
     """Raise UnicodeDecodeError where a name in a schema is not UTF-8, which pyarrow finds when the name is used."""
     for field in schema:
         _ = field.name, describe_type(field.type)
+
+
+@lru_cache(_TYPES_KEPT)
+def find_unread(kind: pa.DataType) -> str:
+    """The intervals in a type of which pyarrow has no values, which it finds when these are used; '' where none is."""
+    if str(kind) in _UNREAD:
+        return str(kind)
+    if isinstance(kind, pa.BaseExtensionType) or pt.is_dictionary(kind):
+        return find_unread(kind.value_type if pt.is_dictionary(kind) else kind.storage_type)
+    return next(filter(None, (find_unread(kind.field(i).type) for i in range(kind.num_fields))), "")
 
 
 @lru_cache(_TYPES_KEPT)
@@ -160,9 +181,7 @@ def to_columns(name: str, values: pa.Array | pa.ChunkedArray, *, nulls: bool, sh
         missing = None if missing is None else missing.reshape(dense.shape)
     if missing is not None:
         if not nulls and marks_nulls(kind):
-            raise FormatError(
-                shard, f"column {name!r} holds nulls, but the index says that it has none; index the data set again"
-            )
+            raise UntoldNullsError(name, shard)
         dense = _blank(dense, missing)
     columns: dict[str, Column] = {name: ArrayColumn(dense)}
     if nulls and marks_nulls(kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from ...columns import Block
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large, whole_part
 from ..chunks import join_spans
-from ..schema import choose_columns
+from ..schema import columns_here
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .blocks import table_block, typed_kind, typed_table
 from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, value_bytes
@@ -26,6 +27,7 @@ from .messages import (
     MessageBlock,
     body_bytes,
     holds_compressed,
+    is_big_endian,
     metadata_length,
     parse_message,
 )
@@ -38,11 +40,15 @@ _COMPRESSION_RATIO = 3
 
 @dataclass(frozen=True, slots=True)
 class ArrowHeader:
-    """A shard's schema, and the messages of the schema and the dictionaries: what a stream starts with."""
+    """A shard's schema, and the messages of the schema and the dictionaries: what a stream starts with.
+
+    ``is_swapped``: the bytes of values are in another order than this machine's.
+    """
 
     schema: pa.Schema
     prefix: bytes
     has_dictionaries: bool
+    is_swapped: bool
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +67,7 @@ class ArrowFormat(BaseFormat):
 
     name: ClassVar[str] = "arrow"
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
+    may_lack_columns: ClassVar[bool] = True
 
     chunk_bytes: int = CHUNK_BYTES
 
@@ -104,13 +111,15 @@ class ArrowFormat(BaseFormat):
         schema = reader.read_schema()
         dictionaries = reader.read_dictionaries() if reader.dictionaries else []
         prefix = b"".join([reader.schema_message, *dictionaries])
-        return ArrowHeader(schema, prefix, has_dictionaries=reader.dictionaries > 0)
+        is_swapped = is_big_endian(reader.schema_message) != (sys.byteorder == "big")
+        return ArrowHeader(schema, prefix, has_dictionaries=reader.dictionaries > 0, is_swapped=is_swapped)
 
     def opened_bytes(
         self, chunk: ChunkRef, header: ArrowHeader, columns: Sequence[str] | None, schema: Mapping[str, Any]
     ) -> int:
         known = schema["columns"]
-        untyped = [name for name in choose_columns(known, columns) if pt.is_null(header.schema.field(name).type)]
+        names = columns_here(known, columns, header.schema.names)
+        untyped = [name for name in names if pt.is_null(header.schema.field(name).type)]
         widths = (value_bytes(typed_kind(pa.null(), known[name]["type"])) or 0 for name in untyped)
         return chunk.memory + chunk.samples * sum(widths)
 
@@ -123,7 +132,7 @@ class ArrowFormat(BaseFormat):
         schema: Mapping[str, Any],
     ) -> Block:
         known = schema["columns"]
-        names = choose_columns(known, columns)
+        names = columns_here(known, columns, header.schema.names)
         if not names:
             return Block(chunk.samples, 0, {})
         data = whole_part(chunk, parts)
@@ -134,7 +143,9 @@ class ArrowFormat(BaseFormat):
         self, chunk: ChunkRef, header: ArrowHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
     ) -> pa.Table:
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
-        table = self._read(chunk, header, whole_part(chunk, parts), list(schema["columns"]))
+        table = self._read(
+            chunk, header, whole_part(chunk, parts), columns_here(schema["columns"], None, header.schema.names)
+        )
         refuse_change(chunk, table.num_rows)
         return typed_table(table, chunk, schema["columns"])
 
@@ -144,12 +155,15 @@ class ArrowFormat(BaseFormat):
             is_compressed = any(holds_compressed(metadata) for piece in pieces for metadata, _ in _messages(piece))
             if is_compressed:
                 refuse_large(chunk, sum(_opened_bytes(piece) for piece in pieces))
-            if header.has_dictionaries or is_compressed:
+            if header.has_dictionaries or header.is_swapped or is_compressed:
                 batches = _read_stream(header, data, names)
             else:
                 batches = _read_in_place(header, data, names)
             table = pa.Table.from_batches(batches)
             _validate(table)
+        except pa.ArrowNotImplementedError as exc:
+            problem = f"its record batches are not read by this pyarrow ({exc}); write the file in another way"
+            raise FormatError(chunk.shard.key, problem, offset=chunk.offset) from exc
         except (pa.ArrowException, OSError, ValueError, KeyError) as exc:
             problem = f"its record batches cannot be read ({exc}); write the file again"
             raise FormatError(chunk.shard.key, problem, offset=chunk.offset) from exc
@@ -179,7 +193,8 @@ def _read_in_place(header: ArrowHeader, data: memoryview, names: list[str]) -> l
 
 
 def _read_stream(header: ArrowHeader, data: memoryview, names: list[str]) -> list[pa.RecordBatch]:
-    """Batches with dictionaries or compressed bodies; pyarrow needs them in one piece, so ``data`` is copied."""
+    """Batches with dictionaries, compressed bodies or bytes in another order; pyarrow needs them in one piece, so that
+    ``data`` is copied."""
     fields = [header.schema.get_field_index(name) for name in names]
     options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
     with pa.ipc.open_stream(pa.py_buffer(b"".join([header.prefix, data])), options=options) as stream:

@@ -142,6 +142,12 @@ def refuse_inner_message(metadata: memoryview) -> None:
         at += 1
 
 
+def is_big_endian(schema_message: bytes) -> bool:
+    """Whether the values that follow a schema's message, with its prefix, have their highest byte first."""
+    header = _root(memoryview(schema_message)[PREFIX_BYTES:]).table(2)
+    return header is not None and header.number(0, "<h") == 1
+
+
 def wrap_schema(footer: memoryview) -> bytes:
     """The schema of a file's footer as a message with its prefix, as streams and most files begin with.
 

@@ -17,10 +17,10 @@ from ...columns import Block, IntArray
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
-from ..schema import choose_columns
+from ..schema import choose_columns, columns_here
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
 from .blocks import batch_block, table_block, typed_kind, typed_table
-from .columns import has_offsets, marks_nulls, schema_columns, value_bytes
+from .columns import UntoldNullsError, has_offsets, marks_nulls, schema_columns, value_bytes
 from .parquet_footer import (
     SparseFile,
     arrow_schema,
@@ -81,6 +81,7 @@ class ParquetFormat(BaseFormat):
 
     name: ClassVar[str] = "parquet"
     suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq", ".parq")
+    may_lack_columns: ClassVar[bool] = True
 
     chunk_bytes: int = CHUNK_BYTES
 
@@ -158,11 +159,12 @@ class ParquetFormat(BaseFormat):
         schema: Mapping[str, Any],
     ) -> Block:
         known = schema["columns"]
-        names = choose_columns(known, columns)
+        names = columns_here(known, columns, header.leaves)
         if not names:
             return Block(chunk.samples, 0, {})
         table = self._read(chunk, header, parts, columns, names, share=True)
-        return table_block(table.select(names), chunk, known)
+        with _explained(header):
+            return table_block(table.select(names), chunk, known)
 
     @property
     def opens_pieces(self) -> bool:
@@ -178,16 +180,20 @@ class ParquetFormat(BaseFormat):
         rows: int,
     ) -> Iterator[Block]:
         known = schema["columns"]
-        names = choose_columns(known, columns)
+        names = columns_here(known, columns, header.leaves)
         with self._opened(chunk, header, parts, columns, names, share=True) as (file, groups, _):
             for batch in _batches(file, header, groups, names, rows):
-                yield batch_block(batch.select(names), chunk, known)
+                with _explained(header):
+                    block = batch_block(batch.select(names), chunk, known)
+                yield block
 
     def read_table(
         self, chunk: ChunkRef, header: ParquetHeader, parts: Sequence[memoryview], schema: Mapping[str, Any]
     ) -> pa.Table:
         """All columns of a chunk as they are stored. Raises FormatError as ``open_chunk`` does."""
-        table = self._read(chunk, header, parts, None, list(schema["columns"]), share=False)
+        table = self._read(
+            chunk, header, parts, None, columns_here(schema["columns"], None, header.leaves), share=False
+        )
         refuse_change(chunk, table.num_rows)
         return typed_table(table, chunk, schema["columns"])
 
@@ -241,6 +247,21 @@ class ParquetFormat(BaseFormat):
                 f"row groups {groups[0]} to {groups[-1]} cannot be decoded ({exc}); write the file again",
                 offset=chunk.offset,
             ) from exc
+
+
+@contextmanager
+def _explained(header: ParquetHeader) -> Iterator[None]:
+    """Say of nulls that the index does not know of whether an index would, or the shard's own footer denies them."""
+    try:
+        yield
+    except UntoldNullsError as exc:
+        if may_hold_nulls(header.footer, header.leaves[exc.column]):
+            raise
+        problem = (
+            f"column {exc.column!r} holds nulls, and the shard's own footer says that it has none; write the shard "
+            "again, or leave the column out with columns="
+        )
+        raise FormatError(exc.shard, problem) from exc
 
 
 def _read_groups(file: pq.ParquetFile, groups: list[int], names: list[str]) -> pa.Table:

@@ -29,6 +29,7 @@ _TAIL_BYTES = 64 << 10
 
 # Memory that is never written, and so takes none.
 _ZEROS = memoryview(mmap.mmap(-1, 16 << 20, prot=mmap.PROT_READ))
+_NO_KEY = "Cannot decrypt ColumnMetadata"
 _NO_PAGE = "Deserializing page header failed"
 
 # pyarrow hands the check of a footer to a thread of its own and back, each time through the GIL: dozens of threads that
@@ -146,7 +147,10 @@ def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> Non
         # pyarrow's reader keeps the exception, whose frames keep the reader: a cycle that is never collected.
         reached.__traceback__ = None
     except (pa.ArrowException, OSError, ValueError) as exc:
-        raise FormatError(shard.key, f"its footer is damaged ({exc}); write it again", offset=start) from exc
+        problem = f"its footer is damaged ({exc}); write it again"
+        if _NO_KEY in str(exc):
+            problem = "some of its columns are encrypted, which Parquet's footer tells; decrypt the data set first"
+        raise FormatError(shard.key, problem, offset=start) from exc
 
 
 def _reaches_pages(footer: pq.FileMetaData, size: int) -> bool:

@@ -2,10 +2,10 @@
 
 | values of a column, over the whole data set | column |
 | --- | --- |
-| integers, booleans | ArrayColumn int64, bool; with nulls (0 there) also a bool ArrayColumn ``NAME__null`` |
-| numbers with a fraction among them, or beyond int64 | ArrayColumn float64; null is NaN |
+| integers, booleans | ArrayColumn int64, uint64, bool; with nulls (0 there) also a bool ArrayColumn ``NAME__null`` |
+| numbers with a fraction among them, or beyond int64, all of which float64 holds | ArrayColumn float64; null is NaN |
 | strings, lists, objects | ObjectColumn |
-| of several kinds, or maps | JsonColumn: each value with the type it has |
+| of several kinds, or maps, or other numbers | JsonColumn: each value with the type it has |
 
 The index reads every line, so that types and nulls are known for the data set and do not change from chunk to chunk.
 """
@@ -30,10 +30,12 @@ from ..schema import NULL_SUFFIX, choose_columns, make_block, refuse_null_clash
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows, Windows
 from .lines import find_lines, infer_columns, read_columns
-from .types import JsonType, union_columns
+from .types import JsonType, make_column, union_columns
 
 # One line must fit into memory several times over.
 LINE_BYTES = 256 << 20
+# Types whose nulls need a mark.
+_MARKED = ("int", "uint", "bool")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -83,7 +85,7 @@ class JsonlFormat(BaseFormat):
             lines = find_lines(run, shard, offset, feeds)
             types, nulls = infer_columns(lines, mixed=any(column["type"] == "any" for column in known.values()))
             if len(lines):
-                found = {name: {"type": kind, "nulls": name in nulls} for name, kind in types.items()}
+                found = {name: make_column(kind, nulls=name in nulls) for name, kind in types.items()}
                 known = union_columns(known, found) if chunks else found
                 chunks.append(ChunkSpan(offset, len(run), len(lines), len(run)))
             offset += len(run)
@@ -135,7 +137,7 @@ class JsonlFormat(BaseFormat):
 
 
 def _schema(columns: dict[str, Any], shard: str) -> dict[str, Any]:
-    marked = (name for name, column in columns.items() if column["nulls"] and column["type"] in ("int", "bool"))
+    marked = (name for name, column in columns.items() if column["nulls"] and column["type"] in _MARKED)
     refuse_null_clash(columns, marked, shard)
     return {"columns": columns}
 
@@ -145,11 +147,11 @@ def _columns(name: str, array: pa.Array, kind: JsonType, *, nulls: bool) -> dict
         return {name: JsonColumn(array)}
     if kind == "float":
         return {name: ArrayColumn(array.to_numpy(zero_copy_only=False))}
-    if kind not in ("int", "bool"):
+    if kind not in _MARKED:
         return {name: ObjectColumn(array)}
     if not nulls:
         return {name: ArrayColumn(array.to_numpy(zero_copy_only=False))}
-    zero = pa.scalar(0 if kind == "int" else False, array.type)
+    zero = pa.scalar(False if kind == "bool" else 0, array.type)
     return {
         name: ArrayColumn(array.fill_null(zero).to_numpy(zero_copy_only=False)),
         name + NULL_SUFFIX: ArrayColumn(np.asarray(array.is_null().to_numpy(zero_copy_only=False))),

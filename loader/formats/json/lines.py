@@ -133,10 +133,16 @@ def _infer_with_arrow(part: Lines) -> dict[str, tuple[JsonType, int]] | None:
         return None
     if table.num_rows != len(part) or any(_has_infinity(chunk) for column in table.columns for chunk in column.chunks):
         return None
-    return {
-        field.name: (from_arrow(field.type), table.num_rows - column.null_count)
-        for field, column in zip(table.schema, table.columns, strict=True)
-    }
+    found: dict[str, tuple[JsonType, int]] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kinds = [from_arrow(chunk) for chunk in column.chunks]
+        kind: JsonType = "null"
+        for each in kinds:
+            if each is None:
+                return None
+            kind = merge_types(kind, each)
+        found[name] = (kind, table.num_rows - column.null_count)
+    return found
 
 
 def _infer_line_by_line(part: Lines) -> dict[str, tuple[JsonType, int]]:

@@ -1,16 +1,21 @@
 """The types of JSON columns: what a value's type is, what the type of two is, and what Arrow calls it.
 
-A type is JSON itself, so that it fits into a manifest: 'null', 'bool', 'int' (int64), 'float', 'str',
+A type is JSON itself, so that it fits into a manifest: 'null', 'bool', 'int' (int64), 'uint' (uint64), 'float', 'str',
 ``{"list": type}``, ``{"struct": {name: type}}``, or 'any' for a column whose values contradict each other.
+
+Integers that float64 does not give back are never made floats. What is known of integers decides which type they have
+together with others, so that types are finer while they are found: see ``_FACTS``.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...columns import EXACT_INTEGERS, float_holds
 
 JsonType = str | dict[str, Any]
 
@@ -21,8 +26,21 @@ MAX_DEPTH = 100
 
 # Arrow 26 builds broken lists of pa.null(); a column that is always null may as well hold strings.
 _ARROW = {"null": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "str": pa.string()}
-_INT64 = range(-(1 << 63), 1 << 63)
-_FLOAT64 = int(sys.float_info.max)
+
+# What is known of the numbers of each type, as far as it matters: some are negative, "big" (beyond int64, not beyond
+# uint64), "odd" (integers that float64 does not give back), or have a fraction, as those beyond uint64 are read.
+_FACTS = {
+    "int": frozenset[str](),
+    "int-": frozenset({"negative"}),
+    "int~": frozenset({"odd"}),
+    "int-~": frozenset({"negative", "odd"}),
+    "big": frozenset({"big"}),
+    "uint": frozenset({"big", "odd"}),
+    "float": frozenset({"fraction"}),
+}
+_NAMES = {facts: name for name, facts in _FACTS.items()}
+_ARROW |= {"int-": pa.int64(), "int~": pa.int64(), "int-~": pa.int64(), "big": pa.float64(), "uint": pa.uint64()}
+_PLAIN = {"int-": "int", "int~": "int", "int-~": "int", "big": "float"}
 
 
 def merge_types(one: JsonType, two: JsonType) -> JsonType:
@@ -32,7 +50,8 @@ def merge_types(one: JsonType, two: JsonType) -> JsonType:
     if one == "null":
         return two
     if isinstance(one, str) or isinstance(two, str):
-        return "float" if {str(one), str(two)} == {"int", "float"} else "any"
+        known = [_FACTS[kind] for kind in (one, two) if isinstance(kind, str) and kind in _FACTS]
+        return _name_numbers(known[0] | known[1]) if len(known) == 2 else "any"
     if "list" in one and "list" in two:
         return list_of(merge_types(one["list"], two["list"]))
     if "struct" in one and "struct" in two:
@@ -43,11 +62,48 @@ def merge_types(one: JsonType, two: JsonType) -> JsonType:
     return "any"
 
 
+def _name_numbers(facts: frozenset[str]) -> str:
+    """The type of numbers of which these facts are known; 'any' where float64 would have to hold odd integers."""
+    if "fraction" in facts or facts >= {"big", "negative"}:
+        return "any" if "odd" in facts else "float"
+    return _NAMES[facts]
+
+
+def name_integers(low: int, high: int, *, are_held: bool) -> str:
+    """The type of integers from ``low`` to ``high``; 'any' where no type holds them."""
+    facts = {"negative"} if low < 0 else set()
+    if not are_held:
+        facts.add("odd")
+    if low < -(1 << 63) or high >= 1 << 64:
+        return "float" if are_held else "any"
+    if high >= 1 << 63:
+        facts.add("big")
+    return _name_numbers(frozenset(facts))
+
+
+def plain_type(kind: JsonType) -> JsonType:
+    """The type as which columns are read, without what is known of their numbers."""
+    if isinstance(kind, str):
+        return _PLAIN.get(kind, kind)
+    if "list" in kind:
+        return {"list": plain_type(kind["list"])}
+    return {"struct": {name: plain_type(item) for name, item in kind["struct"].items()}}
+
+
+def make_column(kind: JsonType, *, nulls: bool) -> dict[str, Any]:
+    """A column of a schema; ``numbers`` has what is known of its numbers, where its type does not tell."""
+    plain = plain_type(kind)
+    column = {"type": plain, "nulls": nulls}
+    return column if plain == kind else {**column, "numbers": kind}
+
+
 def union_columns(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of two schemas; one that a side lacks has nulls, and one of two types the type that holds both."""
     absent = {"type": "null", "nulls": True}
     return {
-        name: {"type": merge_types(a["type"], b["type"]), "nulls": a["nulls"] or b["nulls"]}
+        name: make_column(
+            merge_types(a.get("numbers", a["type"]), b.get("numbers", b["type"])), nulls=a["nulls"] or b["nulls"]
+        )
         for name in {**one, **two}
         for a, b in [(one.get(name, absent), two.get(name, absent))]
     }
@@ -63,13 +119,13 @@ def struct_of(fields: dict[str, JsonType]) -> JsonType:
 
 
 def infer_type(value: Any) -> JsonType:
-    """The type of one value as ``json.loads`` returns it; an integer beyond int64 is a float, beyond float64 'any'."""
+    """The type of one value as ``json.loads`` returns it; an integer that no type holds is 'any'."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if value in _INT64 else "float" if abs(value) <= _FLOAT64 else "any"
+        return name_integers(value, value, are_held=float_holds(value))
     if isinstance(value, float):
         return "float"
     if isinstance(value, str):
@@ -82,15 +138,35 @@ def infer_type(value: Any) -> JsonType:
     return struct_of({name: infer_type(item) for name, item in value.items()})
 
 
-def from_arrow(kind: pa.DataType) -> JsonType:
-    """The type of a column that Arrow's JSON reader inferred; strings that look like times stay strings."""
+def from_arrow(array: pa.Array) -> JsonType | None:
+    """The type of a column as Arrow's JSON reader inferred it; strings that look like times stay strings.
+
+    None where floats may have been integers that float64 does not hold.
+    """
+    kind = array.type
     if pa.types.is_list(kind):
-        return list_of(from_arrow(kind.value_type))
+        item = from_arrow(array.flatten())
+        return None if item is None else list_of(item)
     if pa.types.is_struct(kind):
-        return struct_of({kind.field(i).name: from_arrow(kind.field(i).type) for i in range(kind.num_fields)})
-    if pa.types.is_null(kind):
-        return "null"
-    return next((name for name, known in _ARROW.items() if known == kind and name != "null"), "str")
+        fields = {kind.field(i).name: from_arrow(child) for i, child in enumerate(array.flatten())}
+        found = {name: item for name, item in fields.items() if item is not None}
+        return struct_of(found) if len(found) == len(fields) else None
+    if pa.types.is_int64(kind):
+        return _type_of_integers(array)
+    if pa.types.is_floating(kind):
+        bounds = pc.min_max(array)
+        low, high = bounds["min"].as_py(), bounds["max"].as_py()
+        return "float" if low is None or -EXACT_INTEGERS < low <= high < EXACT_INTEGERS else None
+    return "null" if pa.types.is_null(kind) else "bool" if pa.types.is_boolean(kind) else "str"
+
+
+def _type_of_integers(array: pa.Array) -> str:
+    bounds = pc.min_max(array)
+    low, high = bounds["min"].as_py(), bounds["max"].as_py()
+    if low is None:
+        return "int"
+    are_held = -EXACT_INTEGERS <= low <= high <= EXACT_INTEGERS or all(map(float_holds, array.drop_null().to_pylist()))
+    return name_integers(low, high, are_held=are_held)
 
 
 def to_arrow(kind: JsonType) -> pa.DataType:

@@ -91,6 +91,11 @@ class Selection:
         chunk = int(np.searchsorted(self._places, place, side="right")) - 1
         return int(self._starts[chunk] + self.rows_of(chunk)[place - self._places[chunk]])
 
+    def all_ids(self) -> IntArray:
+        """(samples,) int64: the ids of the subset's samples, each once, in increasing order."""
+        parts = [self._starts[chunk] + self.rows_of(chunk) for chunk in np.flatnonzero(self.counts).tolist()]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
     def place_of(self, sample_id: int) -> int | None:
         """The place of a sample id, as ``id_at`` counts them; None if the subset does not have it."""
         if not 0 <= sample_id < self._starts[-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, TypeAlias
@@ -22,9 +22,11 @@ from ...formats.arrow.ipc import ArrowFormat
 from ...formats.arrow.parquet import ParquetFormat
 from ...formats.compressed import codec_of, decompressed_pieces
 from ...formats.detect import make_format
+from ...formats.hive import Partitions
 from ...formats.json.jsonl import JsonlFormat
 from ...formats.json.lines import find_lines, parsed_rows
 from ...formats.json.types import to_arrow
+from ...formats.schema import refuse_missing
 from ...formats.shard import ChunkRef
 from ...metrics import Counters
 from ...reading.checksum import read_chunk
@@ -46,6 +48,8 @@ class DatasetSource:
         self.classes = _choose_classes(manifest, options)
         self._manifest = manifest
         self._format = make_format(manifest.format, manifest.config)
+        refuse_missing(manifest.schema)
+        self._partitions = Partitions.of(manifest.schema, None)
         self._store = open_store(manifest.url, storage_options=storage_options)
         self._headers = HeaderCache(self._format, self._store, Counters(), budget_bytes=_HEADER_BYTES)
         self.total: int | None = manifest.num_samples
@@ -57,7 +61,7 @@ class DatasetSource:
 
     def _find_hints(self) -> dict[str, pa.DataType]:
         if isinstance(self._format, JsonlFormat):
-            types = {name: column["type"] for name, column in self._manifest.schema["columns"].items()}
+            types = {name: column["type"] for name, column in self._partitions.schema["columns"].items()}
             # What was never there is written as text that is never there.
             return {name: to_arrow(kind) for name, kind in types.items() if kind != "any"}
         return {}
@@ -90,15 +94,21 @@ class DatasetSource:
         if isinstance(shard_format, JsonlFormat):
             run = self._checked(piece, chunk)
             base = 3 if chunk.offset == 0 and bytes(run[:3]) == b"\xef\xbb\xbf" else 0
-            return [list(parsed_rows(find_lines(run[base:], shard, chunk.offset + base)))]
+            return [self._complete(parsed_rows(find_lines(run[base:], shard, chunk.offset + base)), chunk)]
         header = self._headers.get(chunk.shard)
         if isinstance(shard_format, (ParquetFormat, ArrowFormat)):
-            table = shard_format.read_table(chunk, header, [self._checked(piece, chunk)], self._manifest.schema)
+            table = shard_format.read_table(chunk, header, [self._checked(piece, chunk)], self._partitions.schema)
+            table = self._partitions.add_to_table(table, chunk)
             return list(table.combine_chunks().to_batches())
         checksums = self._manifest.checksums
         checksum = None if checksums is None else int(checksums[piece])
         block = read_chunk(self._store, shard_format, header, chunk, self._manifest.schema, checksum=checksum)
         return [block_rows(block)]
+
+    def _complete(self, rows: Iterable[dict[str, Any]], chunk: ChunkRef) -> list[dict[str, Any]]:
+        """The rows of a chunk with the values that stand in its path."""
+        values = self._partitions.values(chunk)
+        return [{**row, **values} for row in rows] if values else list(rows)
 
     def _checked(self, piece: int, chunk: ChunkRef) -> memoryview:
         data = self._store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
@@ -126,7 +136,7 @@ class DatasetSource:
 
     def _parse(self, run: bytes, chunk: ChunkRef, base: int) -> Iterator[list[Any]]:
         mark = 3 if base == 0 and run[:3] == b"\xef\xbb\xbf" else 0
-        rows = list(parsed_rows(find_lines(memoryview(run)[mark:], chunk.shard.key, base + mark)))
+        rows = self._complete(parsed_rows(find_lines(memoryview(run)[mark:], chunk.shard.key, base + mark)), chunk)
         yield from (rows[first : first + _ROWS] for first in range(0, len(rows), _ROWS))
 
 

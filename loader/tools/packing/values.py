@@ -20,7 +20,6 @@ from ...formats.arrow.columns import is_file_struct, value_bytes
 from ...formats.arrow.embedded import file_bytes
 from .times import time_texts
 
-_LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # of int64
 _TIMES = (datetime.date, datetime.time)  # a datetime is a date
 _TEXTS = frozenset(("txt", "text", "transcript"))
 _NUMBERS = frozenset(("cls", "cls2", "index", "inx", "id"))
@@ -111,8 +110,6 @@ def json_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return json_value(_item(value))
     if isinstance(value, int):
-        if not _LEAST <= value <= _MOST:  # a range would search for an enum number by number
-            raise ValueError(f"{value} does not fit into int64, and would be read as a float")
         return value
     if isinstance(value, float):
         if math.isinf(value):

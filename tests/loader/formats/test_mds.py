@@ -132,7 +132,8 @@ def test_raw_shards_read_as_streaming_reads_them(mds_store: FolderStore, chunk_b
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("compression", "keep_raw"), [("zstd", False), ("zstd:7", True), ("gz", False), ("bz2", False)]
+    ("compression", "keep_raw"),
+    [("zstd", False), ("zstd:7", True), ("gz", False), ("bz2", False), ("br", False), ("snappy", True)],
 )
 def test_compressed_shards_read_as_streaming_reads_them(
     mds_store: FolderStore, tmp_path_factory: pytest.TempPathFactory, compression: str | None, keep_raw: bool

@@ -137,7 +137,10 @@ def write_mds(folder: Path, name: str, compression: str | None) -> None:
     """A shard of two samples of one int column."""
     body = struct.pack("<I", 2) + np.array([100, 108, 116], "<u4").tobytes()
     raw = body.ljust(100, b" ") + struct.pack("<qq", 7, 8)
-    packed = zstandard.compress(raw) if compression else raw
+    if compression in ("br", "snappy"):
+        packed = pa.compress(raw, "brotli" if compression == "br" else "snappy", asbytes=True)
+    else:
+        packed = zstandard.compress(raw) if compression else raw
     (folder / name).write_bytes(packed)
     raw_data = {"basename": "shard.mds" if compression else name, "bytes": len(raw), "hashes": {}}
     entry = {
@@ -158,7 +161,10 @@ def write_mds(folder: Path, name: str, compression: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "compression"),
-    [("S.MDS", None), ("s.mds", None), ("s.mds.zst", "zstd"), ("s.mds.zstd", "zstd"), ("S.MDS.ZST", "zstd")],
+    [
+        *[("S.MDS", None), ("s.mds", None), ("s.mds.zst", "zstd"), ("s.mds.zstd", "zstd"), ("S.MDS.ZST", "zstd")],
+        *[("s.mds.br", "br"), ("s.mds.snappy", "snappy"), ("S.MDS.SNAPPY", "snappy")],
+    ],
 )
 @pytest.mark.parametrize("named", [False, True])
 def test_mds_shards_of_every_name_are_detected_and_read(
@@ -172,9 +178,26 @@ def test_mds_shards_of_every_name_are_detected_and_read(
 
 
 def test_mds_in_a_compression_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
-    write_mds(tmp_path, "s.mds.br", "br")
-    with pytest.raises(FormatError, match=r"s\.mds\.br: is compressed as 'br'; write it with zstd, gz or bz2"):
+    write_mds(tmp_path, "s.mds.lz4", "lz4")
+    (tmp_path / "a.mds").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"s\.mds\.lz4: is compressed as 'lz4'; write it with zstd, .*br, snappy"):
         open_manifest(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(("name", "compression"), [("s.mds.br", "br"), ("s.mds.snappy", "snappy")])
+@pytest.mark.parametrize("damage", ["cut", "longer", "noise"])
+def test_damaged_mds_shards_of_brotli_and_snappy_are_format_errors(
+    tmp_path: Path, name: str, compression: str, damage: str
+) -> None:
+    write_mds(tmp_path, name, compression)
+    data = (tmp_path / name).read_bytes()
+    bad = {"cut": data[:-3], "longer": b"\xff\xff\xff\xff\x0f" + data[1:], "noise": bytes(range(200, 250))}[damage]
+    (tmp_path / name).write_bytes(bad)
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["shards"][0]["zip_data"]["bytes"] = len(bad)
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=name):
+        open_all(FolderStore(tmp_path), MdsFormat())
 
 
 def test_an_mds_index_in_a_hidden_folder_is_left_out(tmp_path: Path) -> None:

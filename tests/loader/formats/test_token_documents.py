@@ -11,6 +11,7 @@ from folder_store import FolderStore, index_all, open_all, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock import DistributedDataLoader
 from penstock.loader.errors import ConfigError, DatasetError, FormatError
 from penstock.loader.formats.detect import make_format
 from penstock.loader.formats.shard import ChunkRef
@@ -57,6 +58,27 @@ def test_documents_of_megatron_are_those_of_its_index(
     write_megatron(store, sequences, firsts, dtype)
     expected = [[token for one in sequences[low:high] for token in one] for low, high in pairwise(firsts)]
     assert read(store, TokenDocumentsFormat(chunk_bytes=chunk_bytes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("firsts", "covered"),
+    [([0, 1, 2], "0 to 2 of 5"), ([0], "0 to 0 of 5"), ([], "0 to 0 of 5"), ([2, 3, 5], "2 to 5 of 5")],
+)
+def test_a_megatron_index_whose_documents_leave_out_sequences_is_refused_by_name(
+    tmp_path: Path, firsts: list[int], covered: str
+) -> None:
+    write_megatron(FolderStore(tmp_path), [[1, 2], [3], [4, 5, 6], [7], [8, 9]], firsts)
+    with pytest.raises(FormatError, match=rf"^a\.idx: its documents are sequences {covered}.*eos="):
+        DistributedDataLoader(str(tmp_path), batch_size=1, format="token_documents")
+    assert read(FolderStore(tmp_path), TokenDocumentsFormat(eos=9)) == [list(range(1, 10))]  # which needs no index
+
+
+@pytest.mark.parametrize("firsts", [[0, 1, 2], [1, 2, 3], [1, 2]])
+def test_ends_that_a_megatron_index_leaves_out_are_read_where_they_join_nothing(
+    tmp_path: Path, firsts: list[int]
+) -> None:
+    write_megatron(FolderStore(tmp_path), [[1, 2], [3], [4, 5, 6]], firsts)
+    assert read(FolderStore(tmp_path), TokenDocumentsFormat()) == [[1, 2], [3], [4, 5, 6]]
 
 
 @HYPOTHESIS

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from folder_store import FolderStore, open_all, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from line_files import GOOD, index, read, same, write
 
+from penstock import DistributedDataLoader, Mixture, Source, pack
 from penstock.loader.columns import ArrayColumn, ObjectColumn
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.json import lines as json_lines
@@ -181,12 +183,84 @@ def test_line_numbers_count_from_the_shards_first_line_in_every_chunk(tmp_path: 
         index(tmp_path, gzip.compress(GOOD * 100 + b"{oops\n"), "s.jsonl.gz", chunk_bytes=50)
 
 
-def test_integers_beyond_int64_are_floats_and_beyond_float64_stay_exact(tmp_path: Path) -> None:
-    large, huge = 123456789012345678901234567890, 10**400
-    write(tmp_path, [{"f": 3, "h": 1}, {"f": large, "h": -huge}, {"f": None, "h": None}])
+def test_integers_beyond_int64_that_are_written_as_floats_are_floats_and_beyond_float64_stay_exact(
+    tmp_path: Path,
+) -> None:
+    as_javascript_writes, power, huge = 123456789012345680000, 1 << 70, 10**400
+    rows = [{"f": 3, "p": -1, "h": 1}, {"f": as_javascript_writes, "p": power, "h": -huge}]
+    write(tmp_path, [*rows, {"f": None, "p": None, "h": None}])
     got = read(tmp_path)
-    assert [row["f"] for row in got[:2]] == [3.0, float(large)]
+    assert [row["f"] for row in got[:2]] == [3.0, float(as_javascript_writes)]
+    assert [row["p"] for row in got[:2]] == [-1.0, float(power)]
     assert [row["h"] for row in got] == [1, -huge, None]
+
+
+ODD, LOW = (1 << 53) + 1, -(1 << 63)
+HASHES = [(1 << 63) + 1, (1 << 64) - 1]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind"),
+    [
+        ([*HASHES, 0, 1 << 63], "uint"),
+        ([*HASHES, (1 << 62) + 1], "uint"),
+        ([*HASHES, -1], "any"),
+        ([HASHES[0], 1 << 64], "any"),
+        ([1 << 63, 10**19, 3], "float"),  # which float64 gives back, and which always were floats
+        ([1 << 63, -3], "float"),
+        ([ODD, LOW, (1 << 63) - 1], "int"),
+        ([ODD, 0.5], "any"),
+        ([ODD, 1e20], "any"),
+        ([1 << 53, -(1 << 53), 0.5], "float"),
+        ([1 << 60, 0.5], "float"),
+        ([HASHES[0], 0.5], "any"),
+        ([LOW - 1, 1], "any"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["one chunk", "chunks", "shards", "shards backwards"])
+@pytest.mark.parametrize("place", ["column", "list", "object"])
+def test_no_integer_loses_a_bit_wherever_it_stands(
+    tmp_path: Path, numbers: list[int | float], kind: str, layout: str, place: str
+) -> None:
+    wrap: dict[str, Any] = {"column": lambda n: n, "list": lambda n: [[n], None], "object": lambda n: {"m": {"id": n}}}
+    rows = [{"row": row, "n": wrap[place](number)} for row, number in enumerate(numbers)]
+    if "shards" in layout:
+        for name, row in enumerate(rows[::-1] if "backwards" in layout else rows):
+            write(tmp_path, [row], f"{name}.jsonl")
+    else:
+        write(tmp_path, rows)
+    got = {row["row"]: row["n"] for row in read(tmp_path, chunk_bytes=1 if layout == "chunks" else 9999)}
+    assert got == {row["row"]: row["n"] for row in rows}  # Python compares integers with floats exactly
+    types = {type(value) for value in got.values()} if place == "column" else set()
+    assert types <= {int, float}
+    with DistributedDataLoader(str(tmp_path), batch_size=9, shuffle=False, last_batch="partial") as loader:
+        batch = next(iter(loader))
+    if place == "column":
+        dtype = {"uint": torch.uint64, "int": torch.int64, "float": torch.float64, "any": None}[kind]
+        assert getattr(batch["n"], "dtype", None) == dtype
+    order = batch["row"].tolist()
+    values = batch["n"].tolist() if isinstance(batch["n"], torch.Tensor) else batch["n"]
+    assert dict(zip(order, values, strict=True)) == {row["row"]: row["n"] for row in rows}
+
+
+def test_hashes_of_64_bits_with_nulls_are_uint64_and_marked(tmp_path: Path) -> None:
+    write(tmp_path, [{"hash": HASHES[0]}, {"hash": None}, {}, {"hash": HASHES[1]}])
+    with DistributedDataLoader(str(tmp_path), batch_size=4, shuffle=False) as loader:
+        batch = next(iter(loader))
+    assert batch["hash"].dtype == torch.uint64
+    assert batch["hash"].tolist() == [HASHES[0], 0, 0, HASHES[1]]
+    assert batch["hash__null"].tolist() == [False, True, True, False]
+
+
+def test_hashes_of_64_bits_are_packed_and_mixed_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, [{"hash": value} for value in [*HASHES, 1]])
+    for form in ("parquet", "jsonl", "arrow"):
+        pack(str(tmp_path / "s.jsonl"), str(tmp_path / form), format=form, progress=False)
+        with DistributedDataLoader(str(tmp_path / form), batch_size=3, shuffle=False) as loader:
+            assert next(iter(loader))["hash"].tolist() == [*HASHES, 1], form
+    mixture = Mixture({name: Source(str(tmp_path / name)) for name in ("jsonl", "parquet")})
+    with DistributedDataLoader(mixture, batch_size=6, shuffle=False) as loader:
+        assert sorted(next(iter(loader))["hash"].tolist()) == sorted([*HASHES, 1] * 2)
 
 
 def test_infinity_and_nan_by_name_are_read(tmp_path: Path) -> None:
