@@ -41,7 +41,8 @@ class PendingIndex:
     """An index to build: ``tasks`` are all shards in order, ``known`` the indexes of those that did not change.
 
     ``outdated`` is the manifest beside the data, which does not match them. ``copied`` is what it says of these shards
-    if they are copies of those that it was made of, as names and sizes allow; with checksums for all that is read.
+    if they are copies of those that it was made of, as names and sizes allow; with checksums for all that is read. It
+    holds if ``strangers``, the tasks that the manifest does not know, have no samples.
     """
 
     url: str
@@ -55,6 +56,11 @@ class PendingIndex:
     @property
     def missing(self) -> list[int]:
         return [position for position in range(len(self.tasks)) if position not in self.known]
+
+    @property
+    def strangers(self) -> list[ShardTask]:
+        there = set() if self.copied is None else {info.key for info in self.copied.shards}
+        return [task for task in self.tasks if task.info.key not in there]
 
 
 def prepare_index(
@@ -79,26 +85,32 @@ def prepare_index(
     if saved is None:
         return pending
     places = {info.key: place for place, info in enumerate(saved.shards)}
-    alike: list[int] = []  # for each task as far as they go: its place among the saved shards
+    alike: dict[int, int] = {}  # for each task as far as they go: its place among the saved shards
+    strangers = 0
     kept: dict[int, int] = {}
     for position, task in enumerate(tasks):
         place = places.get(task.info.key)
-        if place is None or saved.shards[place].size != task.info.size:
+        if place is None:
+            strangers += 1
+            continue
+        if saved.shards[place].size != task.info.size:
             continue
         told_by, companion = saved.companions.get(task.info.key), task.companion
         if companion is not None and (told_by is None or told_by.size != companion.size):
             continue  # what says how it is read came, or changed, since; of one that is gone the manifest knows
-        alike.append(place)
+        alike[position] = place
         is_same = companion is None or told_by is None or same_object(told_by, companion)
         if is_same and same_object(saved.shards[place], task.info):
             kept[position] = place
     if len(kept) == len(tasks):
         if selection.chosen is None and len(kept) < len(saved.shards):
             _warn_stale(selection.url, new=0, gone=len(saved.shards) - len(kept))
-        return _without_etags(take_shards(saved, alike), tasks)
+        return _without_etags(take_shards(saved, list(alike.values())), tasks)
     copied: Manifest | None = None
-    if not kept and len(alike) == len(tasks) and saved.checks_all:
-        copied = replace(take_shards(saved, alike), shards=tuple(task.info for task in tasks))
+    if not kept and alike and len(alike) + strangers == len(tasks) and saved.checks_all:
+        copied = replace(
+            take_shards(saved, list(alike.values())), shards=tuple(tasks[position].info for position in alike)
+        )
     indexes = shard_indexes(saved)
     known = {position: indexes[place] for position, place in kept.items()}
     # Of a data set that was written anew the old fields are none.
@@ -129,8 +141,21 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
         return None
     if given is not None and (given.name, given.config()) != (saved.format, dict(saved.config)):
         _refuse_other_tokens(selection, given, saved)
+        if saved.checksums is not None:
+            warnings.warn(
+                f"the manifest beside {selection.url} is of format {_show_format(saved.format, saved.config)}, and the "
+                f"shards are read as {_show_format(given.name, given.config())}: this run indexes them itself and "
+                "compares no checksums; `penstock index`, given that format, makes it for all runs",
+                StaleManifestWarning,
+                stacklevel=2,
+            )
         return None
     return saved
+
+
+def _show_format(name: str, config: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key}={value!r}" for key, value in config.items())
+    return f"{name} ({settings})" if settings else name
 
 
 def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manifest) -> None:
@@ -275,6 +300,9 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
         FormatError: two shards contradict each other in schema.
         DatasetError: no shard holds a sample.
     """
+    unchanged = _take_unchanged(pending, found)
+    if unchanged is not None:
+        return unchanged
     schema = pending.schema
     shards: list[tuple[ObjectInfo, ShardIndex]] = []
     for position, task in enumerate(pending.tasks):
@@ -294,6 +322,16 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
     told_by |= {task.info.key: task.companion for task in pending.tasks if task.companion is not None}
     companions = {shard.key: told_by[shard.key] for shard in manifest.shards if shard.key in told_by}
     return replace(manifest, companions=companions)
+
+
+def _take_unchanged(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest | None:
+    """What the manifest beside the data says, checksums too, where all that came since holds no samples; else None."""
+    saved = pending.outdated
+    if saved is None or not pending.known or any(index.chunks for index in found.values()):
+        return None
+    places = {info.key: place for place, info in enumerate(saved.shards)}
+    kept = [pending.tasks[position] for position in sorted(pending.known)]
+    return _without_etags(take_shards(saved, [places[task.info.key] for task in kept]), kept)
 
 
 def warn_outdated(pending: PendingIndex, manifest: Manifest) -> None:

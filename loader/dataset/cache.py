@@ -54,6 +54,8 @@ class IndexCache:
                 digest.update(f"{task.hint!r}\n".encode())
         if outdated is not None:
             digest.update(f"outdated\0{outdated.fingerprint}\0{json.dumps(dict(outdated.schema))}\n".encode())
+            if outdated.checksums is not None:
+                digest.update(outdated.checksums.tobytes())
         if copied is not None and copied.checksums is not None:
             digest.update(f"copied\0{copied.fingerprint}\n".encode())
             digest.update(copied.checksums.tobytes())

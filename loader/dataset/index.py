@@ -181,13 +181,18 @@ class _Opening:
             return manifest
 
     def _make(self, store: Store, pending: PendingIndex, copied: Manifest | None) -> Manifest:
-        if copied is not None and is_copy(store, copied):
+        if copied is not None and is_copy(store, copied) and not self._has_samples(store, pending):
             return copied
         missing = pending.missing
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
         return assemble(pending, dict(zip(missing, indexes, strict=True)))
+
+    def _has_samples(self, store: Store, pending: PendingIndex) -> bool:
+        """Whether shards that the manifest beside the data does not know hold any; those that do not, it leaves out."""
+        found = index_shards(store, pending.shard_format, pending.strangers, threads=self.threads)
+        return any(index.chunks for index in found)
 
     def _cached(self, key: str, url: str) -> Manifest | None:
         return None if self.rebuild else self.cache.load(key, url)

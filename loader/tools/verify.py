@@ -123,7 +123,7 @@ def _find_manifest(
     prepared = prepare_index(store, selection, given)
     if isinstance(prepared, Manifest):
         return prepared
-    if prepared.copied is not None:  # as above
+    if prepared.copied is not None and not prepared.strangers:  # as above
         return prepared.copied
     return _index_tolerantly(store, prepared, threads, progress, flaws)
 
@@ -187,12 +187,12 @@ def _index_tolerantly(
         url=pending.url,
         shard_format=pending.shard_format,
         tasks=[pending.tasks[place] for place in good],
-        known={},
+        known={number: pending.known[place] for number, place in enumerate(good) if place in pending.known},
         schema=pending.schema,
+        outdated=pending.outdated,
     )
-    indexes = {number: found.get(place) or pending.known[place] for number, place in enumerate(good)}
     try:
-        return assemble(whole, indexes)
+        return assemble(whole, {number: found[place] for number, place in enumerate(good) if place in found})
     except FormatError as exc:
         flaws.append(error_flaw(exc.shard, exc))
     except DatasetError:
