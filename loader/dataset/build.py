@@ -19,6 +19,7 @@ from ..formats.failures import explain_failures
 from ..formats.names import find_shards, has_suffix, is_text
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from ..formats.tokens import has_free_dtype, index_keys
+from .doubts import heed_names, warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
 from .table_logs import refuse_logged
@@ -64,12 +65,20 @@ class PendingIndex:
 
 
 def prepare_index(
-    store: Store, selection: Selection, given: ShardFormat | None, *, rebuild: bool = False
+    store: Store,
+    selection: Selection,
+    given: ShardFormat | None,
+    *,
+    rebuild: bool = False,
+    tell: Callable[[str], None] = warn_doubt,
 ) -> PendingIndex | Manifest:
     """What must be indexed of a selection, or its manifest if the one beside the data covers it.
 
+    ``tell`` is told what names of shards say that is missing.
+
     Raises:
-        DatasetError, ConfigError: no shards, mixed formats or splits, or a named object that is no shard.
+        DatasetError, ConfigError: no shards, shards twice by their names, mixed formats or splits, or a named object
+            that is no shard.
     """
     saved = None if rebuild else load_saved_manifest(store, selection, given)
     if saved is not None:
@@ -81,6 +90,7 @@ def prepare_index(
     if shard_format.name == "parquet" and (selection.chosen is None or selection.folders):
         refuse_logged(selection.url, (info.key for info in selection.listing), shards)
     refuse_mixed(store, selection, shards)
+    heed_names(selection, shards, (*shard_format.suffixes, *shard_format.other_suffixes), tell)
     pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
     if saved is None:
         return pending

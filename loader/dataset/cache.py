@@ -48,6 +48,8 @@ class IndexCache:
             return None
         digest = xxhash.xxh3_128()
         digest.update(json.dumps([_ESTIMATES, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
+        if shard_format.name == "tar":
+            digest.update(b"links\n")  # were passed over by older indexes
         for task in tasks:
             digest.update(f"{task.info.key}\0{task.info.size}\0{task.info.etag}\n".encode())
             if task.hint is not None:

@@ -23,6 +23,7 @@ from .build import (
 )
 from .cache import IndexCache
 from .copied import is_copy
+from .doubts import warn_doubt
 from .exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
@@ -187,6 +188,10 @@ class _Opening:
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
+        doubts = [(task.info.key, index.doubt) for task, index in zip(tasks, indexes, strict=True) if index.doubt]
+        if doubts:
+            others = f"; so it is in {len(doubts) - 1:,} more of its shards" if len(doubts) > 1 else ""
+            warn_doubt(f"{pending.url}{doubts[0][0]}: {doubts[0][1]}{others}")
         return assemble(pending, dict(zip(missing, indexes, strict=True)))
 
     def _has_samples(self, store: Store, pending: PendingIndex) -> bool:

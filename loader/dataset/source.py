@@ -49,7 +49,7 @@ class Selection:
     which must therefore be shards; ``spelled`` are these and those below a hidden folder that he named: he wants them
     though their names are hidden. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
     bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
-    as a whole and that may not mix splits.
+    as a whole and that may not mix splits; ``globs`` are the patterns in it.
     """
 
     url: str
@@ -59,6 +59,7 @@ class Selection:
     named: frozenset[str] = frozenset()
     spelled: frozenset[str] = frozenset()
     folders: tuple[str, ...] = ()
+    globs: tuple[str, ...] = ()
     saved_data: Future[memoryview] | None = None
 
 
@@ -256,7 +257,12 @@ def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         raise DatasetError(f"{store.url}: missing {named}, which the source names; check the pattern or the list")
     selection = _select_objects(store, root, order, named=frozenset(found), matched=matched)
-    return replace(selection, folders=tuple(folders), spelled=frozenset(spelled))
+    return replace(
+        selection,
+        folders=tuple(folders),
+        globs=tuple(key for key in keys if key in globs and key not in found),
+        spelled=frozenset(spelled),
+    )
 
 
 def _list_data(store: Store, prefix: str) -> list[ObjectInfo]:
