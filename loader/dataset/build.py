@@ -90,7 +90,7 @@ def prepare_index(
     if shard_format.name == "parquet" and (selection.chosen is None or selection.folders):
         refuse_logged(selection.url, (info.key for info in selection.listing), shards)
     refuse_mixed(store, selection, shards)
-    heed_names(selection, shards, (*shard_format.suffixes, *shard_format.other_suffixes), tell)
+    heed_shards(selection, shards, shard_format, tell)
     pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
     if saved is None:
         return pending
@@ -125,6 +125,19 @@ def prepare_index(
     known = {position: indexes[place] for position, place in kept.items()}
     # Of a data set that was written anew the old fields are none.
     return replace(pending, known=known, schema=saved.schema if known else None, outdated=saved, copied=copied)
+
+
+def heed_shards(
+    selection: Selection, shards: Sequence[str], shard_format: ShardFormat, tell: Callable[[str], None]
+) -> None:
+    """Refuse, or ``tell`` of, what the names of a selection's shards say that is missing, or there twice.
+
+    Raises:
+        DatasetError: shards would come twice.
+    """
+    unnamed = [key for key in shards if key not in selection.named]
+    suffixes = (*shard_format.suffixes, *shard_format.other_suffixes)
+    heed_names(selection.url, unnamed, suffixes, tell, globs=selection.globs)
 
 
 def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat | None) -> Manifest | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from ...storage import ObjectInfo
 from ..errors import DatasetError
 from .patterns import match_glob
-from .source import Selection
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})([-_])of\3(\d{1,18})(?!\d)(.*)", re.DOTALL)
 _HASH = re.compile(r"-[0-9a-f]{8,}$")
@@ -62,21 +61,26 @@ class _Numbered:
 
 
 def heed_names(
-    selection: Selection, keys: Iterable[str], suffixes: Sequence[str], tell: Callable[[str], None] = warn_doubt
+    url: str,
+    keys: Iterable[str],
+    suffixes: Sequence[str],
+    tell: Callable[[str], None] = warn_doubt,
+    *,
+    globs: Sequence[str] = (),
 ) -> None:
     """Refuse shards that come twice by their names, and ``tell`` of those that are missing.
 
-    Shards that the caller named one by one are as he wants them. Those that fit a pattern of his are told of instead of
-    refused, and what it does not fit is not missed.
+    ``keys`` are of shards that the caller did not name one by one; those that he did are as he wants them. Where he
+    gave ``globs``, shards that come twice are told of instead of refused, and what none of them fits is not missed.
 
     Raises:
         DatasetError: names the shards, and what to do.
     """
-    stems = _cut_suffixes([key for key in keys if key not in selection.named], suffixes)
+    stems = _cut_suffixes(list(keys), suffixes)
     numbered = _find_numbered(stems)
     doubled = _find_forms(stems) or _find_writings(numbered)
-    root = selection.url.rstrip("/") + "/"
-    if doubled and not selection.globs:
+    root = url.rstrip("/") + "/"
+    if doubled and not globs:
         raise DatasetError(
             f"{root}: {doubled}, and samples would come twice. Remove what is not wanted, or name the shards by a "
             f"pattern or a list; {root}** reads all of them"
@@ -84,9 +88,9 @@ def heed_names(
     if doubled:
         tell(f"{root}: {doubled}; the pattern fits both, so samples may come twice")
     missing = _find_missing(numbered)
-    if missing and selection.globs:
+    if missing and globs:
         infos = [ObjectInfo(key, 0) for key in missing]
-        fitting = {info.key for glob in selection.globs for info in match_glob(glob, infos)}
+        fitting = {info.key for glob in globs for info in match_glob(glob, infos)}
         missing = [key for key in missing if key in fitting]
     if missing:
         more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""

@@ -20,11 +20,13 @@ from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.names import is_hidden
 from ..progress import show_progress
+from .doubts import warn_doubt
 from .lookup import find_companions, find_keys
 from .manifest import MANIFEST_NAME
 from .patterns import FILE, expand_braces, fixed_prefix, is_glob, is_path, match_glob
 from .prefix import Prefix
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
+from .subsets import MOST_BYTES, README_NAME, choose_subset, read_subsets
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
@@ -73,7 +75,7 @@ def select(
     """Open the store of a source and list what the source names, or a split of that; the caller closes the store.
 
     Raises:
-        DatasetError: nothing there, shards that are missing (up to five are named), or no such split.
+        DatasetError: nothing there, shards that are missing (up to five are named), several subsets, or no such split.
         StorageError: the store refused or did not answer.
     """
     urls = absolute_urls(source)
@@ -89,6 +91,11 @@ def select(
         except BaseException:
             store.close()
             raise
+    try:
+        selection = _select_subset(store, selection)
+    except BaseException:
+        store.close()
+        raise
     return (store, selection) if split is None else _select_split(store, selection, split, storage_options)
 
 
@@ -288,6 +295,40 @@ def _find_saved(store: Store) -> ObjectInfo | None:
         return store.head(MANIFEST_NAME)
     except StorageError:
         return None  # missing, or not readable: the shards themselves will tell
+
+
+def _select_subset(store: Store, selection: Selection) -> Selection:
+    """The selection without what is of other subsets than the default one, of folders whose README.md lists some."""
+    dropped: set[str] = set()
+    for folder in selection.folders:
+        readme = next((info for info in selection.listing if info.key == folder + README_NAME), None)
+        if readme is None or not 0 < readme.size < MOST_BYTES:
+            continue
+        text = str(store.get(readme.key, etag=readme.etag), "utf-8", "replace")
+        try:
+            subsets = read_subsets(text)
+        except ValueError as exc:
+            warn_doubt(
+                f"{selection.url}{readme.key}: the subsets (configs) that it lists are not understood ({exc}), so they "
+                "may be mixed; name the shards of one by a pattern, or correct the list"
+            )
+            continue
+        if len(subsets) < 2:
+            continue
+        inside = [
+            replace(info, key=info.key[len(folder) :])
+            for info in selection.listing
+            if info.key.startswith(folder) and format_by_name(info.key, selection.spelled) is not None
+        ]
+        kept = choose_subset(selection.url + folder, subsets, inside)
+        if kept is not None:
+            dropped.update(folder + info.key for info in inside if info.key not in kept)
+    if not dropped:
+        return selection
+    chosen = None if selection.chosen is None else tuple(key for key in selection.chosen if key not in dropped)
+    return replace(
+        selection, listing=tuple(info for info in selection.listing if info.key not in dropped), chosen=chosen
+    )
 
 
 def _select_split(

@@ -13,12 +13,12 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ..dataset.build import (
     PendingIndex,
     assemble,
+    heed_shards,
     index_one,
     load_saved_manifest,
     prepare_index,
     same_object,
 )
-from ..dataset.doubts import heed_names
 from ..dataset.index import read_saved_manifest, refuse_of_manifest
 from ..dataset.manifest import Manifest
 from ..dataset.source import Selection, Source, refuse_mixed, select
@@ -131,7 +131,7 @@ def _find_manifest(
         shard_format = given or make_format(saved.format, saved.config)
         shards = [shard.key for shard in saved.shards]
         refuse_mixed(store, selection, shards)
-        heed_names(selection, shards, (*shard_format.suffixes, *shard_format.other_suffixes), tell)
+        heed_shards(selection, shards, shard_format, tell)
         flaws += _compare_listing(saved, selection.listing, shard_format, store)
         _doubt_shards(store, saved, shard_format, threads, flaws, doubts)
         there = {info.key: info for info in selection.listing}

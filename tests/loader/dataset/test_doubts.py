@@ -14,7 +14,6 @@ from penstock import open_manifest, pack, verify
 from penstock.cli import run
 from penstock.loader import DatasetError, DoubtfulDatasetWarning
 from penstock.loader.dataset.doubts import heed_names
-from penstock.loader.dataset.source import Selection
 
 FORMATS = ["tar", "parquet", "arrow", "jsonl", "tokens"]
 ENDINGS = {"tokens": "bin"}
@@ -129,12 +128,11 @@ LISTS = [
 @pytest.mark.parametrize(("stems", "refused", "missing"), LISTS)
 def test_lists_of_all_writers_are_understood(stems: list[str], refused: str, missing: list[str]) -> None:
     told: list[str] = []
-    selection = Selection(url="s3://b/", listing=(), chosen=None, saved=None, folders=("",))
     keys = [f"{stem}.jsonl" for stem in stems]
     if refused:
         with pytest.raises(DatasetError, match=refused):
-            heed_names(selection, keys, (".jsonl",), told.append)
+            heed_names("s3://b/", keys, (".jsonl",), told.append)
         return
-    heed_names(selection, keys, (".jsonl",), told.append)
+    heed_names("s3://b/", keys, (".jsonl",), told.append)
     assert bool(told) == bool(missing)
     assert all(f"{name}.jsonl" in told[0] for name in missing)
