@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...storage import DecryptionError, ObjectInfo, StorageError, Store
+from ...storage import DecryptionError, NotFoundError, ObjectInfo, StorageError, Store
 from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, format_by_name, make_format
@@ -270,8 +272,20 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat, *
         raise DatasetError(f"{store.url}: {problem}")
     for task in tasks:
         if not is_text(task.info.key):
-            raise DatasetError(f"{store.url}: the name of the shard {task.info.key!a} is not UTF-8; rename it")
+            raise DatasetError(f"{store.url}: {_why_no_text(task.info.key)}")
     return tasks
+
+
+def _why_no_text(key: str) -> str:
+    """What to say of the name of a local file that Python cannot write as text."""
+    try:
+        name = os.fsencode(key).decode()
+    except UnicodeDecodeError:
+        return f"the name of the shard {key!a} is not UTF-8; rename it"
+    return (
+        f"the name of the shard {name!a} is UTF-8, but this process takes names for {sys.getfilesystemencoding()}, by "
+        "its locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8, before Python starts"
+    )
 
 
 def index_one(store: Store, shard_format: ShardFormat, task: ShardTask) -> ShardIndex:
@@ -282,9 +296,17 @@ def index_one(store: Store, shard_format: ShardFormat, task: ShardTask) -> Shard
         MemoryLimitError: an allocation failed.
     """
     if task.info.size == 0:
-        raise FormatError(task.info.key, "the shard is empty (0 bytes); write it again or remove it")
+        raise FormatError(task.info.key, _why_empty(store, task.info.key))
     with explain_failures(task.info.key, "indexed"):
         return shard_format.index_shard(store, task)
+
+
+def _why_empty(store: Store, key: str) -> str:
+    try:
+        store.head(key)
+    except NotFoundError:
+        return "is listed, but nothing is there: a link that leads nowhere. Restore what it names, or remove it"
+    return "the shard is empty (0 bytes); write it again or remove it"
 
 
 def index_shards(

@@ -205,7 +205,10 @@ def _select_one(
         saved = next((info for info in objects if info.key == MANIFEST_NAME), None)
         listing = tuple(info for info in objects if not info.key.endswith(MANIFEST_NAME))
         if not listing:
-            raise DatasetError(f"{store.url}: nothing there; check the URL (is it a prefix that ends where you think?)")
+            raise DatasetError(
+                f"{store.url}: nothing there; check the URL (is it a prefix that ends where you think? The name of an "
+                "object has its ending, such as .bin)"
+            )
     except BaseException:
         store.close()
         raise
