@@ -105,7 +105,8 @@ def hash_keys(names: ByteMatrix, dots: IntArray) -> AnyArray:
     padded = np.zeros((len(names), 8 * words), np.uint8)
     np.multiply(names[:, :width], np.arange(width) < dots[:, None], out=padded[:, :width])
     mixed = padded.view("<u8") * _factors(words)
-    return (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
+    sums: AnyArray = (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
+    return sums
 
 
 @cache

@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import DistributedDataLoader, TokensFormat, open_manifest, pack, verify
+from penstock import DistributedDataLoader, ParquetFormat, open_manifest, pack, verify
 from penstock.cli import run
 from penstock.loader import ChecksumError, StaleManifestWarning
 
@@ -109,9 +109,9 @@ def test_checksums_that_come_later_are_compared_by_who_knew_the_data_set_without
 
 
 def test_a_format_that_leaves_the_checksums_of_a_manifest_unused_is_told(tmp_path: Path) -> None:
-    pack([{"tokens": np.arange(1000)}], tmp_path, format="tokens", seq_len=8, dtype="uint16", progress=False)
-    with pytest.warns(StaleManifestWarning, match=r"tokens \(.*seq_len=8.*seq_len=16.* compares no checksums"):
-        other = open_manifest(tmp_path, format=TokensFormat(seq_len=16))
-    assert other.checksums is None
+    folder = write(tmp_path, "parquet")
+    smaller = ParquetFormat(chunk_bytes=1 << 20)
+    with pytest.warns(StaleManifestWarning, match=r"parquet \(chunk_bytes=4.*chunk_bytes=1.* compares no checksums"):
+        assert open_manifest(folder, format=smaller).checksums is None
     with pytest.warns(StaleManifestWarning, match="compares no checksums"):
-        verify(tmp_path, format=TokensFormat(seq_len=16))
+        verify(folder, format=smaller)
