@@ -117,7 +117,8 @@ def _find_numbered(stems: Sequence[tuple[str, str]]) -> list[_Numbered]:
     for stem, ending in stems:
         match = _NUMBERED.fullmatch(stem) if "of" in stem else None
         if match is not None and "/" not in match[5] and 0 < int(match[4]) < _MOST:
-            found.append(_Numbered(stem + ending, *match.groups(), ending))
+            head, digits, dash, total, rest = match.groups()
+            found.append(_Numbered(stem + ending, head, digits, dash, total, rest, ending))
     return found
 
 

@@ -131,9 +131,9 @@ def join_tied(starts: IntArray, stops: IntArray, placed: Placed, shard: str) -> 
     """
     nobody = [None] * len(starts)
     spans: list[tuple[int, int, Link | None]] = list(zip(starts.tolist(), stops.tolist(), nobody, strict=True))
-    for link, (start, stop) in zip(placed.links, placed.ties.tolist(), strict=True):
-        if find_field_dot(link.name) >= 0:
-            spans.append((start, stop, link))
+    for tied, (start, stop) in zip(placed.links, placed.ties.tolist(), strict=True):
+        if find_field_dot(tied.name) >= 0:
+            spans.append((start, stop, tied))
     spans.sort(key=lambda span: span[:2])
     units: list[list[int]] = []
     for start, stop, link in spans:
